@@ -28,7 +28,7 @@ quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume
 PYTEST := $(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder
 
 test: test-setup ## the suite on the CPU, less what is marked slow
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" --durations=30 $(ARGS)
 
 test-all: test-setup ## the whole suite on the CPU: the further cases of each grid, too
 	$(PYTEST) $(ARGS)

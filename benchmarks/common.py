@@ -149,9 +149,9 @@ def timed(step: Step) -> Side:
     return side
 
 
-def compare(ours: Side, theirs: Side, rounds: int) -> dict[str, list[float]]:
+def compare(actual: Side, expected: Side, rounds: int) -> dict[str, list[float]]:
     """Their seconds over ours by each clock, round by round, after two steps to warm up; who goes first alternates."""
-    sides = {"ours": ours, "theirs": theirs}
+    sides = {"ours": actual, "theirs": expected}
     for side in sides.values():
         side(), side()
     ratios: dict[str, list[float]] = {clock: [] for clock in CLOCKS}

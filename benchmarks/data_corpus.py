@@ -86,25 +86,25 @@ def write(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> No
     size, tokens = sum(len(text.encode()) for text in documents), 0
     (folder / "tars").mkdir()
     with (
-        ShardWriter(folder / "ours", tokenizer_hash="t", token_dtype="uint16", shard_bytes=2**26) as ours,
+        ShardWriter(folder / "ours", tokenizer_hash="t", token_dtype="uint16", shard_bytes=2**26) as writer,
         wds.ShardWriter(str(folder / "tars/%06d.tar"), maxsize=2**26, maxcount=10**9, verbose=0) as tars,
     ):
-        theirs = None
+        reference = None
         if mosaic:
             from streaming import MDSWriter
 
-            theirs = MDSWriter(
+            reference = MDSWriter(
                 out=str(folder / "mds"), columns={"tokens": "ndarray:uint16"}, size_limit=2**26
             )
         for i, ids in enumerate(tokenize(documents)):
             tokens += len(ids)
-            ours.add(f"{i:09d}", ids, "text", len(documents[i].encode()))
+            writer.add(f"{i:09d}", ids, "text", len(documents[i].encode()))
             tars.write({"__key__": f"{i:09d}", "tokens.npy": ids})
-            if theirs is not None:
-                theirs.write({"tokens": ids})
-        ours.finish({})
-        if theirs is not None:
-            theirs.finish()
+            if reference is not None:
+                reference.write({"tokens": ids})
+        writer.finish({})
+        if reference is not None:
+            reference.finish()
     index_folder(folder / "tars", "t")  # for `.tar` without compression
     facts = {
         "documents": len(documents),

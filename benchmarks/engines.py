@@ -185,7 +185,10 @@ def row(case: str, words: Sequence[str], offloaded: Sequence[str], args: argpars
     configs = {name: config_of(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
     timed = run(configs, args, args.rounds)[0]
     clocks = [
-        [theirs[i] / ours[i] for ours, theirs in zip(timed[0]["native"], timed[0]["deepspeed"], strict=True)]
+        [
+            expected[i] / actual[i]
+            for actual, expected in zip(timed[0]["native"], timed[0]["deepspeed"], strict=True)
+        ]
         for i in (0, 1)
     ]
     memory = {

@@ -197,8 +197,8 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
     for side in names:
         candidate = sides.get(side)
         ratios = [
-            theirs / reference
-            for theirs, reference in zip(seconds_taken[side], seconds_taken["dropless"], strict=True)
+            expected / reference
+            for expected, reference in zip(seconds_taken[side], seconds_taken["dropless"], strict=True)
         ]
         cells = (
             name,

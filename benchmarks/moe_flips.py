@@ -17,39 +17,38 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.layers.sequence import SequenceMetadata
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_experts import (
-    CONTEXTS,
-    EXPERTS_OVER_RANKS,
-    MODELS,
+from tests.support.batches import family_batch
+from tests.support.expert_models import (
+    EXPERT_CONTEXT_LAYOUTS,
+    EXPERT_LAYOUTS,
+    EXPERT_MODELS,
+    EXPERT_TP_LAYOUTS,
     TP2,
-    TP_OTHERWISE,
-    mixtures,
-    objective_for,
 )
-from tests.parity.test_families import batch_for
+from tests.support.expert_parity import moe_layers, objective_for
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 ALONE = "data ranks"
 LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
     2: {
         ALONE: ParallelConfig(dp_shard=2, zero=1),
-        "ep2": EXPERTS_OVER_RANKS[2]["ep2, zero1"],
+        "ep2": EXPERT_LAYOUTS[2]["ep2, zero1"],
         "tp2": TP2,
-        **TP_OTHERWISE[2],
+        **EXPERT_TP_LAYOUTS[2],
         "cp2": ParallelConfig(dp_shard=1, cp=2),
         "ep2 of cp2": ParallelConfig(dp_shard=1, cp=2, ep=2),
         "pp2": ParallelConfig(pp=2),
     },
     4: {
         ALONE: ParallelConfig(dp_shard=4, zero=1),
-        "ep4": EXPERTS_OVER_RANKS[4]["ep4, zero1"],
-        "ep2 × tp2": EXPERTS_OVER_RANKS[4]["ep2 × tp2"],
-        "ep4 of 2 × tp2": TP_OTHERWISE[4]["ep4 of 2 × tp2, zero1"],
-        "ep2 × tp2 by channels": TP_OTHERWISE[4]["ep2 × tp2 by channels, zero1"],
-        "ep2 × cp2": CONTEXTS["ep2 × cp2, zero1"],
-        "ep4 of 2 × cp2": CONTEXTS["ep4 of 2 × cp2, zero1"],
-        "ep2 × pp2": EXPERTS_OVER_RANKS[4]["ep2 × pp2, zero1"],
+        "ep4": EXPERT_LAYOUTS[4]["ep4, zero1"],
+        "ep2 × tp2": EXPERT_LAYOUTS[4]["ep2 × tp2"],
+        "ep4 of 2 × tp2": EXPERT_TP_LAYOUTS[4]["ep4 of 2 × tp2, zero1"],
+        "ep2 × tp2 by channels": EXPERT_TP_LAYOUTS[4]["ep2 × tp2 by channels, zero1"],
+        "ep2 × cp2": EXPERT_CONTEXT_LAYOUTS["ep2 × cp2, zero1"],
+        "ep4 of 2 × cp2": EXPERT_CONTEXT_LAYOUTS["ep4 of 2 × cp2, zero1"],
+        "ep2 × pp2": EXPERT_LAYOUTS[4]["ep2 × pp2, zero1"],
     },
 }
 Choices = dict[tuple[int, str, int, int], frozenset[int]]
@@ -58,12 +57,12 @@ Choices = dict[tuple[int, str, int, int], frozenset[int]]
 
 def model() -> ModelConfig:
     """A model of which every layout takes part of a row."""
-    return ModelConfig.model_validate({**MODELS["by batch"].model_dump(), "dropout": 0.0})
+    return ModelConfig.model_validate({**EXPERT_MODELS["by batch"].model_dump(), "dropout": 0.0})
 
 
 def batch_of(config: ModelConfig, number: int) -> dict[str, Tensor]:
     """Rows of one document each."""
-    batch, generator = batch_for(config), torch.Generator().manual_seed(number)
+    batch, generator = family_batch(config), torch.Generator().manual_seed(number)
     rows, length = batch["tokens"].shape
     drawn = torch.randint(1, config.vocab_size, (rows, length + 1), generator=generator)
     places = {"positions": torch.arange(length).repeat(rows, 1), "documents": torch.zeros_like(drawn[:, 1:])}
@@ -73,9 +72,7 @@ def batch_of(config: ModelConfig, number: int) -> dict[str, Tensor]:
 def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
     """Experts of the tokens that this rank routes."""
     config, experts_chosen = model(), Choices()
-    make: Any = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
-    options = () if parallel.pp > 1 else (test_layouts.ADAMW,)
-    engine = make(config, parallel, *options, precision=precision)
+    engine = build_engine(config, parallel, precision=precision)
     number = 0
 
     def note(path: str) -> Any:
@@ -83,9 +80,9 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
             x_BTD, sequence = inputs
             assert sequence.rng_keys is not None
             keys_BT = sequence.rng_keys[:, None].expand_as(sequence.positions)
-            here, part = x_BTD.shape[:2].numel(), engine.mesh.rank("tp")
+            tokens, part = x_BTD.shape[:2].numel(), engine.mesh.rank("tp")
             # Under sequence parallelism, this rank's part of the tokens, counted through the rows.
-            parts = keys_BT.numel() // here
+            parts = keys_BT.numel() // tokens
             of_tokens = (full.flatten().chunk(parts)[part % parts] for full in (keys_BT, sequence.positions))
             chosen_NK = routing.expert_indices.flatten(0, 1)
             for key, place, chosen_K in zip(*(x.tolist() for x in (*of_tokens, chosen_NK)), strict=True):
@@ -93,11 +90,11 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
 
         return hook
 
-    for path, module in mixtures(engine.model).items():
+    for path, module in moe_layers(engine.model).items():
         module.router.register_forward_hook(note(path))
     for number in range(batches):
         batch = batch_of(config, number)
-        engine.forward_backward(test_layouts.microbatches(engine, batch), objective_for(config, batch))
+        engine.forward_backward(microbatches(engine, batch), objective_for(config, batch))
         engine.zero_grad()
     return experts_chosen
 

@@ -107,7 +107,7 @@ def row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
     """A row of the table."""
     losses = [outcome.loss for outcome in seeds]
     loads = [load for outcome in seeds for load in outcome.loads]
-    better = [theirs.loss - ours.loss for ours, theirs in zip(seeds, dense, strict=True)]
+    better = [expected.loss - run.loss for run, expected in zip(seeds, dense, strict=True)]
     cells = (
         name,
         f"{seeds[0].parameters / 1e6:.2f}",

@@ -18,8 +18,7 @@ import torch
 
 from megatfm.config import load_config
 from megatfm.parallel import distributed
-from tests.golden import test_moe_curve as golden
-from tests.golden.curves import curves
+from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, curves
 
 D_FF = 64
 """Width of the dense network."""
@@ -55,8 +54,8 @@ MODELS: dict[str, dict[str, object]] = {
 
 def row(name: str, ffn: Mapping[str, object]) -> str:
     """Train, and make a row of the table."""
-    small = [f"{key}={value}" for key, value in golden.SMALL.items() if not key.startswith("model.ffn")]
-    config = load_config(golden.PRESET, [f"model.ffn={common.inline_toml(ffn)}", *small])
+    small = [f"{key}={value}" for key, value in SMALL_MOE.items() if not key.startswith("model.ffn")]
+    config = load_config(MOE_PRESET, [f"model.ffn={common.inline_toml(ffn)}", *small])
     metrics = curves(config.model_dump())
     loads = metrics.get("busiest", [])[WARM:]
     cells = (

@@ -241,20 +241,20 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
     parallel = LAYOUTS[name]
     blocks, data = blocks_of(width, args.layers, parallel, 1)
     held = args.tokens // (parallel.tp if parallel.sequence_parallel else 1)
-    ours = passes(blocks, data, width, args.tokens, held)
+    actual = passes(blocks, data, width, args.tokens, held)
     plain = plain_blocks(width, args.layers, parallel.tp)
-    theirs = passes(plain, None, width, args.tokens, args.tokens)
+    reference = passes(plain, None, width, args.tokens, args.tokens)
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with TrafficCounter({str(mesh.group(axis).group_name): axis for axis in AXES}) as traffic:
-        ours()
-    theirs()
+        actual()
+    reference()
     flows = traffic.flows()
-    moved = (moved_bytes(ours) - moved_bytes(theirs)) / args.layers
+    moved = (moved_bytes(actual) - moved_bytes(reference)) / args.layers
     rounds = []
     for _ in range(args.rounds):
         with CallSeconds() as inside:
-            layout_time = seconds(ours, args.times)
-        times = layout_time, inside.seconds / args.times, seconds(theirs, args.times)
+            layout_time = seconds(actual, args.times)
+        times = layout_time, inside.seconds / args.times, seconds(reference, args.times)
         rounds.append([1e3 * value / args.layers for value in times])
     held_bytes = kept_bytes(blocks, data, width, args.tokens, held)
     cells = (

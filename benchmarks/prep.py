@@ -171,8 +171,8 @@ def encode(folder: Path, path: Path) -> str:
     begin = time.process_time()
     expected = reference.encode_batch(sample, 1)
     own_speed = megabytes(sample) / (time.process_time() - begin)
-    ours = [ids for batch in batches(sample) for ids in fast.encode_batch(batch, 1)]
-    assert all(a.tolist() == b.tolist() for a, b in zip(ours, expected, strict=True)), "the ids differ"
+    actual = [ids for batch in batches(sample) for ids in fast.encode_batch(batch, 1)]
+    assert all(a.tolist() == b.tolist() for a, b in zip(actual, expected, strict=True)), "the ids differ"
     names = f"tokenize to shards, {folder.name}, cold, MB/s", f"the tokenizer's own {folder.name}, MB/s"
     return json.dumps(dict(zip(names, (speed, own_speed), strict=True)))
 

@@ -3,9 +3,10 @@
     python benchmarks/soak.py                              # 100 kills, then 30 minutes
     python benchmarks/soak.py --kills 12 --minutes 3
 
-The first part compares every curve and every stored bit with runs that nobody killed (`tests/e2e/crashes.py`). The
-second counts effective training: the seconds of steps that are part of the final record (each step once), over the
-wall time less what processes take from their start to their first step. No step before the last save may be lost.
+The first part compares every curve and every stored bit with runs that nobody killed
+(`tests/support/kill_series.py`). The second counts effective training: the seconds of steps that are part of the final
+record (each step once), over the wall time less what processes take from their start to their first step. No step
+before the last save may be lost.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ import torch
 from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from tests.e2e import crashes, doomed
+from tests.support import kill_series, killed_ranks
+from tests.support.rank_processes import free_port
 
 EVERY = 5
 PREP = """
@@ -55,7 +57,9 @@ def main() -> None:
         folder = Path(name)
         corpus = prepare(folder)
         with contextlib.redirect_stdout(sys.stderr):
-            kills = crashes.run_series(corpus, folder / "kills", crashes.shares(args.kills), args.seed)
+            kills = kill_series.run_series(
+                corpus, folder / "kills", kill_series.shares(args.kills), args.seed
+            )
         print("kills:", json.dumps(kills), flush=True)
         fire = under_fire(corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed)
         print("under fire:", json.dumps(fire))
@@ -84,7 +88,7 @@ def prepare(folder: Path) -> Path:
         data_prep.run(load(PrepConfig, config))
         os._exit(0)
 
-    pid = doomed.fork(make)
+    pid = killed_ranks.fork(make)
     assert os.waitpid(pid, 0)[1] == 0, "the corpus could not be made"
     return corpus
 
@@ -94,8 +98,8 @@ def under_fire(
 ) -> dict[str, Any]:
     """Train for so long; every now and then one rank is killed, the others are ended, and all start again."""
     folder.mkdir()
-    config = folder / "crashes.toml"
-    config.write_text(crashes.CONFIG.replace("CORPUS", str(corpus)))
+    config = folder / "kill_series.toml"
+    config.write_text(kill_series.CONFIG.replace("CORPUS", str(corpus)))
     run, draw = folder / "run", random.Random(seed)
     words = [
         "train", str(config), f"run_dir={run}", f"parallel.dp_shard={world}", "train.steps=100000000",
@@ -107,7 +111,7 @@ def under_fire(
         start = time.time()
         pids = start_ranks(words, world, folder)
         starts += 1
-        while (last := last_line(run))["time"] < start and time.time() < start + crashes.PATIENCE_SECONDS:
+        while (last := last_line(run))["time"] < start and time.time() < start + kill_series.PATIENCE_SECONDS:
             time.sleep(0.01)
         assert last["time"] > start, (folder / "said-0").read_text()
         starting += last["time"] - last["step_seconds"] - start
@@ -141,7 +145,7 @@ def under_fire(
 
 def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
     """Fork all ranks of a run."""
-    port = doomed.free_port()
+    port = free_port()
     pids = []
     for rank in range(world):
         variables = {
@@ -149,7 +153,7 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         output = folder / f"said-{rank}"
-        pids.append(doomed.fork(lambda: doomed.live(words, variables, output)))  # noqa: B023
+        pids.append(killed_ranks.fork(lambda: killed_ranks.live(words, variables, output)))  # noqa: B023
     return pids
 
 

@@ -125,8 +125,8 @@ def ours(tokens: Tensor, precision: str, compiled: bool, overrides: list[str]) -
 class Process:
     """A side, in a process that takes a step for each line it is sent. theirs: "plain" or "alike"; None: ours."""
 
-    def __init__(self, theirs: str | None, precision: str, state: str, args: argparse.Namespace) -> None:
-        job = {**vars(args), "theirs": theirs, "precision": precision, "state": state, "out": None}
+    def __init__(self, expected: str | None, precision: str, state: str, args: argparse.Namespace) -> None:
+        job = {**vars(args), "theirs": expected, "precision": precision, "state": state, "out": None}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--job", json.dumps(job)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -161,17 +161,17 @@ def work(job: argparse.Namespace) -> None:
             print(json.dumps(side()), flush=True)
 
 
-def row(precision: str, state: str, theirs: str, args: argparse.Namespace) -> str:
+def row(precision: str, state: str, expected: str, args: argparse.Namespace) -> str:
     """A line of the table."""
     ratios: dict[str, list[float]] = {}
     for _ in range(args.pairs):
-        mine, other = Process(None, precision, state, args), Process(theirs, precision, state, args)
+        mine, other = Process(None, precision, state, args), Process(expected, precision, state, args)
         for clock, values in compare(mine, other, args.rounds).items():
             ratios.setdefault(clock, []).extend(values)
         mine.end(), other.end()
     figures = summarize(ratios)
     return (
-        f"| {precision} | {state} | {theirs} | **{figures['wall']:.2f}** | {figures['wall_lowest']:.2f} – "
+        f"| {precision} | {state} | {expected} | **{figures['wall']:.2f}** | {figures['wall_lowest']:.2f} – "
         f"{figures['wall_highest']:.2f} | {figures['cpu']:.2f} | {other.first:.0f} / {mine.first:.0f} |"
     )
 
@@ -209,8 +209,8 @@ def main() -> None:
     )
     for precision in args.precisions:
         for state in args.states:
-            for theirs in args.theirs:
-                page.add(row(precision, state, theirs, args))
+            for reference in args.theirs:
+                page.add(row(precision, state, reference, args))
 
 
 if __name__ == "__main__":

@@ -28,36 +28,36 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def gpt2(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
     """Next-token loss of all tokens; theirs shifts the targets by itself."""
     config = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
-    theirs = _ready(
+    reference = _ready(
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), dtype, compiled
     )
-    ours = _ready(_ours("gpt2-124m"), dtype, compiled)
+    model = _ready(_ours("gpt2-124m"), dtype, compiled)
     tokens = torch.randint(0, 50257, (rows, length + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return (
-        lambda: ours(inputs, targets=targets).losses["causal"] / targets.numel(),
-        lambda: theirs(input_ids=inputs, labels=inputs).loss,
+        lambda: model(inputs, targets=targets).losses["causal"] / targets.numel(),
+        lambda: reference(input_ids=inputs, labels=inputs).loss,
     )
 
 
 def bert(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
     """Masked language model on 15 % of the tokens, and next-sentence prediction."""
     config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
-    theirs = transformers.BertForPreTraining._from_config(config, attn_implementation="sdpa")
-    theirs = _ready(theirs, dtype, compiled)
-    ours = _ready(_ours("bert-base"), dtype, compiled)
+    reference = transformers.BertForPreTraining._from_config(config, attn_implementation="sdpa")
+    reference = _ready(reference, dtype, compiled)
+    model = _ready(_ours("bert-base"), dtype, compiled)
     tokens = torch.randint(0, 30522, (rows, length))
     targets = tokens.where(torch.rand(rows, length) < 0.15, -100)
     sentence = torch.full_like(tokens, -100)
     sentence[:, 0] = torch.arange(rows) % 2
 
     def step_of_ours() -> torch.Tensor:
-        losses = ours(tokens, targets=targets, sentence_targets=sentence).losses
+        losses = model(tokens, targets=targets, sentence_targets=sentence).losses
         return losses["masked"] / (targets >= 0).sum() + losses["sentence"] / rows
 
     return (
         step_of_ours,
-        lambda: theirs(input_ids=tokens, labels=targets, next_sentence_label=torch.arange(rows) % 2).loss,
+        lambda: reference(input_ids=tokens, labels=targets, next_sentence_label=torch.arange(rows) % 2).loss,
     )
 
 
@@ -100,8 +100,8 @@ def main() -> None:
             for state in args.states:
                 torch.manual_seed(0)
                 torch._dynamo.reset()
-                ours, theirs = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                figures = summarize(compare(timed(passes(ours)), timed(passes(theirs)), args.rounds))
+                actual, expected = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
+                figures = summarize(compare(timed(passes(actual)), timed(passes(expected)), args.rounds))
                 row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
                 results.append(row)
                 print(

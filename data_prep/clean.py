@@ -38,7 +38,7 @@ class CleanStage:
         self._stages = stages
         self._config = stages.config
         self._listing = listing
-        self._steps = [make_filter(each) for each in self._config.steps]
+        self._steps = [make_filter(step) for step in self._config.steps]
 
     def run(self, basis: StageResult) -> StageResult:
         """Read, clean and deduplicate: documents of all parts wait as `exact_dedup`, in the folder of the basis."""
@@ -49,8 +49,8 @@ class CleanStage:
         ]
         counts = [count for counts in read["documents"] for count in counts]
         searched = _ExactDedup(self._stages, self._folder, pieces)
-        found = searched.find(counts, basis)
-        with searched.remaining(counts, found, read["bytes"]) as left:
+        duplicates = searched.find(counts, basis)
+        with searched.remaining(counts, duplicates, read["bytes"]) as left:
 
             def work(number: int) -> StageResult:
                 counts = StepStats(ExactDedup.title)
@@ -60,7 +60,7 @@ class CleanStage:
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 step = StepStats.merge([part["step"] for part in parts])
-                _name_first_copies(step, found["examples"], searched, counts)
+                _name_first_copies(step, duplicates["examples"], searched, counts)
                 return {
                     "bytes": step.bytes_out,
                     "parts": len(pieces),
@@ -74,7 +74,7 @@ class CleanStage:
                 for number in range(len(pieces)):
                     searched.piece(number).unlink(missing_ok=True)
                     self._hash_path(number).unlink(missing_ok=True)
-                searched.remove_marks(found)
+                searched.remove_marks(duplicates)
 
             return self._stages.parts("exact_dedup", basis, len(pieces), work, join, tidy=tidy)
 
@@ -82,7 +82,7 @@ class CleanStage:
         """Write what passes the steps, in pieces of about `task_bytes`, and the hashes of the texts."""
         listing = self._listing
         limit, notes = self._document_limit()
-        notes += [note for each in self._steps for note in each.notes]
+        notes += [note for step in self._steps for note in step.notes]
         if listing.n_excluded:
             notes.append(f"left out by name: {listing.n_excluded:,} files or folders")
         ranges = chunk_by_bytes([file.size for file in listing.files], self._config.task_bytes)
@@ -99,11 +99,11 @@ class CleanStage:
                 repairs = [FixUnicode()] if self._config.read.fix_unicode else []
                 passes: list[PipelineStep] = [*repairs, *self._fresh_steps()]
                 documents = self._write_pieces(number, pass_through(passes, read.documents(advance)))
-                counts = [read.counts, *(each.counts for each in passes)]
+                counts = [read.counts, *(part_counts.counts for part_counts in passes)]
                 return {
                     "documents": documents,
                     "skipped_files": [f"{bad.where}: {bad.reason}" for bad in listing.bad[known:]],
-                    "steps": [each.as_json() for each in counts],
+                    "steps": [step_counts.as_json() for step_counts in counts],
                 }
 
             def join(parts: Iterable[StageResult]) -> StageResult:
@@ -115,7 +115,7 @@ class CleanStage:
                 return {
                     "bytes": counts[-1].bytes_out,
                     "documents": [part["documents"] for part in parts],
-                    "steps": [each.as_json() for each in counts],
+                    "steps": [step_counts.as_json() for step_counts in counts],
                     "notes": notes,
                     "skipped_files": skipped,
                 }
@@ -168,8 +168,8 @@ class CleanStage:
 
     def _fresh_steps(self) -> list[CountingFilter]:
         """The steps of the config, with counts of nothing yet; lists and indices are read once for all parts."""
-        for each in self._steps:
-            each.counts = StepStats(each.counts.step)
+        for step in self._steps:
+            step.counts = StepStats(step.counts.step)
         return self._steps
 
 
@@ -198,10 +198,10 @@ def _rows(folder: Path, number: int, piece: int) -> Path:
 
 def _joined(paths: Iterable[Path]) -> str:
     """One hash of many, which does not depend on the parts."""
-    whole = blake3()
+    fingerprint = blake3()
     for path in paths:
-        whole.update(path.read_bytes())
-    return whole.hexdigest()
+        fingerprint.update(path.read_bytes())
+    return fingerprint.hexdigest()
 
 
 def _copies_warning(step: StepStats) -> list[str]:

@@ -69,8 +69,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if arguments.debug:
             raise
-        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        print(f"error: {said or type(error).__name__}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {message or type(error).__name__}", file=sys.stderr)
         code = EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted: committed parts are kept; run the same command to resume", file=sys.stderr)

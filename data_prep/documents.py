@@ -225,18 +225,18 @@ class StepStats:
     @classmethod
     def merge(cls, parts: Sequence[Mapping[str, Any]]) -> Self:
         """The counts of all parts of a corpus, given as JSON in the order of the corpus."""
-        whole = cls(parts[0]["step"])
+        total_stats = cls(parts[0]["step"])
         for part in parts:
             for name in ("documents_in", "bytes_in", "changed", "documents_out", "bytes_out"):
-                setattr(whole, name, getattr(whole, name) + part[name])
+                setattr(total_stats, name, getattr(total_stats, name) + part[name])
             for reason, dropped in part["dropped"].items():
-                total = whole.dropped.setdefault(reason, Dropped())
+                total = total_stats.dropped.setdefault(reason, Dropped())
                 total.documents += dropped["documents"]
                 total.bytes += dropped["bytes"]
                 total.examples = [*total.examples, *dropped["examples"]][:EXAMPLES]
             for what, times in part.get("found", {}).items():
-                whole.count_event(what, times)
-        return whole
+                total_stats.count_event(what, times)
+        return total_stats
 
     def as_json(self) -> dict[str, Any]:
         """Fields by name, of which `found` is left out where nothing was."""
@@ -256,7 +256,7 @@ def format_drop_reasons(counts: Iterable[StepStats]) -> str:
     """Format in one line why documents were dropped."""
     reasons = [
         f"{dropped.documents} dropped: {reason}"
-        for each in counts
-        for reason, dropped in each.dropped.items()
+        for step_counts in counts
+        for reason, dropped in step_counts.dropped.items()
     ]
     return "; ".join(reasons) or "there were none"

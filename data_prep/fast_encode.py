@@ -61,8 +61,8 @@ class CachedWordEncoder:
         offsets = pyarrow.py_buffer(np.append(begins, len(data)).astype("<i8"))
         buffers = [None, offsets, pyarrow.py_buffer(data)]
         words = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(begins), buffers).dictionary_encode()
-        found = self._lookup(words.dictionary.to_pylist(), threads)
-        _, ends, ids = pyarrow.array(found, pyarrow.large_binary()).take(words.indices).buffers()
+        ids_by_word = self._lookup(words.dictionary.to_pylist(), threads)
+        _, ends, ids = pyarrow.array(ids_by_word, pyarrow.large_binary()).take(words.indices).buffers()
         result = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
         return np.split(result, np.frombuffer(ends, np.int64)[first_words[1:]] // 4)
 
@@ -73,10 +73,10 @@ class CachedWordEncoder:
         is_begin = np.empty(len(values), np.bool_)
         is_begin[:1] = True
         for at in range(1, len(values), _CHUNK):
-            some = values[at - 1 : at + _CHUNK].astype(np.intp)
+            characters = values[at - 1 : at + _CHUNK].astype(np.intp)
             np.take(
                 self._cut_table.ravel(),
-                some[:-1] << 8 | some[1:],
+                characters[:-1] << 8 | characters[1:],
                 out=is_begin[at : at + _CHUNK],
                 mode="clip",
             )
@@ -92,11 +92,11 @@ class CachedWordEncoder:
             known.clear()
         new = [word for word in words if word not in known]
         known.update(zip(new, self._encode_words(new, threads), strict=True))
-        found = [known[word] for word in words]
+        ids_by_word = [known[word] for word in words]
         for word in new:
             if len(word) > LONGEST:
                 del known[word]
-        return found
+        return ids_by_word
 
     def _encode_words(self, words: list[bytes], threads: int) -> list[bytes]:
         texts = [word.decode() for word in words]
@@ -149,12 +149,12 @@ class FastEncoder:
         """The ids of each text."""
         if self._fast is None:
             return self._tokenizer.encode_batch(texts, threads)
-        usual = [not any(each in text for each in self._fast.unusual) for text in texts]
+        usual = [not any(character in text for character in self._fast.unusual) for text in texts]
         fast = iter(
             self._fast([text for text, is_usual in zip(texts, usual, strict=True) if is_usual], threads)
         )
-        others = [text for text, is_usual in zip(texts, usual, strict=True) if not is_usual]
-        slow = iter(self._tokenizer.encode_batch(others, threads) if others else [])
+        unusual_texts = [text for text, is_usual in zip(texts, usual, strict=True) if not is_usual]
+        slow = iter(self._tokenizer.encode_batch(unusual_texts, threads) if unusual_texts else [])
         result = [next(fast) if is_usual else next(slow) for is_usual in usual]
         self._check(texts, usual, result)
         return result
@@ -165,7 +165,7 @@ class FastEncoder:
         short = [number for number, length in lengths.items() if length <= MOST_CHECKED]
         if not short:
             return
-        number = min(short, key=lambda each: abs(lengths[each] - MOST_CHECKED // 8))
+        number = min(short, key=lambda index: abs(lengths[index] - MOST_CHECKED // 8))
         (expected,) = self._tokenizer.encode_batch([texts[number]], 1)
         if not np.array_equal(expected, result[number]):
             name, way_out = (

@@ -17,6 +17,7 @@ from megatfm.data_prep.documents import StepStats, format_drop_reasons, reason_k
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageResult, StageRunner
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
+from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
 from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
 from megatfm.data_prep.readers.record import Bad, BadFileError
@@ -122,20 +123,20 @@ class ImportStage:
         digest = blake3()
         for part in parts:
             digest.update("".join(part["blake3"]).encode())
-        made, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
+        manifest_fields, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
         written = {
             name: encode.write_shards(
                 self._folder,
                 name,
                 ({"documents": part[name]} for part in parts),
                 self._source.tokenizer,
-                made,
+                manifest_fields,
             )
             for name in splits
         }
         return {
             **{name: written.get(name, EMPTY_SPLIT) for name in SPLITS},
-            "provenance": made,
+            "provenance": manifest_fields,
             "steps": [counts.as_json()],
             "skipped_files": [line for part in parts for line in part["skipped"]],
         }
@@ -196,7 +197,9 @@ class IdFiles:
         self.bytes = sum(file.size for file in listing.files)
         self.skipped: list[str] = []
         self._listing = listing
-        self._lengths = np.array([len(each) for each in tokenizer.token_bytes() or []], np.int64)
+        self._lengths = np.array(
+            [len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64
+        )
 
     def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         file = self._listing.files[part]
@@ -235,16 +238,27 @@ TARS = FORMATS["webdataset"]
 
 class ImageFiles:
     """The images of a listing, in parts of about `task_bytes`; a tar is never divided. Captions become ids if there is
-    a tokenizer."""
+    a tokenizer.
+
+    Files come in a random order, which `seed` decides, since folders hold one class each and a block of a shard should
+    hold many. Samples of a tar keep theirs.
+    """
 
     warning = "images were imported as they are: nothing was looked at for duplicates"
 
-    def __init__(self, listing: InputFiles, tokenizer: Tokenizer | None, task_bytes: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        listing: InputFiles,
+        tokenizer: Tokenizer | None,
+        task_bytes: int,
+        labels: ClassLabels,
+        seed: int,
+    ) -> None:
+        self.tokenizer, self._labels = tokenizer, labels
         self.bytes = sum(file.size for file in listing.files)
         self.skipped: list[str] = []
         self._listing = listing
-        self._units = _units(listing.files)
+        self._units = sorted(_units(listing.files), key=lambda unit: _shuffling_key(unit[0], seed))
         self._runs = chunk_by_bytes([sum(file.size for file in unit) for unit in self._units], task_bytes)
         self.parts = len(self._runs)
 
@@ -252,11 +266,12 @@ class ImageFiles:
         for unit in self._units[slice(*self._runs[part])]:
             where = unit[0].path
             try:
-                for source, found in self._records(unit):
-                    if isinstance(found, Bad):
-                        self._skip(where, f"{source} {found.reason}", reason_key(found.reason), counts)
+                for source, record in self._records(unit):
+                    labelled = record if isinstance(record, Bad) else self._labels.apply(source, record)
+                    if isinstance(labelled, Bad):
+                        self._skip(where, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
                     else:
-                        yield self._taken(source, found)
+                        yield self._taken(source, labelled)
             except BadFileError as error:
                 self._skip(where, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in unit))
@@ -264,13 +279,13 @@ class ImageFiles:
     def _records(self, unit: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
         config = self._listing.config
         with ExitStack() as stack:
-            found = [stack.enter_context(self._listing.local(file)) for file in unit]
+            paths_of_unit = [stack.enter_context(self._listing.local(file)) for file in unit]
             if _is_tar(unit[0]):
-                for record in read_tar(found[0], config):
+                for record in read_tar(paths_of_unit[0], config):
                     yield f"{unit[0].name}#{record.key}", record
                 return
             paths: dict[str, Path] = {}
-            for file, path in zip(unit, found, strict=True):
+            for file, path in zip(unit, paths_of_unit, strict=True):
                 extension = path.suffix[1:].lower()
                 if extension in paths:
                     yield file.name, Bad(file.name, f"has a .{extension} twice")
@@ -278,11 +293,11 @@ class ImageFiles:
                 paths[extension] = path
             yield unit[0].name, read_files(unit[0].name, paths, config)
 
-    def _taken(self, source: str, found: ImageRecord) -> ImportedDocument:
-        if self.tokenizer is None or not found.text:
-            return ImportedDocument(source, np.empty(0, np.int32), 0, found.members)
-        (ids,) = self.tokenizer.encode_batch([found.text], 1)
-        return ImportedDocument(source, ids, len(found.text.encode()), found.members)
+    def _taken(self, source: str, record: ImageRecord) -> ImportedDocument:
+        if self.tokenizer is None or not record.text:
+            return ImportedDocument(source, np.empty(0, np.int32), 0, record.members)
+        (ids,) = self.tokenizer.encode_batch([record.text], 1)
+        return ImportedDocument(source, ids, len(record.text.encode()), record.members)
 
     def _skip(self, where: str, reason: str, kind: str, counts: StepStats) -> None:
         self._listing.skip_bad(where, reason)
@@ -298,6 +313,10 @@ def _units(files: list[InputFile]) -> list[list[InputFile]]:
         key = file.name if _is_tar(file) else file.name.rpartition(".")[0]
         units.setdefault(key, []).append(file)
     return list(units.values())
+
+
+def _shuffling_key(file: InputFile, seed: int) -> bytes:
+    return blake3(f"{seed}:order:{file.name}".encode()).digest(16)
 
 
 def _is_tar(file: InputFile) -> bool:

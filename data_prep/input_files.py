@@ -24,10 +24,10 @@ from megatfm.errors import MegatfmError, UsageError
 
 # Of the standard library: no tests, and no other people's packages, which live in the same folder.
 STDLIB_INCLUDE = ("*.py",)
-_OF_IMAGES = ("jpg", "jpeg", "png", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
+_OF_IMAGES = ("jpg", "jpeg", "png", "webp", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
 USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
-    "images": tuple(f"*.{spelled}" for each in _OF_IMAGES for spelled in (each, each.upper())),
+    "images": tuple(f"*.{spelled}" for extension in _OF_IMAGES for spelled in (extension, extension.upper())),
 }
 # What Hugging Face `datasets` puts beside the data: descriptions, and results that it keeps to save time.
 _OF_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json", "cache-*.arrow")
@@ -97,9 +97,9 @@ class InputFiles:
         pattern matches none, or all files match."""
         for pattern in patterns:
             if not any(matches_path(file.name, [pattern]) for file in self.files):
-                some = ", ".join(file.name for file in self.files[:3])
+                examples = ", ".join(file.name for file in self.files[:3])
                 raise UsageError(
-                    f"split.validation_files: {pattern!r} matches no file below {self.root}, where there are {some}"
+                    f"split.validation_files: {pattern!r} matches no file below {self.root}, where there are {examples}"
                     f"{', …' if len(self.files) > 3 else ''}"
                 )
         self.files.sort(key=lambda file: not matches_path(file.name, patterns))
@@ -147,15 +147,15 @@ class InputFiles:
 
     def _walk_remote(self, remote: RemoteFolder) -> Iterator[InputFile]:
         """List a remote folder in the order of `_walk`, and by the same names."""
-        found = [(tuple(file.name.split("/")), file) for file in remote.files()]
-        self._there = {file.name: file for _, file in found}
+        listed = [(tuple(file.name.split("/")), file) for file in remote.files()]
+        self._there = {file.name: file for _, file in listed}
         names: dict[tuple[str, ...], set[str]] = {}
-        for parts, _ in found:
+        for parts, _ in listed:
             for depth in range(len(parts)):
                 names.setdefault(parts[:depth], set()).add(parts[depth])
         excluded = {folder: self._excluded(of_folder) for folder, of_folder in names.items()}
         left_out = set[tuple[str, ...]]()
-        for parts, file in sorted(found, key=lambda each: [part.encode() for part in each[0]]):
+        for parts, file in sorted(listed, key=lambda entry: [part.encode() for part in entry[0]]):
             out = (
                 depth + 1
                 for depth, part in enumerate(parts)
@@ -183,20 +183,20 @@ class InputFiles:
                 stack.pop()
                 continue
             try:
-                found = path.stat()
+                status = path.stat()
             except OSError as error:
                 self.skip_bad(str(path), f"can't be read ({error.strerror})")
                 continue
-            if stat.S_ISDIR(found.st_mode):
-                identity = (found.st_dev, found.st_ino)
+            if stat.S_ISDIR(status.st_mode):
+                identity = (status.st_dev, status.st_ino)
                 if identity in [above for _, above in stack]:
                     self.skip_bad(str(path), "is a link that leads back to a folder above it")
                 else:
                     stack.append((self._entries(path), identity))
             elif not _matches(path.name, self._include):
                 self.n_excluded += 1
-            elif stat.S_ISREG(found.st_mode):
-                yield InputFile(str(path), _name(path.relative_to(root)), found.st_size, found.st_mtime_ns)
+            elif stat.S_ISREG(status.st_mode):
+                yield InputFile(str(path), _name(path.relative_to(root)), status.st_size, status.st_mtime_ns)
             else:
                 self.skip_bad(str(path), "is not a file but a device, pipe or socket")
 
@@ -226,11 +226,11 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def chunk_by_bytes(sizes: Sequence[int], task_bytes: int) -> list[tuple[int, int]]:
     """Cut a list of files into runs of about `task_bytes`: (first, end) of each, at least one."""
     ends, size = [], 0
-    for index, each in enumerate(sizes):
+    for index, file_size in enumerate(sizes):
         if size >= task_bytes:
             ends.append(index)
             size = 0
-        size += each
+        size += file_size
     ends.append(len(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -245,8 +245,8 @@ def _root(config: ReadConfig) -> Path:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _name(relative: Path) -> str:
@@ -314,14 +314,14 @@ class DocumentReader:
 
     def _records(self, file: InputFile, path: Path, name: str) -> Iterator[Document]:
         """The records of a file; of those that can't be used the first is told of, and all are counted."""
-        told = False
+        is_reported = False
         try:
             for record in reader(name)(path, self._config):
                 source = f"{file.name}#{record.key}"
                 if isinstance(record, Bad):
-                    if not told:
+                    if not is_reported:
                         self._listing.skip_bad(file.path, f"record {record.key} {record.reason}")
-                    told = True
+                    is_reported = True
                     self._drop(record.reason, 0, source)
                     continue
                 pieces = list(cut_text(record.text, self._limit))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.builtin import with_builtin_folder
 from megatfm.data_prep.clean import CleanStage
 from megatfm.data_prep.dedup.runner import DedupStage, pass_names
 from megatfm.data_prep.execution.executors import FINISH, LocalExecutor, LockExecutor, TaskExecutor
@@ -32,6 +33,7 @@ from megatfm.data_prep.import_external import (
     ImportStage,
 )
 from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.split import SplitStage
 from megatfm.data_prep.tokenize import TokenizeStage
 from megatfm.errors import UsageError
@@ -79,7 +81,8 @@ def run(
 def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     """Run the stages in order: read and clean, dedup, split, train the tokenizer, tokenize, commit."""
     config, values = stages.config, config_identity(stages.config)
-    listing = InputFiles(config.read, workspace.folder / "fetched")
+    read = with_builtin_folder(config.read, workspace.folder / "fetched")
+    listing = InputFiles(read, workspace.folder / "fetched")
     if config.split.validation_files:
         listing.move_to_front(config.split.validation_files)
     basis: StageResult = {
@@ -132,14 +135,18 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
     )
     tokenizer = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
     source: ImportSource
+    classes: list[str] = []
     if config.read.format == "images":
-        source = ImageFiles(listing, tokenizer, config.task_bytes)
+        labels = ClassLabels(config.read.labels, (file.name for file in listing.files))
+        basis["labels"], classes = labels.fingerprint, labels.names
+        source = ImageFiles(listing, tokenizer, config.task_bytes, labels, config.split.seed)
     else:
         assert tokenizer is not None  # as the config is checked
         source = IdFiles(listing, tokenizer)
 
     def provenance(digest: str) -> StageResult:
-        return {"config": values, "input_blake3": digest, "libraries": _libraries(config, facts)}
+        named = {"classes": classes} if classes else {}
+        return {"config": values, "input_blake3": digest, "libraries": _libraries(config, facts), **named}
 
     skipped = [f"{bad.where}: {bad.reason}" for bad in listing.bad]
     imported = ImportStage(stages, source).run(basis, provenance)

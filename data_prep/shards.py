@@ -69,8 +69,8 @@ class Statistics:
             (self._languages, other._languages),
             *((self._fields.setdefault(name, {}), totals) for name, totals in other._fields.items()),
         ]
-        for mine, theirs in pairs:
-            for name, total in theirs.items():
+        for mine, other_counts in pairs:
+            for name, total in other_counts.items():
                 mine[name] = [a + b for a, b in zip(mine.get(name, (0, 0, 0)), total, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
@@ -97,10 +97,10 @@ class Statistics:
 
     def token_shares(self) -> dict[str, Any]:
         """For the manifest: by domain, language and the values of fields, all tokens and the largest, as above."""
-        found = {"domain": self._domains, "language": self._languages, **dict(self._countable())}
+        totals_by_field = {"domain": self._domains, "language": self._languages, **dict(self._countable())}
         return {
             name: [sum(total[2] for total in totals.values()), _largest(totals)]
-            for name, totals in found.items()
+            for name, totals in totals_by_field.items()
             if totals
         }
 
@@ -125,7 +125,7 @@ class Statistics:
 
 def _largest(totals: dict[str, list[int]]) -> list[list[Any]]:
     largest = sorted(totals.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))
-    return [[each, *total] for each, total in largest[:LARGEST]]
+    return [[value, *total] for value, total in largest[:LARGEST]]
 
 
 NO_TOKENIZER: StageResult = {"kind": "none", "blake3": "none", "vocab_size": 0}
@@ -161,7 +161,9 @@ class SplitWriter(ExitStack):
             source, count, size, *more = document
             fields, corpus = more[3:5] if len(more) > 4 else ({}, "")
             of_document = ids[at : at + count]
-            self._writer(corpus).add(f"{self._number:09d}", of_document, source, size, beside, fields)
+            self._writer(corpus).add(
+                f"{self._number:09d}", of_document, source, size, beside, fields, self._image_size(beside)
+            )
             at, self._number = at + count, self._number + 1
             parts, known = mine.setdefault(corpus, ([], []))
             parts.append(of_document)
@@ -169,47 +171,56 @@ class SplitWriter(ExitStack):
         for corpus, (parts, known) in mine.items():
             self._statistics[corpus].add(np.concatenate(parts), known)
 
+    def _image_size(self, members: Mapping[str, bytes]) -> tuple[int, int] | None:
+        """Height and width of an imported image."""
+        if self._stages.config.read.format != "images":
+            return None
+        from megatfm.corpus.image_size import upright_size
+
+        return upright_size(members)
+
     def finish(self, provenance: Mapping[str, Any]) -> StageResult:
         """Commit all corpora. Returns what describes them together, and each."""
-        found = {name: self._finish(name, provenance) for name in sorted(self._writers)}
+        results = {name: self._finish(name, provenance) for name in sorted(self._writers)}
         if not self._by:
-            return found[""]
+            return results[""]
         if self._folder.is_dir():
             for path in self._folder.iterdir():
-                if path.is_dir() and path.name not in found:
+                if path.is_dir() and path.name not in results:
                     shutil.rmtree(path)
-        whole = Statistics(self._encoder)
-        for each in self._statistics.values():
-            whole.join(each)
+        statistics = Statistics(self._encoder)
+        for split_statistics in self._statistics.values():
+            statistics.join(split_statistics)
         totals = {
-            name: sum(each[name] for each in found.values())
+            name: sum(result[name] for result in results.values())
             for name in ("documents", "text_bytes", "tokens", "shards", "bytes")
         }
-        prints = "".join(f"{name} {each['fingerprint']}\n" for name, each in found.items())
+        prints = "".join(f"{name} {result['fingerprint']}\n" for name, result in results.items())
         return {
             **totals,
             "bytes_per_token": round(totals["text_bytes"] / max(1, totals["tokens"]), 4),
             "fingerprint": blake3(prints.encode()).hexdigest(),
-            **whole.as_json(),
+            **statistics.as_json(),
             "corpora": {
-                name: {key: each[key] for key in (*totals, "fingerprint")} for name, each in found.items()
+                name: {key: result[key] for key in (*totals, "fingerprint")}
+                for name, result in results.items()
             },
         }
 
     def _finish(self, name: str, provenance: Mapping[str, Any]) -> StageResult:
         statistics = self._statistics[name]
-        holds = {"holds": found} if (found := statistics.token_shares()) else {}
+        holds = {"holds": shares} if (shares := statistics.token_shares()) else {}
         value = {"value": name} if name else {}
         manifest: Manifest = self._writers[name].finish({**provenance, **value, **holds})
         shards = manifest.shards
-        tokens, text_bytes = sum(each.tokens for each in shards), sum(each.text_bytes for each in shards)
+        tokens, text_bytes = sum(shard.tokens for shard in shards), sum(shard.text_bytes for shard in shards)
         return {
-            "documents": sum(each.samples for each in shards),
+            "documents": sum(shard.samples for shard in shards),
             "text_bytes": text_bytes,
             "tokens": tokens,
             "bytes_per_token": round(text_bytes / max(1, tokens), 4),
             "shards": len(shards),
-            "bytes": sum(each.bytes for each in shards),
+            "bytes": sum(shard.bytes for shard in shards),
             "fingerprint": manifest.fingerprint,
             **statistics.as_json(),
         }

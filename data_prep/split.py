@@ -236,7 +236,7 @@ class SplitStage:
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 self._near.index(len(plan["parts"]))
-                return {"bytes": sum(each["bytes"] for each in parts)}
+                return {"bytes": sum(part["bytes"] for part in parts)}
 
             return self._stages.parts("split-validation", basis, len(plan["parts"]), work, join)
 

@@ -141,19 +141,19 @@ class TokenizeStage:
         with self._stages.reporter.stage(f"tokenize-{name}", documents["bytes"]) as advance:
 
             def work(number: int) -> StageResult:
-                found = []
+                token_counts = []
                 file = AtomicFile(tokens_path(folder, name, number))
                 for batch in _batches(read_documents(part_path(self._folder, name, number))):
-                    texts = [each.text for each in batch]
+                    texts = [document.text for document in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
                         known: list[Any] = [document.domain, document.language]
                         if document.fields or self._by:
                             known += [dict(document.fields), self._corpus(document)]
-                        found.append([document.id, len(ids), document.text_bytes, [], *known])
+                        token_counts.append([document.id, len(ids), document.text_bytes, [], *known])
                         advance(document.text_bytes)
                 file.commit()
-                return {"documents": found}
+                return {"documents": token_counts}
 
             def tidy() -> None:
                 for number in range(parts):  # first what says that the ids are there

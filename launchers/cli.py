@@ -10,6 +10,7 @@ from pathlib import Path
 from megatfm.config import Config, load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
+from megatfm.files import NewPaths
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job, JobState, Kind, Launcher
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
@@ -74,10 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         slurm.add_argument(flag, metavar=metavar, help=text, type=types.get(name, str), action=action)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Start the run that parsed arguments describe; returns its exit code. Raises MegatfmError."""
+def main(args: argparse.Namespace, new_paths: NewPaths | None = None) -> int:
+    """Start the run that parsed arguments describe; returns its exit code. Raises MegatfmError.
+
+    new_paths: what was made for the run; it goes again where the run is refused.
+    """
     if not args.dry_run:
-        return launch(args)[0]
+        return launch(args, new_paths)[0]
     launcher, job = build_launch(args)
     files = launcher.render(job)
     for name, text in files.items():
@@ -86,10 +90,10 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def launch(args: argparse.Namespace) -> tuple[int, Job]:
+def launch(args: argparse.Namespace, new_paths: NewPaths | None = None) -> tuple[int, Job]:
     """Run or submit what parsed arguments describe; the exit code, and what it was. Raises MegatfmError."""
     launcher, job = build_launch(args)
-    return launcher.submit(job), job
+    return launcher.submit(job, new_paths or NewPaths()), job
 
 
 def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:

@@ -12,6 +12,7 @@ from megatfm.config import Config
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import check_path
 from megatfm.errors import UsageError
+from megatfm.files import NewPaths
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
@@ -104,8 +105,8 @@ def python_path() -> dict[str, str]:
     That is a checkout that nobody installed, used by `python -m megatfm` from its top.
     """
     root = Path(version.__file__).resolve().parents[1]
-    first, *others = sys.path
-    if sys.flags.safe_path or Path(first or ".").resolve() != root or _origin(others) == root:
+    first, *later_paths = sys.path
+    if sys.flags.safe_path or Path(first or ".").resolve() != root or _origin(later_paths) == root:
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
 
@@ -157,6 +158,10 @@ class Launcher(Protocol):
         """The files that describe the job, by name. Pure: touches nothing."""
         ...
 
-    def submit(self, job: Job) -> int:
-        """Run or queue the job. Returns the exit code of the command."""
+    def submit(self, job: Job, new_paths: NewPaths) -> int:
+        """Run or queue the job. Returns the exit code of the command.
+
+        new_paths: what was made for the job so far. A job that is refused before it begins leaves nothing in a run
+        directory that is new.
+        """
         ...

@@ -14,10 +14,21 @@ from dataclasses import replace
 import psutil
 
 from megatfm.config import Config
-from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, NO_PROGRESS, MegatfmError, UsageError
+from megatfm.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+    NO_PROGRESS,
+    MegatfmError,
+    UsageError,
+)
+from megatfm.files import NEW_RUN_VARIABLE, NewPaths
 from megatfm.launchers.job import Job, python_path
 from megatfm.launchers.record import (
     FINAL_EXIT_REASONS,
+    LAUNCH,
+    RESTARTS,
     UNFINISHED,
     Attempt,
     AttemptLog,
@@ -39,33 +50,47 @@ class ForegroundLauncher:
     def __init__(self, max_restarts: int = 0) -> None:
         self.max_restarts = max_restarts
 
-    def run(self, job: Job, attempt: Callable[[], int]) -> int:
-        """Run to the end, and again after failures; returns the last exit code, 76 when restarts gain nothing."""
+    def run(self, job: Job, attempt: Callable[[bool], int], new_paths: NewPaths) -> int:
+        """Run to the end, and again after failures; returns the last exit code, 76 when restarts gain nothing.
+
+        attempt: takes whether the run directory is new, and returns the ranks' common exit code.
+        """
         run = job.run_dir
         refuse_concurrent_launch(job)
         if job.kind == "evaluate":  # a note of it would take the place of the run's own
-            return attempt()
-        launch_record = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
+            return attempt(False)
+        code = EXIT_USAGE
         try:
-            run.mkdir(parents=True, exist_ok=True)
-            write_launch_record(run, **launch_record, pid=os.getpid(), started=psutil.Process().create_time())
-            try:
-                return self._run_with_restarts(job, attempt) if job.kind == "train" else attempt()
-            finally:
-                write_launch_record(run, **launch_record)
+            _note_files(job, new_paths)
+            code = self._run_recorded(job, attempt, new_paths.is_new(run))
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or run}: can't write the run directory: {error.strerror}"
             ) from error
+        finally:
+            # Ranks that were refused have removed their own files: what else is there would be of a run that began.
+            if code == EXIT_USAGE and new_paths.is_new(run) and new_paths.holds_all_of(run):
+                new_paths.remove()
+        return code
 
-    def _run_with_restarts(self, job: Job, attempt: Callable[[], int]) -> int:
+    def _run_recorded(self, job: Job, attempt: Callable[[bool], int], is_new: bool) -> int:
+        """Run with a record of this process in the run directory, for `megatfm status` and `megatfm cancel`."""
+        launch_record = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
+        started = psutil.Process().create_time()
+        write_launch_record(job.run_dir, **launch_record, pid=os.getpid(), started=started)
+        try:
+            return self._run_with_restarts(job, attempt, is_new) if job.kind == "train" else attempt(is_new)
+        finally:
+            write_launch_record(job.run_dir, **launch_record)
+
+    def _run_with_restarts(self, job: Job, attempt: Callable[[bool], int], is_new: bool) -> int:
         """Attempts until one ends for good, or they gain nothing."""
         assert isinstance(job.config, Config)
         run, steps = job.run_dir, job.config.train.steps
         me, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", AttemptLog(run)
         while True:
             begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
-            code = attempt()
+            code, is_new = attempt(is_new), False
             if code == EXIT_REQUEUE and finished(run, steps):  # asked to stop after its last step
                 code = EXIT_OK
             elif code == EXIT_OK and not finished(run, steps):
@@ -98,11 +123,11 @@ class LocalLauncher(ForegroundLauncher):
             lines.append(f"{env} {shlex.join(child.command)}{output} &")
         return {"launch.sh": "\n".join([*lines, "wait", ""])}
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Run to the end; returns the ranks' common exit code."""
-        return self.run(job, lambda: supervise(self._children(job, free_port())))
+        return self.run(job, lambda is_new: supervise(self._children(job, free_port(), is_new)), new_paths)
 
-    def _children(self, job: Job, port: int) -> list[Child]:
+    def _children(self, job: Job, port: int, is_new: bool = False) -> list[Child]:
         ranks = range(job.world_size)
         if job.kind == "prep":  # they take parts of the work from one another, and need no address
             return [
@@ -121,6 +146,7 @@ class LocalLauncher(ForegroundLauncher):
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # needs no name service
             **default_env(job.world_size),
+            **new_run_env(job, is_new),
         }
         return [
             Child(
@@ -132,6 +158,22 @@ class LocalLauncher(ForegroundLauncher):
             )
             for rank in ranks
         ]
+
+
+def _note_files(job: Job, new_paths: NewPaths) -> None:
+    """Make the run directory, and note what is about to be written there, by children into their logs too."""
+    run = job.run_dir
+    new_paths.make_folder(run)
+    new_paths.will_make_folder(run / "logs")
+    process = "worker" if job.kind == "prep" else "rank"
+    logs = [f"logs/{process}-{number}.log" for number in range(1, job.world_size + 1)]
+    for name in (LAUNCH, RESTARTS, *logs):
+        new_paths.will_write(run / name)
+
+
+def new_run_env(job: Job, is_new: bool) -> dict[str, str]:
+    """Environment variable that tells ranks that the run directory was made for them; nothing if it was not."""
+    return {NEW_RUN_VARIABLE: str(job.run_dir)} if is_new else {}
 
 
 def default_env(processes: int) -> dict[str, str]:
@@ -170,20 +212,20 @@ class MpiLauncher(ForegroundLauncher):
         env = " ".join(f"{key}={shlex.quote(value)}" for key, value in child.environment.items())
         return {"launch.sh": f"{env} {shlex.join(child.command)}\n"}
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Run to the end; returns mpirun's exit code where it means something (0, 2, 75), else 1."""
         if not shutil.which("mpirun"):
             raise UsageError(
                 "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
                 f"use --nproc {job.world_size}"
             )
-        return self.run(job, lambda: supervise([self._child(job)]))
+        return self.run(job, lambda is_new: supervise([self._child(job, is_new)]), new_paths)
 
-    def _child(self, job: Job) -> Child:
+    def _child(self, job: Job, is_new: bool = False) -> Child:
         return Child(
             "mpirun",
             ["mpirun", "-n", str(job.world_size), *job.command],
-            {**mpi_env(), **default_env(job.world_size)},
+            {**mpi_env(), **default_env(job.world_size), **new_run_env(job, is_new)},
             # mpirun answers SIGTERM by killing the ranks, but passes SIGUSR1 on, so that they can save.
             stop_signal=signal.SIGUSR1,
             parent_death_signal=signal.SIGTERM,

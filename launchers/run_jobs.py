@@ -263,8 +263,8 @@ def cancel_job_id(number: str) -> str:
     record = scheduler.show_job(number)
     script, log = Path(record.get("Command", "")), Path(record.get("StdOut", ""))
     run = log.parent.parent
-    ours = script.parent == run / "slurm" and re.fullmatch(r"slurm-.*\.log", log.name)
-    if not record or not ours:
+    is_slurm_log = script.parent == run / "slurm" and re.fullmatch(r"slurm-.*\.log", log.name)
+    if not record or not is_slurm_log:
         raise UsageError(
             f"{number}: {'no job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run directory "
             f"or a job's number{f', or end it with `scancel {number}`' if record else ''}"

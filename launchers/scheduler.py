@@ -89,10 +89,10 @@ def partition(name: str | None) -> Partition | None:
     except MegatfmError:
         return None
     for line in lines:
-        found = {key: value.strip() for key, value in _FACT.findall(line)}
-        if "PartitionName" in found and (name or found.get("Default") == "YES"):
-            longest, usual = parse_time(found.get("MaxTime", "")), parse_time(found.get("DefaultTime", ""))
-            return Partition(found["PartitionName"], found.get("State", "UP"), longest, usual or longest)
+        facts = {key: value.strip() for key, value in _FACT.findall(line)}
+        if "PartitionName" in facts and (name or facts.get("Default") == "YES"):
+            longest, usual = parse_time(facts.get("MaxTime", "")), parse_time(facts.get("DefaultTime", ""))
+            return Partition(facts["PartitionName"], facts.get("State", "UP"), longest, usual or longest)
     return None
 
 
@@ -112,8 +112,8 @@ def submit(script: str, dependency: str = "") -> str:
     sbatch's variables of this shell (SBATCH_TIMELIMIT and the like) would overrule the script: they are taken out.
     """
     option = [f"--dependency={dependency}"] if dependency else []
-    ours = {name: value for name, value in os.environ.items() if name not in overruling()}
-    return run_slurm_command("sbatch", "--parsable", *option, script, environment=ours)
+    environment = {name: value for name, value in os.environ.items() if name not in overruling()}
+    return run_slurm_command("sbatch", "--parsable", *option, script, environment=environment)
 
 
 def overruling() -> list[str]:

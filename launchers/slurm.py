@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from megatfm.config import Config, load, to_toml
 from megatfm.config.section import Section
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write
+from megatfm.files import NewPaths, atomic_write
 from megatfm.launchers import scheduler, snapshot
 from megatfm.launchers.job import Job, megatfm_command
 from megatfm.launchers.record import record_evaluation_jobs, write_launch_record
@@ -111,8 +111,8 @@ def load_site(path: Path | None, overrides: dict[str, str | int | None], options
 
     `overrides` replace fields where they are not None; `options` of sbatch are added to the site's. Raises UsageError.
     """
-    here, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
-    chosen = path or (here if here.is_file() else shipped)
+    local_file, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
+    chosen = path or (local_file if local_file.is_file() else shipped)
     for option in options:
         if re.fullmatch(SBATCH_OPTION_PATTERN, option) is None:
             raise UsageError(
@@ -209,38 +209,48 @@ class SlurmLauncher:
         # An evaluation reads the run's own config. The one here is of the training job, which may still wait.
         return files if job.kind == "evaluate" else {**files, "config.toml": to_toml(config)}
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""
-        folder, files = self._slurm_dir(job), self.render(job)
-        evaluations, (_, dependencies) = refuse_concurrent_launch(job), self._options()
+        files, evaluations = self.render(job), refuse_concurrent_launch(job)
+        jobs: list[str] = []
         try:
-            (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
-            folder.mkdir(exist_ok=True)
-            code = snapshot.collect_code(job.config.plugins).copy_to(folder)
-            if code.name not in next(iter(files.values())):
-                raise MegatfmError("the code changed while it was copied: submit again")
-            for name, text in files.items():
-                atomic_write(folder / name, text)
-            script = folder / next(iter(files))
-            jobs: list[str] = []
-            for _ in range(job.chain_length):
-                jobs.append(_sbatch(script, _following(dependencies, jobs)))
-                if job.kind == "evaluate":
-                    record_evaluation_jobs(job.run_dir, [*evaluations, *jobs])
-                else:  # after each, so that the first knows of the others as soon as can be
-                    facts = {
-                        "launcher": "slurm",
-                        "kind": job.kind,
-                        "array": job.array_size,
-                        "code": code.name,
-                    }
-                    write_launch_record(job.run_dir, **facts, jobs=jobs)
+            script, code = self._write_files(job, files, new_paths)
+            self._queue(job, script, code, jobs, evaluations)
         except OSError as error:
             raise MegatfmError(
-                f"{error.filename or folder}: can't write the job's files: {error.strerror}"
+                f"{error.filename or self._slurm_dir(job)}: can't write the job's files: {error.strerror}"
             ) from error
+        finally:
+            if not jobs and new_paths.is_new(job.run_dir):
+                new_paths.remove()
         self._print_summary(job, jobs)
         return 0
+
+    def _write_files(self, job: Job, files: Mapping[str, str], new_paths: NewPaths) -> tuple[Path, str]:
+        """Write the job's files into RUN/slurm/; returns the script and the name of the code's copy. Raises OSError."""
+        folder = self._slurm_dir(job)
+        new_paths.make_folder(job.run_dir / "logs")  # sbatch would lose the log without it
+        if not folder.exists():
+            new_paths.trees.append(folder)
+        folder.mkdir(exist_ok=True)
+        code = snapshot.collect_code(job.config.plugins).copy_to(folder)
+        script = next(iter(files))
+        if code.name not in files[script]:
+            raise MegatfmError("the code changed while it was copied: submit again")
+        for name, text in files.items():
+            atomic_write(folder / name, text)
+        return folder / script, code.name
+
+    def _queue(self, job: Job, script: Path, code: str, jobs: list[str], evaluations: Sequence[str]) -> None:
+        """Submit the job, or the links of its chain, and record their numbers, which are added to `jobs`."""
+        _, dependencies = self._options()
+        for _ in range(job.chain_length):
+            jobs.append(_sbatch(script, _following(dependencies, jobs)))
+            if job.kind == "evaluate":
+                record_evaluation_jobs(job.run_dir, [*evaluations, *jobs])
+            else:  # after each, so that the first knows of the others as soon as can be
+                facts = {"launcher": "slurm", "kind": job.kind, "array": job.array_size, "code": code}
+                write_launch_record(job.run_dir, **facts, jobs=jobs)
 
     def _slurm_dir(self, job: Job) -> Path:
         return job.run_dir / "slurm"

@@ -89,8 +89,8 @@ class _Children:
         self._ending = False
         # Of several, none may take what is typed: a rank that asks for it in the background would be stopped, unseen.
         terminal = _is_terminal()
-        (first, *others) = children
-        self._in_front = terminal and not others and first.is_plain
+        (first, *later_children) = children
+        self._in_front = terminal and not later_children and first.is_plain
         self._has_keyboard = self._in_front or not terminal
 
     @property
@@ -227,8 +227,8 @@ class _Children:
             how = "stopped, and never continued"
         else:
             how = f"exit code {code}" if code >= 0 else _signal_name(-code)
-        others = len(self.children) - 1
-        line = f"megatfm: {name} failed first ({how})" + (", so the others were ended" if others else "")
+        n_others = len(self.children) - 1
+        line = f"megatfm: {name} failed first ({how})" + (", so the others were ended" if n_others else "")
         log = next(child.log for child in self.children if child.name == name)
         if log is None:
             return line

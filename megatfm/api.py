@@ -24,6 +24,7 @@ from megatfm.errors import EXIT_OK, MegatfmError, UsageError
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
 from megatfm.inference.evaluate import evaluate_run
+from megatfm.inference.samples import PromptSampler
 from megatfm.inference.text import (
     BEGIN,
     SENTINEL,
@@ -57,7 +58,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
             "megatfm.Config.model_validate({...})"
         )
     folder = run_folder(config)
-    if train(config, flops_per_token) != EXIT_OK:
+    if train(config, flops_per_token, PromptSampler()) != EXIT_OK:
         raise MegatfmError(
             f"{folder}: was stopped by a signal, and has saved: the same call goes on from there"
         )
@@ -181,10 +182,10 @@ class Model:
         sets: folders or URLs of corpora besides the run's own. compressors: under each set also what gzip and xz need.
         It reads the run's newest checkpoint. Raises UsageError for what is no run directory.
         """
-        found = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
-        if found is None:
+        evaluation = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
+        if evaluation is None:
             return {}
-        results, baselines = found
+        results, baselines = evaluation
         return {
             name: {**result, **({"compressors": baselines[name]} if name in baselines else {})}
             for name, result in results["sets"].items()

@@ -20,6 +20,11 @@ COMMANDS = {
         "megatfm.commands.training",
         "train or resume; one process, or a rank under torchrun, srun or mpirun",
     ),
+    "finetune": (
+        "megatfm.commands.finetuning",
+        "a pretrained model on labelled files: train or resume, then evaluate",
+    ),
+    "predict": ("megatfm.commands.finetuning", "labels of a file's rows, by a fine-tuned run"),
     "launch": ("megatfm.commands.training", "start training on this machine, under MPI or as a SLURM job"),
     "status": ("megatfm.commands.runs", "how runs are: queue, step, loss, speed, time left, restarts"),
     "logs": ("megatfm.commands.runs", "the logs of a run that matter; -f follows them"),
@@ -64,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
     spell_unencodable()
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["train"]:
+    if words[:1] in (["train"], ["finetune"]):
         signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     parser = build_parser(words[0] if words else "")
     args = parser.parse_args(words)

@@ -56,18 +56,18 @@ class Cost:
 
 def module_cost(module: Any, tokens: TokenCounts) -> Cost:
     """Return the cost of a module (of torch) and all in it."""
-    said = getattr(module, "cost", None)
-    found: Cost = said(tokens) if said is not None else default_cost(module, tokens)
-    return found
+    cost_of = getattr(module, "cost", None)
+    cost: Cost = cost_of(tokens) if cost_of is not None else default_cost(module, tokens)
+    return cost
 
 
 def default_cost(module: Any, tokens: TokenCounts) -> Cost:
     """The same for a module that says nothing itself, or that differs in the number of tokens only."""
     roles = getattr(module, "roles", {})
-    own = {key: p for key, p in module.named_parameters(recurse=False) if key not in roles}
-    matrices = sum(p.numel() for p in own.values() if p.dim() > 1)
-    others = sum(p.numel() for p in own.values() if p.dim() <= 1)
-    return total_cost(module.children(), tokens) + Cost(matrices * tokens.n, others * tokens.n)
+    parameters = {key: p for key, p in module.named_parameters(recurse=False) if key not in roles}
+    matrices = sum(p.numel() for p in parameters.values() if p.dim() > 1)
+    vectors = sum(p.numel() for p in parameters.values() if p.dim() <= 1)
+    return total_cost(module.children(), tokens) + Cost(matrices * tokens.n, vectors * tokens.n)
 
 
 def total_cost(modules: Iterable[Any], tokens: TokenCounts) -> Cost:

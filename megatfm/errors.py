@@ -29,6 +29,14 @@ class UsageError(MegatfmError):
     exit_code = EXIT_USAGE
 
 
+class RefusedMemberError(MegatfmError):
+    """A member of an archive is refused, as what it is or claims may do harm: another way to read it is no way out."""
+
+
+class SampleError(MegatfmError):
+    """A stored sample can't be used. The message is only the reason, for the reader that knows shard and number."""
+
+
 class NoProgressError(MegatfmError):
     """Restarted again and again without a new checkpoint. The command exits with 76."""
 

@@ -1,9 +1,11 @@
-"""Atomic writes of small files, and files that grow, never through a planted link."""
+"""Atomic writes of small files, files that grow, never through a planted link, and what a refused run removes."""
 
 import contextlib
 import errno
 import os
 import secrets
+import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -61,3 +63,70 @@ def temporary_path(path: Path) -> Path:
     """Return a name for a file until it is complete, which no other process takes: containers may share host and
     process id."""
     return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}.partial")
+
+
+NEW_RUN_VARIABLE = "MEGATFM_NEW_RUN"
+"""Environment variable by which a launcher tells its ranks the run directory that it has just made for them."""
+
+
+@dataclass
+class NewPaths:
+    """Paths that a command makes where nothing was before, and removes again if what they were for is refused.
+
+    folders: nested ones, the outermost first, removed if they are empty then. trees: removed with all they hold.
+    """
+
+    folders: list[Path] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    trees: list[Path] = field(default_factory=list)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it, noting the ones that were not there. Raises OSError."""
+        self.will_make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def will_make_folder(self, folder: Path) -> None:
+        """Note a folder and those above it that are about to be made."""
+        folder = folder.absolute()
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        self.folders += [path for path in reversed(missing) if path not in self.folders]
+
+    def will_write(self, path: Path) -> None:
+        """Note a file that is about to be written, if it is new."""
+        path = path.absolute()
+        if not os.path.lexists(path) and path not in self.files:
+            self.files.append(path)
+
+    def is_new(self, folder: Path) -> bool:
+        """Return whether a folder is one of those that were made."""
+        return folder.absolute() in self.folders
+
+    def keep(self) -> None:
+        """Forget all paths, so that none is removed."""
+        for paths in (self.folders, self.files, self.trees):
+            paths.clear()
+
+    def remove_files(self) -> None:
+        """Remove the files and trees, the last one first. One that can't be removed stays, with those before it."""
+        with contextlib.suppress(OSError):
+            for path in reversed(self.files):
+                path.unlink(missing_ok=True)
+            for tree in self.trees:
+                shutil.rmtree(tree, ignore_errors=True)
+
+    def remove_folders(self) -> None:
+        """Remove the folders that are empty."""
+        with contextlib.suppress(OSError):
+            for folder in reversed(self.folders):
+                if folder.exists():
+                    folder.rmdir()
+
+    def remove(self) -> None:
+        """Remove everything that is noted here."""
+        self.remove_files()
+        self.remove_folders()
+
+    def holds_all_of(self, folder: Path) -> bool:
+        """Return whether every file in a folder is noted here."""
+        paths = (path for path in folder.absolute().rglob("*") if path.is_symlink() or not path.is_dir())
+        return all(path in self.files or any(tree in path.parents for tree in self.trees) for path in paths)

@@ -103,11 +103,11 @@ def machine() -> str:
 def unique_on_host(mine: Collection[str], group: Group = None) -> set[str]:
     """Return those items that no other rank on this rank's machine has."""
     host, me = machine(), rank(group)
-    others: set[str] = set()
+    on_other_ranks: set[str] = set()
     for other, (other_host, items) in enumerate(all_gather((host, list(mine)), group)):
         if other_host == host and other != me:
-            others.update(items)
-    return set(mine) - others
+            on_other_ranks.update(items)
+    return set(mine) - on_other_ranks
 
 
 def run_on_rank_0(action: str, work: Callable[[], T], group: Group = None) -> T:
@@ -203,8 +203,8 @@ def _raise_if(action: str, reasons: list[Failure | None], cause: Exception | Non
 
 def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
     """The error that every rank raises: the lowest failed rank's reason, and who failed besides."""
-    first, *others = sorted(reasons)
+    first, *more_ranks = sorted(reasons)
     host, text = reasons[first]
     where = f"rank {first} on {host}: " if is_distributed() else ""
-    besides = f" (also failed: rank {', '.join(map(str, others))})" if others else ""
+    besides = f" (also failed: rank {', '.join(map(str, more_ranks))})" if more_ranks else ""
     return MegatfmError(f"{action}: {where}{text}{besides}")

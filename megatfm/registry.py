@@ -68,13 +68,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _closest(word: str, known: Sequence[str]) -> str | None:
     """Near is what differs in signs and capitals alone, begins as the word does, begins it, or is spelled almost so."""
-    bare = {each: _letters(each) for each in known}
+    bare = {name: _letters(name) for name in known}
     wanted = _letters(word)
     if len(wanted) >= SHORTEST:
-        ahead = [each for each in known if bare[each].startswith(wanted)]
-        behind = [each for each in known if len(bare[each]) >= SHORTEST and wanted.startswith(bare[each])]
+        ahead = [name for name in known if bare[name].startswith(wanted)]
+        behind = [name for name in known if len(bare[name]) >= SHORTEST and wanted.startswith(bare[name])]
         if ahead or behind:
-            return min(ahead, key=lambda each: len(bare[each])) if ahead else max(behind, key=len)
+            return min(ahead, key=lambda name: len(bare[name])) if ahead else max(behind, key=len)
     near = difflib.get_close_matches(word, known, n=1)
     return near[0] if near else None
 
@@ -142,7 +142,9 @@ def add_plugin_folders(packages: Iterable[str], folders: Sequence[Path]) -> None
     for name in {package.partition(".")[0] for package in packages}:
         if not name or name in sys.modules or importlib.util.find_spec(name) is not None:
             continue
-        there = (each for each in folders if (each / f"{name}.py").is_file() or (each / name).is_dir())
+        there = (
+            folder for folder in folders if (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+        )
         if (folder := next(there, None)) is not None:
             sys.path.append(str(folder.resolve()))
             importlib.invalidate_caches()

@@ -67,8 +67,8 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
     for row, cells in zip(
         table.rows, zip(*(column.cells for column in table.columns), strict=True), strict=True
     ):
-        first, *others = map(str, cells)
+        first, *more_cells = map(str, cells)
         show(f"{headings[0]}: {first}" if headings[0] else first, row.style)
-        for heading, text in zip(headings[1:], others, strict=True):
+        for heading, text in zip(headings[1:], more_cells, strict=True):
             if text:
                 show(f"  {heading}: {text}" if heading else f"  {text}", row.style)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,11 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.workers import Workers
+pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
+
+from tests.support.seeding import seed_by_name  # noqa: E402
+from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
+from tests.support.workers import Workers  # noqa: E402
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
 settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.environ)
@@ -28,8 +33,6 @@ settings.load_profile("megatfm")
 CLUSTER = "tests/e2e/slurm/"
 INDEPENDENT = {"tests/parity/test_combinations.py"}
 """Files of many small tests that any process may run."""
-JOB_REPORT_PROPERTY = "scontrol show job"
-"""A property of a test's report whose values are shown at the end."""
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -61,6 +64,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(JOB_REPORT_PROPERTY)
         for line in dict.fromkeys(lines):
             terminalreporter.line(line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Seed a fixture by the test's name, or by its own place where it is made once for several tests."""
+    owner = request.node.nodeid if fixturedef.scope == "function" else fixturedef.baseid
+    seed_by_name(f"{owner} {fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Seed a test by its name, whatever its fixtures drew."""
+    seed_by_name(item.nodeid)
 
 
 @pytest.fixture(scope="session")

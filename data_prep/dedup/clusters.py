@@ -58,7 +58,12 @@ class Buckets:
     """Compares the rows of buckets. `rest` is where what is left of a bucket lies that doesn't fit the memory."""
 
     def __init__(self, rows: KeyTable, similarity: float, memory_bytes: int, leftover_path: Path) -> None:
-        self._rows, self._similarity, self._memory, self._rest = rows, similarity, memory_bytes, leftover_path
+        self._rows, self._similarity, self._memory, self._leftover_path = (
+            rows,
+            similarity,
+            memory_bytes,
+            leftover_path,
+        )
         # Signatures take a third of the memory.
         self._at_once = max(2, memory_bytes // (3 * rows.columns * 4))
         self._pairs = max(64, min(PAIRS, memory_bytes // (16 * rows.columns)))
@@ -82,9 +87,9 @@ class Buckets:
         hashes, places, at = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         for part in parts:
             records = _records(part)
-            here = slice(at, at := at + len(records))
-            hashes[here], places[here] = records["hash"], records["place"]
-            places[here] += part.base
+            destination = slice(at, at := at + len(records))
+            hashes[destination], places[destination] = records["hash"], records["place"]
+            places[destination] += part.base
         order = ordered(hashes)
         hashes, places = hashes[order], places[order]
         begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(hashes)])
@@ -100,28 +105,28 @@ class Buckets:
             else:
                 last = bucket + 1
                 batch_rows = range(begin, int(ends[bucket]), self._at_once)
-                some = (places[at : min(at + self._at_once, ends[bucket])] for at in batch_rows)
-                yield from self._compare_on_disk(iter([some]))
+                chunks = (places[at : min(at + self._at_once, ends[bucket])] for at in batch_rows)
+                yield from self._compare_on_disk(iter([chunks]))
             bucket, begin = last, int(ends[last - 1])
 
     def _compared(self, places: RowIndices, sizes: NDArray[np.int64]) -> Edges:
         """Return what is alike in buckets of these sizes, one after the other."""
         numbers, members = np.unique(places, return_inverse=True)
         signs = self._rows.pick(numbers)
-        found = [np.empty((0, 2), np.int64)]
+        similar_pairs = [np.empty((0, 2), np.int64)]
         while len(members):
             is_small = np.repeat(sizes <= SMALL, sizes)
             for pairs in _all_pairs(members[is_small], sizes[sizes <= SMALL]):
-                found.append(pairs[self._alike(signs, pairs)])
+                similar_pairs.append(pairs[self._alike(signs, pairs)])
             members, sizes = members[~is_small], sizes[sizes > SMALL]
             heads = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
             pairs = np.stack([heads, members], axis=1)
             alike = self._alike(signs, pairs)
-            found.append(pairs[alike & (heads != members)])
+            similar_pairs.append(pairs[alike & (heads != members)])
             buckets = np.repeat(np.arange(len(sizes)), sizes)[~alike]
             members, sizes = members[~alike], np.bincount(buckets, minlength=len(sizes))
             sizes = sizes[sizes > 0]
-        return numbers[np.concatenate(found)]
+        return numbers[np.concatenate(similar_pairs)]
 
     def _alike(self, signs: NDArray[Any], pairs: Edges) -> NDArray[np.bool_]:
         alike = np.empty(len(pairs), np.bool_)
@@ -132,25 +137,25 @@ class Buckets:
 
     def _compare_on_disk(self, parts: Iterator[Iterator[RowIndices]]) -> Iterator[Edges]:
         """Compare rows of a bucket that doesn't fit the memory, in as many passes as it has different signatures."""
-        some: Iterator[RowIndices] = (places for part in parts for places in part)
-        files = [self._rest.with_name(f"{self._rest.name}.{number}") for number in (0, 1)]
+        chunks: Iterator[RowIndices] = (places for part in parts for places in part)
+        files = [self._leftover_path.with_name(f"{self._leftover_path.name}.{number}") for number in (0, 1)]
         try:
             while True:
                 left, head = 0, None
                 with disk_errors_as_megatfm_errors(files[0]), open(files[0], "wb") as file:
-                    for places in some:
+                    for places in chunks:
                         signs = self._rows.pick(places)
                         head = (int(places[0]), signs[0].copy()) if head is None else head
                         alike = (signs == head[1]).mean(axis=1) >= self._similarity
                         del signs
-                        others = places[alike & (places != head[0])]
-                        yield np.stack([np.full(len(others), head[0]), others], axis=1)
+                        similar = places[alike & (places != head[0])]
+                        yield np.stack([np.full(len(similar), head[0]), similar], axis=1)
                         file.write(places[~alike].tobytes())
                         left += int((~alike).sum())
                 files.reverse()
                 if left <= self._at_once:
                     break
-                some = _read_places(files[1], left, self._at_once)
+                chunks = _read_places(files[1], left, self._at_once)
             if left > 1:
                 places = read_array(files[1], np.dtype(np.int64), 0, left)
                 yield self._compared(places, np.array([left]))
@@ -268,10 +273,10 @@ class _Search:
         return {}
 
     def _gather(self, chunk: int, advance: UpdateProgress) -> Facts:
-        found = np.empty(0, _EDGE)
-        for some in self._in_batches(self._joined(chunk)):
-            found = np.unique(np.concatenate([found, some]))
-        write_keys(self._index.path("edges", chunk), [found])
+        edges = np.empty(0, _EDGE)
+        for new_edges in self._in_batches(self._joined(chunk)):
+            edges = np.unique(np.concatenate([edges, new_edges]))
+        write_keys(self._index.path("edges", chunk), [edges])
         begin, end = self._divided.chunk(chunk)
         advance(end - begin)
         return {}
@@ -288,8 +293,8 @@ class _Search:
             begin, end = self._divided.chunk(chunk)
             marks = np.zeros(end - begin, np.uint8)
             edges = np.empty((0, 2), np.int64)
-            for some in self._in_batches(self._edges_of(chunk)):
-                edges = spanning_forest(np.concatenate([edges, self._unpacked(some, chunk)]))
+            for packed_edges in self._in_batches(self._edges_of(chunk)):
+                edges = spanning_forest(np.concatenate([edges, self._unpacked(packed_edges, chunk)]))
                 lower = edges[edges[:, 1] < begin]
                 edges = edges[edges[:, 1] >= begin]
                 order = np.argsort(lower[:, 1])
@@ -354,5 +359,5 @@ def spanning_forest(edges: Edges) -> Edges:
     count, labels = connected_components(graph, directed=False)
     lowest = np.empty(count, np.int64)
     lowest[labels[::-1]] = np.arange(len(rows))[::-1]  # of what is written to one place, the last stays
-    others = np.flatnonzero(lowest[labels] != np.arange(len(rows)))
-    return np.stack([rows[lowest[labels[others]]], rows[others]], axis=1)
+    members = np.flatnonzero(lowest[labels] != np.arange(len(rows)))
+    return np.stack([rows[lowest[labels[members]]], rows[members]], axis=1)

@@ -119,12 +119,12 @@ class _Search:
         check = np.empty(size, np.uint64) if self._is_checked else None
         for chunk, begin, end in parts:
             records = read_array(self._index.path("sorted", chunk), self._record, begin, end - begin)
-            here = slice(at, at := at + len(records))
-            hashes[here] = records["hash"]
-            places[here] = records["place"]
-            places[here] += chunk * self._divided.chunk_rows
+            destination = slice(at, at := at + len(records))
+            hashes[destination] = records["hash"]
+            places[destination] = records["place"]
+            places[destination] += chunk * self._divided.chunk_rows
             if check is not None:
-                check[here] = records["check"]
+                check[destination] = records["check"]
         yield hashes, places, check
 
     def _search(self, part: _Slice, middle: int) -> int:
@@ -159,7 +159,7 @@ class _Search:
             yield from read_partition(path, self._later, self._divided.chunks, chunk)
 
     def _joined(self, parts: Iterable[Facts]) -> Facts:
-        examples = islice((each for part in parts for each in part.get("examples", ())), EXAMPLES)
+        examples = islice((example for part in parts for example in part.get("examples", ())), EXAMPLES)
         return {"each": self._divided.chunk_rows, "examples": list(examples)}
 
     def _repeat_records(self, places: RowIndices, firsts: RowIndices) -> NDArray[Any]:

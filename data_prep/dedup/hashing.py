@@ -65,7 +65,7 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     if is_word[0]:
         edges = np.concatenate([[0], edges])
     begins, ends = edges[::2], edges[1::2]
-    places = np.cumsum([0, *(len(each) + 1 for each in encoded)])
+    places = np.cumsum([0, *(len(text_bytes) + 1 for text_bytes in encoded)])
     return _hash(joined, begins, ends - begins), np.searchsorted(begins, places)
 
 
@@ -160,11 +160,11 @@ def _kinds() -> NDArray[np.uint8]:
                 kinds[point] = _IN_WORD
     for blocks, kind in ((_SINGLE, _IS_WORD), (_LONG, _IN_LONG)):
         for first, last in blocks:
-            some = kinds[first : last + 1]
-            some[some == _IN_WORD] = kind
+            span = kinds[first : last + 1]
+            span[span == _IN_WORD] = kind
     for first, last in _POINTS:
-        some = kinds[first : last + 1]
-        some[some != _SEPARATES] = _UNSEEN
+        span = kinds[first : last + 1]
+        span[span != _SEPARATES] = _UNSEEN
     return kinds
 
 
@@ -205,10 +205,10 @@ def with_signatures(
         batch.append(document)
         size += len(document.text)
         if size >= BATCH_BYTES:
-            yield batch, signatures([each.text for each in batch], n_grams, hashes)
+            yield batch, signatures([document.text for document in batch], n_grams, hashes)
             batch, size = [], 0
     if batch:
-        yield batch, signatures([each.text for each in batch], n_grams, hashes)
+        yield batch, signatures([document.text for document in batch], n_grams, hashes)
 
 
 def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:

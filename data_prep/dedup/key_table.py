@@ -44,8 +44,8 @@ class KeyTable:
         for part in range(*np.searchsorted(self.begins, (begin + 1, end), "left") - (1, 0)):
             first, last = max(begin, int(self.begins[part])), min(end, int(self.begins[part + 1]))
             at = (first - int(self.begins[part])) * self.columns
-            some = read_array(self._files[part], self._dtype, at, (last - first) * self.columns)
-            result[first - begin : last - begin] = some.reshape(-1, self.columns)
+            values = read_array(self._files[part], self._dtype, at, (last - first) * self.columns)
+            result[first - begin : last - begin] = values.reshape(-1, self.columns)
         return result
 
     def pick(self, numbers: RowIndices) -> NDArray[Any]:
@@ -67,9 +67,9 @@ def write_keys(path: Path, rows: Iterable[NDArray[Any]]) -> int:
     """Write the rows of a part to a file, and commit it. Returns how many there were."""
     file, count = AtomicFile(path), 0
     try:
-        for some in rows:
-            file.write(np.ascontiguousarray(some).tobytes())
-            count += len(some)
+        for batch in rows:
+            file.write(np.ascontiguousarray(batch).tobytes())
+            count += len(batch)
         file.commit()
     finally:
         file.discard()
@@ -103,15 +103,15 @@ class DedupContext:
         """File number `number` of a kind, such as `marks.00003`."""
         return self.folder / f"{kind}.{number:05d}"
 
-    def is_duplicate(self, total: int, each: int) -> KeyTable:
-        """[total, 1]: 1 for each row that goes, else 0; in files of `each`."""
-        counts = [min(each, total - begin) for begin in range(0, total, each)]
+    def is_duplicate(self, total: int, marks_per_file: int) -> KeyTable:
+        """[total, 1]: 1 for each row that goes, else 0; in files of `marks_per_file`."""
+        counts = [min(marks_per_file, total - begin) for begin in range(0, total, marks_per_file)]
         return KeyTable([self.path("marks", number) for number in range(len(counts))], "u1", 1, counts)
 
 
 @dataclass(frozen=True)
 class Partitioning:
-    """Rows divided into chunks of `each`, and hashes into `ranges`; neither changes what is found."""
+    """Rows divided into chunks of `chunk_rows`, and hashes into `ranges`; neither changes what is found."""
 
     total: int
     chunk_rows: int
@@ -121,10 +121,10 @@ class Partitioning:
     def of(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Partitioning":
         """Divide rows such that a chunk, of `sort_bytes` a row, and a range, of `join_bytes` a row, fit the memory."""
         most = min(2**31, 2**64 // max(1, total))  # so that a place fits 4 bytes, and a pair of rows 8
-        each = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), most)
+        rows_per_part = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), most)
         # A fourth more than it takes on the average, so that hardly any has to be halved.
         ranges = max(-(-total * join_bytes * 5 // (4 * memory_bytes)), min(TASKS, total // TASK_ROWS), 1)
-        return cls(total, max(1, each), ranges)
+        return cls(total, max(1, rows_per_part), ranges)
 
     @property
     def chunks(self) -> int:
@@ -194,8 +194,8 @@ def slices(path: Path, partitions: int, number: int) -> list[tuple[int, int]]:
         (edges,) = _numbers(descriptor, path, end, 1)
         table = end - edges * _SIZE
         places = range(table + number * _SIZE, end - _SIZE, partitions * _SIZE)
-        found = [_numbers(descriptor, path, place, 2) for place in places]
-    return [(begin, last) for begin, last in found if last > begin]
+        ranges = [_numbers(descriptor, path, place, 2) for place in places]
+    return [(begin, last) for begin, last in ranges if last > begin]
 
 
 def read_partition(path: Path, dtype: np.dtype[Any], partitions: int, number: int) -> Iterator[NDArray[Any]]:

@@ -257,8 +257,8 @@ class SubstringDedup:
         gone = np.cumsum(edges[:-1]) > 0
         values = np.frombuffer(data, np.uint8)
         starts = np.flatnonzero((values & 0xC0) != 0x80)  # of characters
-        whole = np.logical_and.reduceat(gone, starts)
-        gone = np.repeat(whole, np.diff(np.append(starts, len(data))))
+        is_line_gone = np.logical_and.reduceat(gone, starts)
+        gone = np.repeat(is_line_gone, np.diff(np.append(starts, len(data))))
         return values[~gone].tobytes().decode()
 
 

@@ -43,8 +43,8 @@ class DedupStage:
             search = make_dedup_method(config)
             searched = DedupPass(self._stages, self._stages.at(basis), names[number], search, self._parts)
             rows = self._compute_keys(searched, name, size, basis)
-            found = searched.find(rows, basis)
-            result = self._remove(searched, name, size, rows, found, basis)
+            duplicates = searched.find(rows, basis)
+            result = self._remove(searched, name, size, rows, duplicates, basis)
             name, size = searched.out, result["bytes"]
             counts.append(result["step"])
         return {"name": name, "bytes": size, "steps": counts}
@@ -59,7 +59,7 @@ class DedupStage:
                 return {"rows": write_keys(searched.rows(part), searched.search.compute_keys(documents))}
 
             def join(parts: Iterable[StageResult]) -> StageResult:
-                return {"rows": [each["rows"] for each in parts]}
+                return {"rows": [part["rows"] for part in parts]}
 
             rows: list[int] = self._stages.parts(stage, basis, self._parts, work, join)["rows"]
             return rows
@@ -70,11 +70,11 @@ class DedupStage:
         name: str,
         size: int,
         rows: Sequence[int],
-        found: StageResult,
+        duplicates: StageResult,
         basis: StageResult,
     ) -> StageResult:
         """Write what is left of all parts."""
-        with searched.remaining(rows, found, size) as left:
+        with searched.remaining(rows, duplicates, size) as left:
 
             def work(part: int) -> StageResult:
                 counts = StepStats(searched.search.title)
@@ -91,7 +91,7 @@ class DedupStage:
                 return {"bytes": counts.bytes_out, "step": counts.as_json()}
 
             def tidy() -> None:
-                searched.remove_marks(found)
+                searched.remove_marks(duplicates)
                 inputs = [self._waiting(searched, name, part) for part in range(self._parts)]
                 if name == "exact_dedup":
                     self._stages.sweep(self._input, inputs)
@@ -131,7 +131,7 @@ class DedupPass:
         folder = of_tasks / f"index-{self.key}"
         folder.mkdir(exist_ok=True)
         rows = KeyTable([self.rows(part) for part in range(self._parts)], *self.search.row, counts)
-        found = self.search.find_duplicates(
+        duplicates = self.search.find_duplicates(
             rows, DedupContext(folder, self._memory_bytes, self._tasks(basis_of_tasks))
         )
 
@@ -141,21 +141,21 @@ class DedupPass:
                     path.unlink(missing_ok=True)
 
         where = folder.relative_to(self._stages.folder).as_posix()
-        return self._stages.once(stage, basis, lambda: {**found, "index": where}, tidy=tidy)
+        return self._stages.once(stage, basis, lambda: {**duplicates, "index": where}, tidy=tidy)
 
-    def remove_marks(self, found: StageResult) -> None:
+    def remove_marks(self, duplicates: StageResult) -> None:
         """Remove the marks of rows, once nobody needs them."""
-        for path in (self._stages.folder / found["index"]).glob("marks.*"):
+        for path in (self._stages.folder / duplicates["index"]).glob("marks.*"):
             path.unlink(missing_ok=True)
 
     @contextmanager
     def remaining(
-        self, counts: Sequence[int], found: StageResult, size: int
+        self, counts: Sequence[int], duplicates: StageResult, size: int
     ) -> Iterator[Callable[[int, Iterator[Document], StepStats], Iterator[Document]]]:
         """A function of a part, its documents and counts: the documents that are left."""
         begins = KeyTable([], *self.search.row, counts).begins
-        index = DedupContext(self._stages.folder / found["index"], self._memory_bytes, self._tasks({}))
-        marks = index.is_duplicate(int(begins[-1]), found["each"])
+        index = DedupContext(self._stages.folder / duplicates["index"], self._memory_bytes, self._tasks({}))
+        marks = index.is_duplicate(int(begins[-1]), duplicates["each"])
         with self._stages.reporter.stage(self.out, size) as advance:
 
             def left(part: int, documents: Iterator[Document], counts: StepStats) -> Iterator[Document]:

@@ -63,9 +63,9 @@ class ValidationNearDuplicates:
 
     def drop_near(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
         """Yield the documents that are near to none that is held out."""
-        for some, signs in with_signatures(documents, self._config.n_grams, HASHES):
+        for batch, signs in with_signatures(documents, self._config.n_grams, HASHES):
             near = self._nearest(signs)
-            for number, document in enumerate(some):
+            for number, document in enumerate(batch):
                 counts.count_input(document.text_bytes)
                 if number in near:
                     place, similarity = near[number]
@@ -79,8 +79,8 @@ class ValidationNearDuplicates:
         """Their signatures; where they are from is written on the way."""
         sources = AtomicFile(self._path(f"sources.{part:05d}"))
         try:
-            for some, signs in with_signatures(documents, self._config.n_grams, HASHES):
-                sources.write("".join(f"{json.dumps(document.id)}\n" for document in some).encode())
+            for batch, signs in with_signatures(documents, self._config.n_grams, HASHES):
+                sources.write("".join(f"{json.dumps(document.id)}\n" for document in batch).encode())
                 yield signs
             sources.commit()
         finally:
@@ -94,14 +94,14 @@ class ValidationNearDuplicates:
             firsts, ends = (np.searchsorted(hashes, wanted, side) for side in ("left", "right"))
             for number in np.flatnonzero(ends > firsts).tolist():
                 meeting[number].update(places[firsts[number] : ends[number]].tolist())
-        found = {}
+        nearest = {}
         for number, numbers in meeting.items():
             candidates = np.array(sorted(numbers))
             similarities = (self._signatures[candidates] == signs[number]).mean(axis=1)
             near = np.flatnonzero(similarities >= self._config.similarity)
             if len(near):
-                found[number] = int(candidates[near[0]]), float(similarities[near[0]])
-        return found
+                nearest[number] = int(candidates[near[0]]), float(similarities[near[0]])
+        return nearest
 
     @cached_property
     def _signatures(self) -> NDArray[Any]:

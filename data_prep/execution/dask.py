@@ -70,8 +70,8 @@ class DaskExecutor(LockExecutor):
     def run_once(
         self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
     ) -> StageResult:
-        found = find()
-        result = work() if found is None else found
+        result_before = find()
+        result = work() if result_before is None else result_before
         if name == FINISH:
             self.release()
         return result
@@ -127,7 +127,7 @@ class _DaskMember(LockExecutor):
         self._changed = threading.Condition()
         self._one_at_a_time = threading.Lock()
         self._wanted: str | None = None
-        self._here: tuple[str, Callable[[int], bool], Callable[[int], None]] | None = None
+        self._local_task: tuple[str, Callable[[int], bool], Callable[[int], None]] | None = None
         self._error: BaseException | None = None
         self.has_ended = self._is_leaving = False
         self._thread = threading.Thread(target=self._run_pipeline, args=(config,), daemon=True)
@@ -159,26 +159,26 @@ class _DaskMember(LockExecutor):
         with self._changed:
             self._wanted = stage
             self._changed.notify_all()
-            while not (self._here and self._here[0] == stage):
+            while not (self._local_task and self._local_task[0] == stage):
                 if self._error is not None:
                     raise self._error
                 if self.has_ended:
                     return lambda _: True, lambda _: None
                 self._changed.wait()
-            return self._here[1:]
+            return self._local_task[1:]
 
     def run_tasks(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         with self._changed:
-            self._here = (name, is_done, work)
+            self._local_task = (name, is_done, work)
             self._changed.notify_all()
             while not self._changed.wait_for(
                 lambda: self._is_leaving or self._wanted not in (None, name), CLIENT_SECONDS
             ):
                 if not self._client_lives():
                     self._is_leaving = True
-            self._here = None
+            self._local_task = None
             if self._is_leaving:
                 raise _LeavingError
 
@@ -186,14 +186,14 @@ class _DaskMember(LockExecutor):
         self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
     ) -> StageResult:
         looked = time.monotonic()
-        while (found := find()) is None:
+        while (result := find()) is None:
             if time.monotonic() - looked > CLIENT_SECONDS:
                 self._is_leaving |= not self._client_lives()
                 looked = time.monotonic()
             if self._is_leaving:
                 raise _LeavingError
             time.sleep(POLL_SECONDS)
-        return found
+        return result
 
     def _client_lives(self) -> bool:
         """Whether the process that started the work still holds its lock: killed, it tells nobody to leave."""

@@ -67,8 +67,8 @@ class LocalExecutor:
     def run_once(
         self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
     ) -> StageResult:
-        found = find()
-        return work() if found is None else found
+        result = find()
+        return work() if result is None else result
 
     def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
         return read()
@@ -98,13 +98,13 @@ class LockExecutor:
     def run_once(
         self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
     ) -> StageResult:
-        while (found := find()) is None:
+        while (result := find()) is None:
             with self._claim(name) as mine:
-                if mine and (found := find()) is None:
+                if mine and (result := find()) is None:
                     return work()
-            if found is None:
+            if result is None:
                 time.sleep(POLL_SECONDS)
-        return found
+        return result
 
     def broadcast_result(self, read: Callable[[], StageResult | None]) -> StageResult | None:
         return read()
@@ -145,8 +145,8 @@ class MpiExecutor:
     ) -> StageResult:
         result = None
         if self.rank == 1:
-            found = find()
-            result = work() if found is None else found
+            result_before = find()
+            result = work() if result_before is None else result_before
         self._wait()  # a broadcast alone would keep the others' cores busy until it comes
         shared: StageResult = self._world.bcast(result)
         return shared
@@ -259,8 +259,8 @@ class Agreement:
                     f"{self._folder.parent}: another prep is working here: wait for it, or choose another out"
                 )
             elif self._lock(fcntl.LOCK_SH):
-                theirs: dict[str, Any] = json.loads((self._folder / CONFIG).read_bytes())
-                return None if theirs == settings else theirs
+                recorded: dict[str, Any] = json.loads((self._folder / CONFIG).read_bytes())
+                return None if recorded == settings else recorded
             time.sleep(0.02)
         raise MegatfmError(
             f"{path}: another task holds this lock and doesn't say what it prepares: end it, or start again later"

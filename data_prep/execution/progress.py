@@ -130,18 +130,18 @@ class PrepSummary:
             )
         table.add_section()
         for name in ("train", "validation"):
-            made = self.result[name]
+            totals = self.result[name]
             tokens = (
-                f"{made['tokens']:,} tokens of {made['bytes_per_token']:.2f} bytes, "
-                if made["tokens"]
+                f"{totals['tokens']:,} tokens of {totals['bytes_per_token']:.2f} bytes, "
+                if totals["tokens"]
                 else ""
             )
             table.add_row(
                 name,
-                f"{made['documents']:,}",
-                _size(made["text_bytes"]),
+                f"{totals['documents']:,}",
+                _size(totals["text_bytes"]),
                 "",
-                f"{tokens}{made['shards']} shard(s)",
+                f"{tokens}{totals['shards']} shard(s)",
             )
         return table
 

@@ -111,9 +111,9 @@ class StageRunner:
         `in_out` and `tidy` are those of `once`, for the joining.
         """
         basis = dict(basis)
-        if (found := self.load_result(name, basis, in_out)) is not None:
+        if (result := self.load_result(name, basis, in_out)) is not None:
             self.reporter.skip(name)
-            return found
+            return result
 
         def task(number: int) -> StageResult | None:
             return self._workspace.stage(f"{name}.{number:05d}", basis)

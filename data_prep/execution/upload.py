@@ -41,23 +41,23 @@ class RemoteOutput:
     made: files and folders that a prep makes; it touches no others.
     """
 
-    def __init__(self, url: str, folder: Path, notes: Path, made: Sequence[str]) -> None:
+    def __init__(self, url: str, folder: Path, notes: Path, output_names: Sequence[str]) -> None:
         self.url = url.rstrip("/")
         self._there = RemoteFolder(self.url)
-        self._folder, self._notes, self._made = folder, notes, made
+        self._folder, self._notes, self._output_names = folder, notes, output_names
 
     def start(self, overwrite: bool) -> None:
         """Say who is at work. A UsageError if anything else is there, or nothing can be written there. overwrite:
         whether what another prep has begun may go."""
         with self._one_at_a_time():
-            found = self.read(IN_PROGRESS_FILE)
-            if found is not None and self._is_ours(found):
+            mark = self.read(IN_PROGRESS_FILE)
+            if mark is not None and self._is_ours(mark):
                 return
-            if found is not None and overwrite:
+            if mark is not None and overwrite:
                 self.remove_all()
-            elif found is not None:
+            elif mark is not None:
                 raise UsageError(
-                    f"{self.url}: a prep began here on {found.get('host')}, in {found.get('folder')}: let that one go "
+                    f"{self.url}: a prep began here on {mark.get('host')}, in {mark.get('folder')}: let that one go "
                     "on (several machines share the work if scratch is a folder that all of them see), or begin anew "
                     "with overwrite=true"
                 )
@@ -73,11 +73,11 @@ class RemoteOutput:
         mine = {"host": socket.gethostname(), "folder": str(self._folder), "id": self._id}
         self._write(IN_PROGRESS_FILE, mine)
 
-    def _is_ours(self, found: Mapping[str, Any]) -> bool:
+    def _is_ours(self, mark: Mapping[str, Any]) -> bool:
         """Whether a mark is that of who works in this folder, from whichever machine."""
-        if "id" in found:
-            return bool(found["id"] == self._id)
-        return found == {"host": socket.gethostname(), "folder": str(self._folder)}  # by an earlier version
+        if "id" in mark:
+            return bool(mark["id"] == self._id)
+        return mark == {"host": socket.gethostname(), "folder": str(self._folder)}  # by an earlier version
 
     @cached_property
     def _id(self) -> str:
@@ -119,12 +119,12 @@ class RemoteOutput:
         """Send a file, unless it is there already, and remove it here."""
         name = path.relative_to(self._folder).as_posix()
         note = self._notes / f"{name.replace('/', '.')}.json"
-        whole = blake3().update_mmap(path).hexdigest()
-        if self._known(note, name) != whole:
+        fingerprint = blake3().update_mmap(path).hexdigest()
+        if self._known(note, name) != fingerprint:
             sent = self._there.upload(path, name)
             note.parent.mkdir(parents=True, exist_ok=True)
             write_whole(
-                note, json.dumps({"blake3": whole, "stamp": sent.version, "size": sent.size}).encode()
+                note, json.dumps({"blake3": fingerprint, "stamp": sent.version, "size": sent.size}).encode()
             )
         if not keep:
             path.unlink()
@@ -133,7 +133,7 @@ class RemoteOutput:
         """Remove what else a prep has made there, which was interrupted and went on with another config."""
         kept = set(names)
         for file in self._there.files():
-            if file.name not in kept and file.name.partition("/")[0] in self._made:
+            if file.name not in kept and file.name.partition("/")[0] in self._output_names:
                 self._there.remove(file.name)
 
     def remove_marker(self) -> None:
@@ -150,9 +150,9 @@ class RemoteOutput:
         """The hash of what was sent under a name, if it is still there."""
         if not note.exists():
             return None
-        said = json.loads(note.read_bytes())
-        found = self._there.stat(name)
-        return said["blake3"] if found == RemoteFile(name, said["size"], said["stamp"]) else None
+        record = json.loads(note.read_bytes())
+        remote_file = self._there.stat(name)
+        return record["blake3"] if remote_file == RemoteFile(name, record["size"], record["stamp"]) else None
 
     def _write(self, name: str, value: Any) -> None:
         path = self._notes / name

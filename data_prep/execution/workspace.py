@@ -41,10 +41,10 @@ def folder_name(value: str) -> str:
 
 def corpus_folders(result: Mapping[str, Any], split: str) -> list[str]:
     """The folders, below `out`, of a split's corpora."""
-    found = result[split]
-    if not found["shards"]:
+    split_result = result[split]
+    if not split_result["shards"]:
         return []
-    return [f"{split}/{name}" for name in found["corpora"]] if "corpora" in found else [split]
+    return [f"{split}/{name}" for name in split_result["corpora"]] if "corpora" in split_result else [split]
 
 
 def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
@@ -155,11 +155,11 @@ class Workspace:
         Raises UsageError where theirs differs.
         """
         settings = {**self._identity, **basis, "dedup_memory_bytes": self._config.dedup_memory_bytes}
-        theirs = self._agreement.settle(settings, shared)
-        if theirs is not None:
+        recorded = self._agreement.settle(settings, shared)
+        if recorded is not None:
             raise UsageError(
                 f"{self.place}: other tasks are preparing it with another config "
-                f"({_difference(theirs, settings)}): give all tasks the same, or wait until the others have ended"
+                f"({_difference(recorded, settings)}): give all tasks the same, or wait until the others have ended"
             )
 
     def finished(self, shared: bool = False) -> dict[str, Any] | None:
@@ -290,12 +290,14 @@ class Workspace:
             os.close(descriptor)
 
     def _check_only_own_files(self) -> None:
-        found = {
+        present = {
             path.name for path in self.out.iterdir()
         }  # first, as another task may begin at the same time
         names = (*OUTPUT_NAMES, RESULT_FILE)
-        ours = {WORK_DIR, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
-        strangers = sorted(found - ours)
+        expected = (
+            {WORK_DIR, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
+        )
+        strangers = sorted(present - expected)
         if strangers:
             raise UsageError(
                 f"{self.out}: holds {strangers[0]!r}, which no prep made: choose a new or an empty folder as out"
@@ -370,8 +372,8 @@ def _contents(folder: str) -> dict[str, str]:
 
 def _checkpoint(path: str) -> str:
     """The hash of what says what is in a checkpoint, or in the newest of a run."""
-    found = sorted(Path(path).glob("checkpoints/*/metadata.json"))
-    return _content(str(found[-1] if found else Path(path) / "metadata.json"))
+    metadata_files = sorted(Path(path).glob("checkpoints/*/metadata.json"))
+    return _content(str(metadata_files[-1] if metadata_files else Path(path) / "metadata.json"))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -390,11 +392,11 @@ def _write(path: Path, value: Mapping[str, Any], indent: int | None = 2) -> None
     write_whole(path, f"{json.dumps(value, indent=indent, ensure_ascii=False)}\n".encode())
 
 
-def _difference(found: Any, wanted: Any, key: str = "") -> str:
+def _difference(current: Any, wanted: Any, key: str = "") -> str:
     """The first setting in which two configs differ."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for name in [*wanted, *(name for name in found if name not in wanted)]:
-            if found.get(name) != wanted.get(name):
-                return _difference(found.get(name), wanted.get(name), f"{key}.{name}" if key else name)
-    was, now = ("not set" if value is None else repr(value) for value in (found, wanted))
+    if isinstance(current, dict) and isinstance(wanted, dict):
+        for name in [*wanted, *(name for name in current if name not in wanted)]:
+            if current.get(name) != wanted.get(name):
+                return _difference(current.get(name), wanted.get(name), f"{key}.{name}" if key else name)
+    was, now = ("not set" if value is None else repr(value) for value in (current, wanted))
     return f"{key} was {was}, is {now}"

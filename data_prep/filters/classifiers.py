@@ -31,8 +31,8 @@ class LinearClassifier:
     ngrams: int
 
     def __call__(self, text: str) -> float:
-        found = features([text], self.ngrams, len(self.weight))[0]
-        logit = self.bias + (float(self.weight[found].mean(dtype=np.float64)) if len(found) else 0.0)
+        buckets = features([text], self.ngrams, len(self.weight))[0]
+        logit = self.bias + (float(self.weight[buckets].mean(dtype=np.float64)) if len(buckets) else 0.0)
         return float(1 / (1 + np.exp(-logit)))
 
     @classmethod
@@ -50,11 +50,13 @@ class LinearClassifier:
         from scipy.optimize import minimize  # by name, since only fitting needs it
         from scipy.sparse import csr_matrix
 
-        found = features(texts, ngrams, 2**bits)
-        sizes = np.array([len(each) for each in found])
+        buckets_by_text = features(texts, ngrams, 2**bits)
+        sizes = np.array([len(buckets) for buckets in buckets_by_text])
         rows = np.repeat(1 / np.maximum(sizes, 1), sizes)
         shape = (len(texts), 2**bits)
-        x = csr_matrix((rows, np.concatenate(found), np.concatenate([[0], np.cumsum(sizes)])), shape=shape)
+        x = csr_matrix(
+            (rows, np.concatenate(buckets_by_text), np.concatenate([[0], np.cumsum(sizes)])), shape=shape
+        )
         signs = np.where(labels, 1.0, -1.0)
 
         def loss(values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -88,18 +90,18 @@ class LinearClassifier:
             if path.suffix == ".safetensors":
                 from safetensors.numpy import load_file
 
-                found: dict[str, Any] = load_file(path)
+                weights: dict[str, Any] = load_file(path)
             else:
                 with np.load(path, allow_pickle=False) as file:
-                    found = dict(file)
-            weight = found["weight"].astype(np.float32)
-            bias, ngrams = float(found["bias"].item()), int(found["ngrams"].item())
+                    weights = dict(file)
+            weight = weights["weight"].astype(np.float32)
+            bias, ngrams = float(weights["bias"].item()), int(weights["ngrams"].item())
         except Exception as error:  # the libraries raise many kinds
             raise UsageError(
                 f"{path}: can't be read as weights ({type(error).__name__}: {error}): write such a file by "
                 "LinearClassifier.save"
             ) from error
-        if "words" not in found or found["words"].tolist() != [WORDS]:
+        if "words" not in weights or weights["words"].tolist() != [WORDS]:
             raise UsageError(
                 f"{path}: was fitted by another version of megatfm, which takes other words from a text: fit it again"
             )
@@ -121,15 +123,15 @@ class LinearClassifier:
 def features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
     """Return for each text the buckets of all its runs of 1 … ngrams words."""
     words, offsets = word_hashes(texts)
-    found: list[list[NDArray[np.int64]]] = [[] for _ in texts]
+    buckets_by_text: list[list[NDArray[np.int64]]] = [[] for _ in texts]
     for length in range(1, ngrams + 1):
         runs, begins = ngram_hashes(words, offsets, length)
         # The low bits, which other hashes of a run don't share: the length is part of what is hashed.
         places = ((runs + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
         for number in range(len(texts)):
             if offsets[number + 1] - offsets[number] >= length:
-                found[number].append(places[begins[number] : begins[number + 1]])
-    return [np.concatenate(each) if each else np.empty(0, np.int64) for each in found]
+                buckets_by_text[number].append(places[begins[number] : begins[number + 1]])
+    return [np.concatenate(buckets) if buckets else np.empty(0, np.int64) for buckets in buckets_by_text]
 
 
 @STEPS.register("linear_classifier")
@@ -166,8 +168,8 @@ class FastText:
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         line = document.text.replace("\n", " ")
         # Not `predict`, which hands over an array in a way that NumPy 2 refuses.
-        found = {label: p for p, label in self._model.f.predict(f"{line}\n", -1, 0.0, "strict")}
-        score = min(1.0, max(0.0, float(found.get(self._config.label, 0.0))))
+        probabilities = {label: p for p, label in self._model.f.predict(f"{line}\n", -1, 0.0, "strict")}
+        score = min(1.0, max(0.0, float(probabilities.get(self._config.label, 0.0))))
         count_score(counts, score)
         return filter_by_score(document, score, self._config, "probability")
 

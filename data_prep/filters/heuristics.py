@@ -44,8 +44,8 @@ class C4:
         policies = [phrase for phrase in _POLICIES if phrase in lower]
         has_script, has_lorem = "javascript" in lower, "lorem ipsum" in lower
         lines, sentences = [], 0
-        for whole in document.text.splitlines():
-            line = self._sentence(whole.strip(), counts)
+        for raw_line in document.text.splitlines():
+            line = self._sentence(raw_line.strip(), counts)
             if line is None:
                 continue
             lower = line.lower() if policies or has_script or has_lorem else ""

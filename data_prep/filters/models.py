@@ -78,15 +78,15 @@ def _loaded(folder: str, device: str) -> tuple[Any, Any]:
         # Left out, trust_remote_code would be asked for on a terminal, and pickled weights would be read.
         how = {"local_files_only": True, "trust_remote_code": False}
         tokenizer = AutoTokenizer.from_pretrained(folder, **how)
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, loading_info = AutoModelForSequenceClassification.from_pretrained(
             folder, **how, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"{folder}: can't be read as a classifier: {error}") from error
-    if found["missing_keys"]:
+    if loading_info["missing_keys"]:
         raise UsageError(
-            f"{folder}: lacks the weights {', '.join(sorted(found['missing_keys'])[:4])}: it was trained for something "
-            "else than classifying texts"
+            f"{folder}: lacks the weights {', '.join(sorted(loading_info['missing_keys'])[:4])}: it was trained for "
+            "something else than classifying texts"
         )
     return tokenizer, model.eval().to(device)
 
@@ -100,15 +100,15 @@ class Perplexity:
 
     def __init__(self, config: PerplexityConfig) -> None:
         self._config = config
-        found = load(config.run, config.device)
-        if found.config.objective.name != "causal":
+        model = load(config.run, config.device)
+        if model.config.objective.name != "causal":
             raise UsageError(
-                f"{config.run}: was trained with objective.name = {found.config.objective.name!r}, and perplexity is "
+                f"{config.run}: was trained with objective.name = {model.config.objective.name!r}, and perplexity is "
                 "that of a causal model: choose another run"
             )
-        self._model, self._tokenizer = found.model, found.tokenizer
-        self._begin = found.prompt_prefix_ids[-1] if found.prompt_prefix_ids else found.tokenizer.bos
-        self._row = found.config.data.sequence_length
+        self._model, self._tokenizer = model.model, model.tokenizer
+        self._begin = model.prompt_prefix_ids[-1] if model.prompt_prefix_ids else model.tokenizer.bos
+        self._row = model.config.data.sequence_length
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         (ids,) = self._tokenizer.encode_batch([document.text], 1)

@@ -77,8 +77,8 @@ _LENGTHS = (
 
 def _ibans() -> str:
     by_length: dict[int, list[str]] = {}
-    for each in _LENGTHS.split():
-        by_length.setdefault(int(each[2:]), []).append(each[:2])
+    for country_length in _LENGTHS.split():
+        by_length.setdefault(int(country_length[2:]), []).append(country_length[:2])
     return "|".join(
         rf"(?:{'|'.join(codes)})\d\d(?: ?[A-Z0-9]){{{n - 4}}}" for n, codes in sorted(by_length.items())
     )
@@ -90,19 +90,19 @@ SSN = re.compile(r"[0-8](?<![\w.-].)(?!00|66)\d\d-(?!00)\d\d-(?!0000)\d{4}(?![\w
 IBAN = re.compile(rf"(?<![A-Za-z0-9])(?=[A-Z][A-Z]\d\d)(?:{_ibans()})(?![A-Za-z0-9])")
 
 
-def is_card(found: str) -> bool:
+def is_card(number: str) -> bool:
     """Whether digits are of a network's form, and their check digit (Luhn's, ISO/IEC 7812-1 annex B) fits."""
-    digits = re.sub("[ -]", "", found)
+    digits = re.sub("[ -]", "", number)
     if not any(len(digits) in lengths and first.match(digits) for first, lengths in _NETWORKS):
         return False
-    doubled = [int(each) * (1 + at % 2) for at, each in enumerate(reversed(digits))]
-    return sum(each - 9 * (each > 9) for each in doubled) % 10 == 0 and len(set(digits)) > 1
+    doubled = [int(digit) * (1 + at % 2) for at, digit in enumerate(reversed(digits))]
+    return sum(digit - 9 * (digit > 9) for digit in doubled) % 10 == 0 and len(set(digits)) > 1
 
 
-def is_iban(found: str) -> bool:
+def is_iban(number: str) -> bool:
     """Whether the check digits fit (ISO 13616: modulo 97)."""
-    compact = found.replace(" ", "")
-    return int("".join(str(int(each, 36)) for each in compact[4:] + compact[:4])) % 97 == 1
+    compact = number.replace(" ", "")
+    return int("".join(str(int(character, 36)) for character in compact[4:] + compact[:4])) % 97 == 1
 
 
 # Each pattern begins with a few characters, so that the search for them is fast, and only where no such character
@@ -170,8 +170,8 @@ class PIIFilter:
                     ("keys and tokens", required_substring, form, config.secret, _always)
                     for required_substring, form in SECRETS
                 ),
-                ("bank accounts", "", IBAN, config.iban, lambda found: is_iban(found[0])),
-                ("payment cards", "", CARD, config.card, lambda found: is_card(found[0])),
+                ("bank accounts", "", IBAN, config.iban, lambda match: is_iban(match[0])),
+                ("payment cards", "", CARD, config.card, lambda match: is_card(match[0])),
                 ("social security numbers", "-", SSN, config.ssn, _always),
                 ("e-mail addresses", "@", _EMAIL, config.email, _is_address),
                 ("IP addresses", ".", _IPV4, config.ip, _is_public),
@@ -208,41 +208,41 @@ class PIIFilter:
         return pattern.sub(swap, text)
 
 
-def _always(found: re.Match[str]) -> bool:
+def _always(match: re.Match[str]) -> bool:
     return True
 
 
-def _is_address(found: re.Match[str]) -> bool:
+def _is_address(match: re.Match[str]) -> bool:
     """Whether a person may be behind it: no file such as `image@2x.png`, no `git@github.com:`, no folder of a host."""
-    is_path = _PATH.match(found.string, found.end())
-    return not found[0].lower().endswith(_FILES) and not found[0].startswith("git@") and not is_path
+    is_path = _PATH.match(match.string, match.end())
+    return not match[0].lower().endswith(_FILES) and not match[0].startswith("git@") and not is_path
 
 
-def _is_public(found: re.Match[str]) -> bool:
+def _is_public(match: re.Match[str]) -> bool:
     """Whether it is an address that anyone can be reached at: not private, not an example, no time of day, and no
     number of a section."""
-    if _COUNTED.search(found.string, max(0, found.start() - 12), found.start()):
+    if _COUNTED.search(match.string, max(0, match.start() - 12), match.start()):
         return False
     try:
-        return ipaddress.ip_address(found[0]).is_global
+        return ipaddress.ip_address(match[0]).is_global
     except ValueError:
         return False
 
 
-def _is_phone(found: re.Match[str]) -> bool:
+def _is_phone(match: re.Match[str]) -> bool:
     """Whether it has the digits of a number: 8 to 15, after a country's code if there is a `+`, and isn't a large
     number in groups of three."""
-    digits = re.sub(r"\D", "", found[0])
+    digits = re.sub(r"\D", "", match[0])
     if not 8 <= len(digits) <= 15:
         return False
-    if not found[0].startswith("+"):
+    if not match[0].startswith("+"):
         return True
     code = _COUNTRY.match(digits)
-    if code is None or re.fullmatch(r"\+\d{1,3}(?:[ .]\d{3})*[ .]000", found[0]):
+    if code is None or re.fullmatch(r"\+\d{1,3}(?:[ .]\d{3})*[ .]000", match[0]):
         return False
     if code[0] == "1":
         return len(digits) == 11 and digits[1] > "1"
-    return len(digits) >= 9 and (digits[code.end()] != "0" or code[0] == "39" or "(0" in found[0])
+    return len(digits) >= 9 and (digits[code.end()] != "0" or code[0] == "39" or "(0" in match[0])
 
 
 @STEPS.register("presidio")
@@ -254,25 +254,27 @@ class Presidio:
     def __init__(self, config: PresidioConfig) -> None:
         self._config = config
         recognizers = _pattern_recognizers(config.language)
-        known = sorted({name for each in recognizers for name in each.supported_entities})
+        known = sorted({name for recognizer in recognizers for name in recognizer.supported_entities})
         if unknown := [name for name in config.entities if name not in known]:
             raise UsageError(
                 f"steps: presidio: no recogniser of {config.language!r} finds {unknown[0]!r} by its form; there are: "
                 f"{', '.join(known)}"
             )
         wanted = set(config.entities)
-        self._recognizers = [each for each in recognizers if wanted & set(each.supported_entities)]
+        self._recognizers = [
+            recognizer for recognizer in recognizers if wanted & set(recognizer.supported_entities)
+        ]
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         text, wanted = document.text, list(self._config.entities)
-        found = [
+        results = [
             (result.start, result.end, -result.score, result.entity_type)
-            for each in self._recognizers
-            for result in each.analyze(text, wanted, None) or ()
+            for recognizer in self._recognizers
+            for result in recognizer.analyze(text, wanted, None) or ()
             if result.score >= self._config.min_score and result.entity_type in wanted
         ]
         parts, at = [], 0
-        for start, end, _, name in sorted(found, key=lambda each: (each[0], -each[1], each[2])):
+        for start, end, _, name in sorted(results, key=lambda span: (span[0], -span[1], span[2])):
             if start >= at:
                 parts += [text[at:start], f"<{name}>"]
                 counts.count_event(name)
@@ -291,7 +293,7 @@ def _pattern_recognizers(language: str) -> list[Any]:
     registry.load_predefined_recognizers(languages=[language])
     # That of e-mail addresses would fetch a list of domains from the network.
     return [
-        each
-        for each in registry.recognizers
-        if isinstance(each, PatternRecognizer) and "EMAIL_ADDRESS" not in each.supported_entities
+        recognizer
+        for recognizer in registry.recognizers
+        if isinstance(recognizer, PatternRecognizer) and "EMAIL_ADDRESS" not in recognizer.supported_entities
     ]

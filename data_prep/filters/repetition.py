@@ -35,7 +35,7 @@ class GopherRepetition:
 
     def _fault(self, text: str) -> str | None:
         limits, stripped = self._config, text.strip()
-        paragraphs = [piece for each in stripped.split("\n\n") if (piece := each.lstrip("\n"))]
+        paragraphs = [piece for paragraph in stripped.split("\n\n") if (piece := paragraph.lstrip("\n"))]
         lines = [line for line in stripped.split("\n") if line]
         for title, pieces, share, characters in (
             ("para", paragraphs, limits.dup_para_frac, limits.dup_para_char_frac),

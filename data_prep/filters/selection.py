@@ -58,8 +58,8 @@ class C4BadWords:
         self._pattern = re.compile(rf"(?<!\w)(?:{either})(?!\w)" if config.whole_words else either)
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        found = self._pattern.search(document.text.lower())
-        return document if found is None else "document_removed_with_badwords"
+        match = self._pattern.search(document.text.lower())
+        return document if match is None else "document_removed_with_badwords"
 
 
 def read_list(path: str, remark: str = "") -> list[str]:
@@ -85,8 +85,8 @@ def _host(url: str) -> str:
 
 def _normalize_url(url: str) -> str:
     """An address without scheme and `www.`, in lower case up to the path; a domain alone has no slash."""
-    rest = re.sub(r"^(?:[a-z][a-z0-9+.-]*:)?//", "", url.strip(), flags=re.IGNORECASE)
-    host, slash, path = rest.partition("/")
+    bare_url = re.sub(r"^(?:[a-z][a-z0-9+.-]*:)?//", "", url.strip(), flags=re.IGNORECASE)
+    host, slash, path = bare_url.partition("/")
     host = host.lower().removeprefix("www.")
     return f"{host}/{path}" if slash and path else host
 
@@ -112,8 +112,8 @@ class Decontaminate:
             elif len(words) < config.n_grams:
                 runs.setdefault(len(words), set()).add(int(ngram_hash(words)))
             else:
-                found, _ = ngram_hashes(words, np.array([0, len(words)]), config.n_grams)
-                runs.setdefault(config.n_grams, set()).update(found.tolist())
+                hashes, _ = ngram_hashes(words, np.array([0, len(words)]), config.n_grams)
+                runs.setdefault(config.n_grams, set()).update(hashes.tolist())
         if not runs:
             raise UsageError(
                 f"{', '.join(config.files)}: none of {texts} texts has {config.min_words} words or more: give "
@@ -129,9 +129,9 @@ class Decontaminate:
         for length, known in self._runs.items():
             if len(words) < length:
                 break
-            found, _ = ngram_hashes(words, offsets, length)
-            places = np.minimum(np.searchsorted(known, found), len(known) - 1)
-            if (known[places] == found).any():
+            hashes, _ = ngram_hashes(words, offsets, length)
+            places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            if (known[places] == hashes).any():
                 return "contaminated"
         return document
 
@@ -164,8 +164,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _strings(child)
 
 
 @STEPS.register("metadata_filter")

@@ -151,10 +151,10 @@ class Language:
             )
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        found, probability = _identifier().classify(
+        label, probability = _identifier().classify(
             _sample_windows(document.text, self._config.max_characters)
         )
-        language = str(found)
+        language = str(label)
         counts.count_event(language)
         if self._keep and language not in self._keep:
             return f"language_{language}"
@@ -196,8 +196,8 @@ class _Identifier(LanguageIdentifier):  # type: ignore[misc]
         row = self._pairs[data[: len(text)] * 256 + data[1:][: len(text)]]
         for at in range(2, LONGEST - 1):
             row = self._next[row + data[at:][: len(text)]]
-        found = self._features[self._states[row + data[LONGEST - 1 :]]]
-        times = Counter(found[found >= 0].tolist())
+        features = self._features[self._states[row + data[LONGEST - 1 :]]]
+        times = Counter(features[features >= 0].tolist())
         return self._sparse_score(times, self.nb_ptc) if times else super()._raw_score(text)
 
 

@@ -1,7 +1,7 @@
 """Images with what is said of them: files beside one another, or the samples of a tar, that differ in their extensions.
 
-An image is a `.jpg`, `.jpeg` or `.png`; a `.cls` holds the number of its class, a `.json` anything, a `.txt` its
-caption. All are checked, and none is changed.
+An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` holds the number of its class, a `.json` anything, a
+`.txt` its caption. All are checked, and none is changed.
 """
 
 import io
@@ -18,7 +18,7 @@ from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, get_nested
 from megatfm.data_prep.readers.webdataset import samples
 
-IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG"}
+IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
 EXTENSIONS = (*IMAGES, *SIDECAR_EXTENSIONS)
 MAX_PIXELS = 2**26
@@ -73,7 +73,9 @@ def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageR
     """The record of these files, or why they make none."""
     images = [extension for extension in members if extension in IMAGES]
     if len(images) != 1:
-        return Bad(key, f"has {' and '.join(f'.{each}' for each in images) or 'no image'}, not one image")
+        return Bad(
+            key, f"has {' and '.join(f'.{extension}' for extension in images) or 'no image'}, not one image"
+        )
     if fault := _image_fault(members[images[0]], IMAGES[images[0]]):
         return Bad(key, f"has a .{images[0]} that {fault}")
     if not _NUMBER.fullmatch(members.get("cls", b"0")):
@@ -83,10 +85,10 @@ def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageR
     except UnicodeDecodeError as error:
         return Bad(key, f"has a .txt that is not valid UTF-8 at byte {error.start}")
     try:
-        said = json.loads(members.get("json", b"null"))
+        metadata = json.loads(members.get("json", b"null"))
     except (ValueError, RecursionError):
         return Bad(key, "has a .json that is not JSON")
-    caption = get_nested(said, config.text_key)
+    caption = get_nested(metadata, config.text_key)
     if "txt" not in members and isinstance(caption, str):
         text = caption
     order = [*images, *(extension for extension in SIDECAR_EXTENSIONS if extension in members)]
@@ -112,8 +114,10 @@ def _image_fault(data: bytes, format_: str) -> str | None:
         return f"claims over {MAX_PIXELS:,} pixels"
     if format_ == "JPEG" and data.find(_END, max(0, data.rfind(_SCAN))) < 0:
         return "is cut off: a JPEG without its end"
+    if format_ == "WEBP" and int.from_bytes(data[4:8], "little") + 8 > len(data):  # the size in RIFF's header
+        return "is cut off: a WEBP without its end"
     return None
 
 
 def _spelled(extensions: tuple[str, ...]) -> str:
-    return ", ".join(f".{each}" for each in extensions)
+    return ", ".join(f".{extension}" for extension in extensions)

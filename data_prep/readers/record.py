@@ -122,23 +122,23 @@ class _Xz(_Unpacked):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._stream: lzma.LZMADecompressor | None = None
-        self._rest = b""
+        self._unread = b""
 
     def _fill(self) -> bytes | None:
         if self._stream is not None and self._stream.eof:
-            self._rest, self._stream = self._stream.unused_data, None
+            self._unread, self._stream = self._stream.unused_data, None
         if self._stream is None:
             # Streams may be padded by zeros, four at a time.
-            self._rest = (self._rest or self._file.read(_CHUNK)).lstrip(b"\0")
-            if not self._rest:
+            self._unread = (self._unread or self._file.read(_CHUNK)).lstrip(b"\0")
+            if not self._unread:
                 return b"" if self._file.peek(1) else None
             self._stream = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
-        if self._stream.needs_input and not self._rest:
-            self._rest = self._file.read(_CHUNK)
-            if not self._rest:
+        if self._stream.needs_input and not self._unread:
+            self._unread = self._file.read(_CHUNK)
+            if not self._unread:
                 raise EOFError("the last stream is not whole")
-        piece = self._stream.decompress(self._rest, _CHUNK)
-        self._rest = b""
+        piece = self._stream.decompress(self._unread, _CHUNK)
+        self._unread = b""
         return piece
 
 
@@ -248,14 +248,14 @@ def selected_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
         if "*" in config.metadata_keys
         else config.metadata_keys
     )
-    found = {
+    selected = {
         str(name): get_nested(record, name) if "*" not in config.metadata_keys else record[name]
         for name in names
     }
-    known = {name: value for name, value in found.items() if value is not None}
-    said = json.dumps(known, default=_spelled, ensure_ascii=False)
-    whole: dict[str, Any] = json.loads(spelled(said), parse_constant=str)
-    return whole
+    known = {name: value for name, value in selected.items() if value is not None}
+    metadata_json = json.dumps(known, default=_spelled, ensure_ascii=False)
+    metadata: dict[str, Any] = json.loads(spelled(metadata_json), parse_constant=str)
+    return metadata
 
 
 def columns(config: ReadConfig, there: Sequence[str]) -> list[str]:

@@ -36,11 +36,11 @@ def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         for number, data in enumerate(_frames(file), 1):
             try:
                 record = _record(data, "all")
-                found = None if record is None else _page(str(number), record, data, config)
+                page = None if record is None else _page(str(number), record, data, config)
             except Exception as error:  # the library raises several kinds, some of its own
-                found = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
-            if found is not None:
-                yield found
+                page = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
+            if page is not None:
+                yield page
         if number == 0:
             raise BadFileError("holds no record")
 
@@ -51,7 +51,7 @@ def _record(data: bytes, unpack: Literal["none", "all"]) -> WarcRecord | None:
     )
 
 
-def _page(key: str, record: WarcRecord, whole: bytes, config: ReadConfig) -> Record | Bad:
+def _page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig) -> Record | Bad:
     kind = (record.http_content_type or record.headers.get("Content-Type") or "").lower()
     if kind and not kind.startswith(_TYPES):
         return Bad(key, f"is no text but {kind.partition(';')[0]}")
@@ -59,14 +59,14 @@ def _page(key: str, record: WarcRecord, whole: bytes, config: ReadConfig) -> Rec
         data = record.reader.read(MAX_RECORD_BYTES + 1)
     except OSError:
         # Crawlers may unpack a body and leave the header that says how it was packed.
-        again = _record(whole, "none")
+        again = _record(record_bytes, "none")
         data = again.reader.read() if again else b""
         data.decode()
     if len(data) > MAX_RECORD_BYTES:
         return Bad(key, f"is longer than {MAX_RECORD_BYTES:,} bytes once unpacked")
     encoding = record.http_charset or detect_encoding(data) or "utf-8"
-    said = {"url": "WARC-Target-URI", "date": "WARC-Date", "id": "WARC-Record-ID"}
-    headers = {name: record.headers.get(header) for name, header in said.items()}
+    header_names = {"url": "WARC-Target-URI", "date": "WARC-Date", "id": "WARC-Record-ID"}
+    headers = {name: record.headers.get(header) for name, header in header_names.items()}
     return Record(key, bytes_to_str(data, encoding), headers["url"] or "", selected_metadata(headers, config))
 
 
@@ -120,8 +120,8 @@ def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 if text is None:
                     yield Bad(str(page.id), "has no text")
                 else:
-                    said = selected_metadata({"title": page.title, "id": page.id}, config)
-                    yield Record(str(page.id), f"{page.title}\n\n{plain(text)}", fields=said)
+                    metadata = selected_metadata({"title": page.title, "id": page.id}, config)
+                    yield Record(str(page.id), f"{page.title}\n\n{plain(text)}", fields=metadata)
     except BadFileError:
         raise
     except Exception as error:  # the library raises several kinds, down to failed assertions

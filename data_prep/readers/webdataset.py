@@ -46,14 +46,14 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """The samples of a tar, by their keys. Captions of images are read as any text; the images are left alone: the
     format for these is `images`."""
     for key, parts in samples(path, (*_TEXTS, "json")):
-        found: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.text_key!r}")
+        record: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.text_key!r}")
         for part in parts:
             usable = _text_of(part, key, config)
-            if usable is not None and not isinstance(found, Record):
-                found = usable
-        if isinstance(found, Record) and config.metadata_keys and not found.fields:
-            found = replace(found, fields=_metadata_beside(parts, config))
-        yield found
+            if usable is not None and not isinstance(record, Record):
+                record = usable
+        if isinstance(record, Record) and config.metadata_keys and not record.fields:
+            record = replace(record, fields=_metadata_beside(parts, config))
+        yield record
 
 
 def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[TarMember]]]:
@@ -149,12 +149,12 @@ def _text_of(part: TarMember, key: str, config: ReadConfig) -> Record | Bad | No
         text = part.data.decode("utf-8")
         if part.extension in _TEXTS:
             return Record(key, text)
-        found = record_from_dict(key, json.loads(text), config)
+        record = record_from_dict(key, json.loads(text), config)
     except UnicodeDecodeError as error:
         return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {part.name}")
     except (ValueError, RecursionError):
         return Bad(key, f"has a member that is not JSON: {part.name}")
-    return found if isinstance(found, Record) else None
+    return record if isinstance(record, Record) else None
 
 
 def _metadata_beside(parts: Sequence[TarMember], config: ReadConfig) -> dict[str, Any]:

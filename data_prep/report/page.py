@@ -27,13 +27,13 @@ def render(result: Mapping[str, Any]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "size": size}
-    here, styles = (
+    package, styles = (
         resources.files("megatfm.data_prep.report"),
         resources.files("megatfm") / "report" / "report.css",
     )
     steps, images = result["steps"], of_images(result)
     fields = {name for split in SPLITS for name in result[split].get("fields", {})}
-    return environment.from_string((here / "report.html").read_text(encoding="utf-8")).render(
+    return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
         headline=headline(result),
         unit="Images" if images else "Documents",
         tiles=tiles(result),
@@ -55,7 +55,9 @@ def render(result: Mapping[str, Any]) -> str:
         ],
         result=result,
         settings=list(flat(result["config"])),
-        style=Markup(styles.read_text(encoding="utf-8") + (here / "report.css").read_text(encoding="utf-8")),
+        style=Markup(
+            styles.read_text(encoding="utf-8") + (package / "report.css").read_text(encoding="utf-8")
+        ),
     )
 
 
@@ -105,8 +107,8 @@ def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Step, reason, and what was dropped for it, the most documents first."""
-    found = [(step["step"], reason, drop) for step in steps for reason, drop in step["dropped"].items()]
-    yield from sorted(found, key=lambda item: -item[2]["documents"])
+    drops = [(step["step"], reason, drop) for step in steps for reason, drop in step["dropped"].items()]
+    yield from sorted(drops, key=lambda item: -item[2]["documents"])
 
 
 def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
@@ -116,9 +118,9 @@ def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
 
     def largest(what: str) -> list[Bar]:
         rows = fields[what] if what in fields else split.get(what, ())
-        found = [(name, documents if images else text) for name, documents, text, _ in rows]
+        totals = [(name, documents if images else text) for name, documents, text, _ in rows]
         more = split.get(f"more_{what}", 0)
-        return bars(found, number if images else size) + (
+        return bars(totals, number if images else size) + (
             [Bar(f"and {number(more)} more", "", 0.0)] if more else []
         )
 
@@ -148,8 +150,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            for at, each in enumerate(value, 1):
-                yield from flat(each, f"{prefix}{key} {at}: ")
+            for at, item in enumerate(value, 1):
+                yield from flat(item, f"{prefix}{key} {at}: ")
         elif value not in (None, [], {}):
             yield prefix + key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 

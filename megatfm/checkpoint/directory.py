@@ -171,10 +171,12 @@ def verify(path: Path) -> None:
         raise MegatfmError(f"checkpoint {path} is not whole: {reason}")
 
 
-def purge_old_checkpoints(newest: Path, keep: int, *, every: int = 0, verified: Path | None = None) -> None:
+def purge_old_checkpoints(
+    newest: Path, keep: int, *, every: int = 0, verified: Path | None = None, pinned: Path | None = None
+) -> None:
     """Remove checkpoints older than the last `keep` intact ones, counted back from the just committed `newest`.
 
-    every: those whose step it divides stay for ever (0: none do). verified: this one stays, too. A damaged one
+    every: those whose step it divides stay for ever (0: none do). verified, pinned: these stay, too. A damaged one
     doesn't count, so that the ones kept can be used. What can't be removed is named in a warning: the new
     checkpoint stands all the same. Damaged ones that were put aside go once one of their step or later is verified.
     """
@@ -188,7 +190,7 @@ def purge_old_checkpoints(newest: Path, keep: int, *, every: int = 0, verified: 
         if n_intact < keep:
             n_intact += check_checkpoint(path) is None
             continue
-        if path == verified or (every and step_from_path(path) % every == 0):
+        if path in (verified, pinned) or (every and step_from_path(path) % every == 0):
             continue
         try_to_remove(path)
 

@@ -176,8 +176,8 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
     nodes_by_checkpoint: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for rank, theirs in enumerate(object_collectives.all_gather(mine, nodes.group)):
-        for key, files in theirs.items():
+    for rank, steps_of_node in enumerate(object_collectives.all_gather(mine, nodes.group)):
+        for key, files in steps_of_node.items():
             for file in files:
                 nodes_by_checkpoint[key][file].append(nodes.node_of_rank[rank])
     for step, raw in sorted(

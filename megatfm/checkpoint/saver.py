@@ -101,6 +101,7 @@ class Saver:
         self.folder, self.mode = folder, mode
         self.keep, self.keep_every, self.read_back = keep, keep_every, read_back
         self.verified: Path | None = None
+        self.pinned: Path | None = None
         """The newest checkpoint of which every byte was read and compared: retention leaves it."""
         self._group = (
             dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
@@ -256,7 +257,9 @@ class Saver:
                 self.verified = path
             if self.keep is not None and object_collectives.rank(self._group) == 0:
                 try:
-                    purge_old_checkpoints(path, self.keep, every=self.keep_every, verified=self.verified)
+                    purge_old_checkpoints(
+                        path, self.keep, every=self.keep_every, verified=self.verified, pinned=self.pinned
+                    )
                 except MegatfmError as error:  # the new one stands all the same
                     log.warning("old checkpoints stay: %s", error)
             self._path = path

@@ -61,17 +61,22 @@ def config_command(args: argparse.Namespace) -> int:
 
 def schema_of(config_class: type[Section]) -> dict[str, Any]:
     """Return the JSON schema of a config file; nothing is required of one with `extends`."""
-    whole = config_class.model_json_schema()
-    partial = _without_required(json.loads(json.dumps(whole).replace('"#/$defs/', '"#/$defs/partial ')))
+    schema = config_class.model_json_schema()
+    partial = _without_required(json.loads(json.dumps(schema).replace('"#/$defs/', '"#/$defs/partial ')))
     sections = {f"partial {name}": section for name, section in partial["$defs"].items()}
-    partial["$defs"] = sections | whole.pop("$defs")
+    partial["$defs"] = sections | schema.pop("$defs")
     partial["properties"]["extends"] = {
         "type": "string",
         "minLength": 1,
         "description": "The config that this one changes: a preset's name, or a path relative to this file.",
     }
-    del whole["additionalProperties"]
-    return partial | {"if": {"not": {"required": ["extends"]}}, "then": whole}
+    partial["properties"]["without"] = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Keys of that config that this one takes out, so that their defaults apply.",
+    }
+    del schema["additionalProperties"]
+    return partial | {"if": {"not": {"required": ["extends"]}}, "then": schema}
 
 
 def _without_required(schema: Any) -> Any:

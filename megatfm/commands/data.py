@@ -1,6 +1,7 @@
 """`megatfm prep`, which makes corpora, and `megatfm data`, which checks, shows, counts, exports and indexes them."""
 
 import argparse
+import io
 from pathlib import Path
 
 from megatfm.commands.arguments import add_config_and_overrides
@@ -12,6 +13,15 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="read every sample again and compare every hash")
     show = actions.add_parser("show", help="print what a corpus holds, or one sample of it")
     show.add_argument("--sample", type=int, metavar="K", help="print this sample, from 0")
+    show.add_argument(
+        "--images",
+        metavar="FILE",
+        help="draw training images after all transforms, as --config has them, into this PNG",
+    )
+    show.add_argument(
+        "--config", metavar="CONFIG", help="the training config or preset that reads the images"
+    )
+    show.add_argument("--count", type=int, default=32, metavar="N", help="images to draw (32)")
     stats = actions.add_parser("stats", help="count lengths, sources and ids")
     export = actions.add_parser(
         "export", help="write it for other programs, in the format that OUT's name says"
@@ -58,9 +68,46 @@ def data_command(args: argparse.Namespace) -> int:
         print(export(args.dir, args.out, codec))
     elif args.action == "stats":
         print(stats(args.dir, of_text.id_to_piece if of_text else None))
+    elif args.images:
+        print(_draw_images(args))
     else:
         print(show(args.dir, args.sample, of_text.decode if of_text else None, describe_padding))
     return 0
+
+
+def _draw_images(args: argparse.Namespace) -> str:
+    """Draw the first images of training on a corpus, as the model sees them; returns a line that says so."""
+    from megatfm.config import load_config
+    from megatfm.corpus.corpus import Corpus
+    from megatfm.errors import UsageError
+    from megatfm.files import atomic_write
+    from megatfm.train.corpora import open_corpora, open_tokenizer
+
+    if not args.config:
+        raise UsageError("--images needs --config, the training config that says how images are changed")
+    if args.count < 1 or not args.images.endswith(".png"):
+        raise UsageError(
+            f"--images {args.images} --count {args.count}: give a name that ends in .png, and 1 or more"
+        )
+    config, tokenizer = open_tokenizer(
+        load_config(args.config, [f"data.train={args.dir}", "data.validation={}"])
+    )
+    rows = open_corpora(config, tokenizer).train
+    if "patches" not in (fields := rows.rows([0])):
+        raise UsageError(
+            f"--config {args.config}: its objective reads {', '.join(sorted(fields))}, no patches of images"
+        )
+    from megatfm.data.contact_sheet import SeenImage, contact_sheet, images_of_rows
+
+    names = Corpus.open(args.dir).manifest.provenance.get("classes", [])
+    patch_size, images, position = config.model.embedding.patch_size, list[SeenImage](), 0  # type: ignore[union-attr]
+    while len(images) < args.count:
+        images += images_of_rows(rows.rows([position]), patch_size, names)
+        position += 1
+    out = io.BytesIO()
+    contact_sheet(images[: args.count]).save(out, "PNG")
+    atomic_write(Path(args.images), out.getvalue())
+    return f"{args.images}: {args.count} images of {position} rows of training"
 
 
 def add_prep_arguments(parser: argparse.ArgumentParser) -> None:

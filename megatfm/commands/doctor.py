@@ -52,7 +52,7 @@ class Finding:
 
     name: str
     ok: bool
-    found: str
+    detail: str
     advice: str = ""
     required: bool = False
 
@@ -68,7 +68,7 @@ def doctor_command(args: argparse.Namespace) -> int:
         print(section)
         for finding in _run_check(check, section):
             advice = f"  → {finding.advice}" if finding.advice and not finding.ok else ""
-            print(f"  {'ok' if finding.ok else 'missing':<8}{finding.name:<16}{finding.found}{advice}")
+            print(f"  {'ok' if finding.ok else 'missing':<8}{finding.name:<16}{finding.detail}{advice}")
             missing += finding.required and not finding.ok
     return 1 if missing else 0
 
@@ -84,9 +84,9 @@ def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator
 
 def python() -> Iterator[Finding]:
     """The interpreter, torch, and the processor."""
-    found, wanted = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
+    current, wanted = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
     yield Finding(
-        "Python", found >= OLDEST_PYTHON, platform.python_version(), f"install {wanted}", required=True
+        "Python", current >= OLDEST_PYTHON, platform.python_version(), f"install {wanted}", required=True
     )
     version = _version("torch")
     yield Finding(
@@ -185,9 +185,9 @@ def deepspeed() -> Iterator[Finding]:
         takes = f"would compile{takes}; megatfm never starts that"
         if any(_extensions().glob(f"**/{name}/{name}.so")):
             answer = "installed"
-        found = {"installed": "compiled", "yes": takes}.get(answer, "doesn't compile here")
+        compiled = {"installed": "compiled", "yes": takes}.get(answer, "doesn't compile here")
         use = OP_USES.get(name, "megatfm does without")
-        yield Finding(name, answer != "no", f"{found} ({use})", how or "g++ and ninja are needed")
+        yield Finding(name, answer != "no", f"{compiled} ({use})", how or "g++ and ninja are needed")
     if not ok:
         yield Finding("operators", False, text, "make deepspeed")
     for lock in sorted(_extensions().glob("**/lock")):
@@ -204,8 +204,8 @@ def _extensions() -> Path:
 def disk() -> Iterator[Finding]:
     """Room for corpora and checkpoints here."""
     free = shutil.disk_usage(Path.cwd()).free
-    found = f"{free / 1e9:.1f} GB free in {Path.cwd()}"
-    yield Finding("disk", free >= ENOUGH_DISK, found, "checkpoints take 12 to 16 bytes a parameter each")
+    free_text = f"{free / 1e9:.1f} GB free in {Path.cwd()}"
+    yield Finding("disk", free >= ENOUGH_DISK, free_text, "checkpoints take 12 to 16 bytes a parameter each")
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {

@@ -141,9 +141,10 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
 
 
 def _print(opened: "Estimator", estimate: "Estimate") -> None:
+    from megatfm.estimate.failures import failure_line
     from megatfm.estimate.text import heading, memory_table, speed, time_table, traffic_table, verdict
 
-    for line in (*heading(estimate), verdict(estimate), *speed(estimate)):
+    for line in (*heading(estimate), verdict(estimate), *speed(estimate), failure_line(estimate)):
         print(line)
     print()
     for table in (memory_table(estimate), time_table(estimate), traffic_table(estimate)):

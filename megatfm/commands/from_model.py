@@ -1,21 +1,20 @@
 """`--from MODEL`: the config of a run that starts from a model, with its architecture, tokenizer and weights."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from megatfm import checkpoint, tokenizers
-from megatfm.checkpoint import file_io
 from megatfm.config import Config, load_config
 from megatfm.config.key_migrations import migrate
 from megatfm.convert.convert import convert
 from megatfm.convert.electra_pair import is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.errors import UsageError
+from megatfm.files import NewPaths
 from megatfm.tracking.run_directory import run_folder
 
 CONVERTED_DIR = "from"
@@ -30,13 +29,15 @@ DATA_KEYS = ("data.train", "data.corpus", "data.mixture")
 
 
 def continue_from_config(
-    source: str | Path, base_config: str | None, overrides: Sequence[str]
+    source: str | Path, base_config: str | None, overrides: Sequence[str], new_paths: NewPaths | None = None
 ) -> tuple[Config, Sequence[str]]:
     """Return the config of a run that starts from the model at `source`, and messages for the log.
 
     base_config: a config or preset, of which the model is replaced; None: the recipe is that of `source`, with other
-    text. Raises UsageError, MegatfmError.
+    text. new_paths: takes note of the folder that a Hugging Face model is converted to, which is removed if the config
+    is refused. Raises UsageError, MegatfmError.
     """
+    new_paths = new_paths or NewPaths()
     source = Path(source)
     messages: list[str] = []
     name = f"from-{source.absolute().name}"
@@ -46,10 +47,12 @@ def continue_from_config(
             "--from goes on with text of yours: give data.train=CORPUS/train, or data.corpus=CORPUS"
         )
     if is_hf_folder(source) or is_electra_folder(source):
-        with _removed_on_refusal() as created:
-            ours, messages = _convert_hf_once(source, base_config, [f"name={name}", *overrides])
-            created += [ours] * bool(messages)
-            return _config(ours, base_config, overrides, name), messages
+        try:
+            folder, messages = _convert_hf_once(source, base_config, [f"name={name}", *overrides], new_paths)
+            return _config(folder, base_config, overrides, name), messages
+        except UsageError:
+            new_paths.remove()
+            raise
     return _config(source, base_config, overrides, name), messages
 
 
@@ -70,28 +73,15 @@ def _config(source: Path, base_config: str | None, overrides: Sequence[str], nam
     return config
 
 
-@contextmanager
-def _removed_on_refusal() -> Iterator[list[Path]]:
-    """Remove the folders that were just made, and a run directory with nothing else, where the config is refused."""
-    created: list[Path] = []
-    try:
-        yield created
-    except UsageError:
-        for folder in created:
-            file_io.remove_tree(folder)
-            with suppress(OSError):
-                folder.parent.rmdir()
-        raise
-
-
 def _convert_hf_once(
-    source: Path, base_config: str | None, overrides: Sequence[str]
+    source: Path, base_config: str | None, overrides: Sequence[str], new_paths: NewPaths
 ) -> tuple[Path, list[str]]:
     """Convert a Hugging Face folder, once: the result is kept in the run directory for when the run is resumed."""
     values = dict(override.partition("=")[::2] for override in overrides)
     if base_config is not None:
         model = open_folder(source).config.model_dump(mode="json")
-        run = run_folder(load_config(base_config, overrides[1:], replaced_sections={"model": model}))
+        words = [f"data.tokenizer={source}", *overrides[1:]]  # a recipe need not name the model's own
+        run = run_folder(load_config(base_config, words, replaced_sections={"model": model}))
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
     # Of another folder than before, under the same name, nothing that is here may be taken.
@@ -103,6 +93,8 @@ def _convert_hf_once(
             f"{source}: is in the Hugging Face format, of which one process makes a folder of ours: run `megatfm "
             f"convert {source} NEW --to megatfm` once, and give --from NEW"
         )
+    new_paths.make_folder(run)
+    new_paths.trees.append(target.absolute())
     first, *notes = convert(source, target, "megatfm")
     return target, [f"{source}: {first}, kept in {target}", *notes]
 

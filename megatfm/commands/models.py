@@ -195,19 +195,23 @@ def evaluate_command(args: argparse.Namespace) -> int:
     results, baselines = evaluated
     table = Table(title=f"{args.run_dir}, step {results['step']}")
     terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
-    for heading in ("set", "loss (nats per token)", *terms, "bits per byte", "bytes"):
+    metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
+    unit = "" if metrics else " (nats per token)"
+    text = ["bits per byte", "bytes"] if not metrics else []
+    for heading in ("set", f"loss{unit}", *terms, *metrics, *text):
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name, result in results["sets"].items():
         parts = [f"{result['terms'][term]:.4f}" for term in terms]
+        parts += [f"{100 * result['metrics'][name]:.2f} %" for name in metrics]
         # Only where the loss is the text's likelihood can it be compared with a compressor's.
         bits = (
             (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}")
             if "bits_per_byte" in result
             else ("–", "–")
         )
-        table.add_row(name, f"{result['loss']:.4f}", *parts, *bits)
+        table.add_row(name, f"{result['loss']:.4f}", *parts, *bits[: len(text)])
         for compressor, needed in baselines.get(name, {}).items():
-            table.add_row(f"  {compressor}", *[""] * (1 + len(terms)), f"{needed:.3f}", "")
+            table.add_row(f"  {compressor}", *[""] * (1 + len(terms) + len(metrics)), f"{needed:.3f}", "")
     print_table(table)
     return 0
 

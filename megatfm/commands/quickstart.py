@@ -43,8 +43,8 @@ def quickstart_command(args: argparse.Namespace) -> int:
     start = time.monotonic()
     prep, overrides = _names(args.corpus)
     named = {override.partition("=")[0].strip() for override in args.overrides}
-    ours = [override for override in [NO_SHARDING, *overrides] if override.partition("=")[0] not in named]
-    overrides = [*ours, *args.overrides]
+    defaults = [override for override in [NO_SHARDING, *overrides] if override.partition("=")[0] not in named]
+    overrides = [*defaults, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
     shown = os.path.relpath(run_dir)

@@ -3,13 +3,14 @@
 import argparse
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatfm.commands.arguments import add_config_and_overrides, add_source_argument
 from megatfm.config import Config, load_config, to_toml
-from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write
+from megatfm.errors import LockedError, MegatfmError, UsageError
+from megatfm.files import NEW_RUN_VARIABLE, NewPaths, atomic_write
 from megatfm.launchers import cli
 from megatfm.launchers.run_jobs import check_no_process
 from megatfm.parallel.startup_watch import start_sentinel
@@ -31,8 +32,11 @@ def enable_expandable_segments(environment: MutableMapping[str, str]) -> None:
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def load_training_config(args: argparse.Namespace) -> Config:
-    """Load the config of a run, which may start from a model (`--from`). Raises UsageError."""
+def load_training_config(args: argparse.Namespace, new_paths: NewPaths) -> Config:
+    """Load the config of a run, which may start from a model (`--from`), converted and noted in `new_paths`.
+
+    Raises UsageError.
+    """
     path, overrides = args.config, args.overrides
     if args.source is None:
         if path is None:
@@ -44,7 +48,7 @@ def load_training_config(args: argparse.Namespace) -> Config:
 
     if path is not None and "=" in path:
         path, overrides = None, [path, *overrides]
-    config, messages = continue_from_config(args.source, path, overrides)
+    config, messages = continue_from_config(args.source, path, overrides, new_paths)
     for line in messages:
         logging.getLogger("megatfm").info("%s", line)
     return config
@@ -54,12 +58,27 @@ def train_command(args: argparse.Namespace) -> int:
     """Train or resume; returns 0 when done, 75 when stopped by a signal after saving (`megatfm.errors`)."""
     enable_expandable_segments(os.environ)
     start_sentinel()
-    config = load_training_config(args)
-    # After the config: its mistakes shouldn't wait for torch.
-    from megatfm.describe.description import flops_per_token
-    from megatfm.train.trainer import train
+    new_paths = NewPaths()
+    with removed_on_refusal(new_paths):
+        config = load_training_config(args, new_paths)
+        # After the config: its mistakes shouldn't wait for torch.
+        from megatfm.describe.description import flops_per_token
+        from megatfm.inference.samples import PromptSampler
+        from megatfm.train.trainer import train
 
-    return train(config, flops_per_token)
+        if folder := os.environ.get(NEW_RUN_VARIABLE):
+            new_paths.folders.append(Path(folder))
+        return train(config, flops_per_token, PromptSampler(), new_paths)
+
+
+@contextmanager
+def removed_on_refusal(new_paths: NewPaths) -> Iterator[None]:
+    """Remove what was made for a run that is refused before it begins."""
+    try:
+        yield
+    except (UsageError, LockedError):
+        new_paths.remove()
+        raise
 
 
 RESOLVED_CONFIG = "from.toml"
@@ -81,13 +100,22 @@ def launch_command(args: argparse.Namespace) -> int:
         )
     if args.source is not None or args.config is None:
         cli.check_flags(args)  # before a model is brought into our format for nothing
-        config = load_training_config(args)
-        path = Path(config.run_dir or Path("runs") / config.name) / RESOLVED_CONFIG
-        check_no_process(path.parent)  # whose restarts read the file
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, to_toml(config))
-        except OSError as error:
-            raise MegatfmError(f"{path}: can't write the run's config: {error.strerror}") from error
-        args.config, args.overrides = str(path), []
-    return cli.main(args)
+    new_paths = NewPaths()
+    with removed_on_refusal(new_paths):
+        if args.source is not None or args.config is None:
+            args.config, args.overrides = str(_write_resolved_config(args, new_paths)), []
+        return cli.main(args, new_paths)
+
+
+def _write_resolved_config(args: argparse.Namespace, new_paths: NewPaths) -> Path:
+    """Write the config of a run that starts from a model into its run directory; returns the file."""
+    config = load_training_config(args, new_paths)
+    path = Path(config.run_dir or Path("runs") / config.name) / RESOLVED_CONFIG
+    check_no_process(path.parent)  # whose restarts read the file
+    try:
+        new_paths.make_folder(path.parent)
+        new_paths.will_write(path)
+        atomic_write(path, to_toml(config))
+    except OSError as error:
+        raise MegatfmError(f"{path}: can't write the run's config: {error.strerror}") from error
+    return path

@@ -74,6 +74,14 @@ class LongformerPatternConfig(Section):
     """Places in the document of those that see all and are seen by all."""
 
 
+class Windows2dPatternConfig(Section):
+    """Square windows of an image's map, shifted by half in every other block (Liu et al. 2021); for `windowed`."""
+
+    name: Literal["windows_2d"] = "windows_2d"
+    window: PositiveInt = Field(default=7, le=MAX_WIDTH)
+    """Side of a window in tokens; a map that is no larger is one window."""
+
+
 class PluginPatternConfig(Section):
     """A pattern that a package in `plugins` registers, with keys of its own."""
 
@@ -94,6 +102,7 @@ PatternConfig = Annotated[
     | FixedPatternConfig
     | BigBirdPatternConfig
     | LongformerPatternConfig
+    | Windows2dPatternConfig
     | PluginPatternConfig,
     ByName(),
     BeforeValidator(_from_name),  # the last is called first
@@ -108,13 +117,19 @@ class AttentionSection(Section):
     """Keys that a query sees: a pattern's name, or a section with its options."""
     n_heads: PositiveInt = Field(examples=[4], le=MAX_WIDTH)
     """Number of query heads."""
-    head_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
-    """Width of a head; left out, `d_model / n_heads`."""
     dropout: DropProbability = 0.0
     """Dropout of attention probabilities."""
 
+    head_dim_key: ClassVar[str] = "head_dim"
+    """The key that holds the width of a head; left out, that is `d_model / n_heads`."""
     queries_together: ClassVar[int] = 1
     """Queries come in groups of so many, which ranks that share a sequence can't part."""
+
+    @property
+    def head_dim_or_none(self) -> int | None:
+        """Width of a head where it is set."""
+        width: int | None = getattr(self, self.head_dim_key)
+        return width
 
     @property
     def kv_heads(self) -> int:
@@ -127,6 +142,13 @@ class AttentionSection(Section):
         return {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads}
 
 
+class HeadAttention(AttentionSection):
+    """Attention whose heads have one width."""
+
+    head_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
+    """Width of a head; left out, `d_model / n_heads`."""
+
+
 class ScaledAttention(AttentionSection):
     """Attention whose scores can be scaled and capped."""
 
@@ -136,7 +158,7 @@ class ScaledAttention(AttentionSection):
     """Scores s become c tanh(s / c) with this c."""
 
 
-class GQAAttentionConfig(ScaledAttention):
+class GQAAttentionConfig(ScaledAttention, HeadAttention):
     """Query heads that share key and value heads in groups: MHA, GQA and MQA (Ainslie et al. 2023)."""
 
     name: Literal["gqa"] = "gqa"
@@ -171,10 +193,14 @@ class MLAAttentionConfig(ScaledAttention):
     """Width of the latent from which keys and values are made."""
     q_lora_rank: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of the queries' latent; left out, queries are projected directly."""
+    qk_nope_head_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
+    """Channels of a head's queries and keys that carry no position; left out, `d_model / n_heads`."""
     qk_rope_head_dim: PositiveInt = Field(examples=[64], le=MAX_WIDTH)
     """Channels of a head that carry the position, their keys shared by all heads."""
     v_head_dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
-    """Width of a head's values; left out, `head_dim`."""
+    """Width of a head's values; left out, `qk_nope_head_dim`."""
+
+    head_dim_key: ClassVar[str] = "qk_nope_head_dim"
 
 
 class LongformerAttentionConfig(GQAAttentionConfig):
@@ -183,7 +209,7 @@ class LongformerAttentionConfig(GQAAttentionConfig):
     name: Literal["longformer"] = "longformer"  # type: ignore[assignment]
 
 
-class LinformerAttentionConfig(AttentionSection):
+class LinformerAttentionConfig(HeadAttention):
     """Keys and values of a document are projected to a fixed number of them (Wang et al. 2020)."""
 
     name: Literal["linformer"] = "linformer"
@@ -200,7 +226,7 @@ class LinformerAttentionConfig(AttentionSection):
     """Biases in the projections of tokens."""
 
 
-class CompressedAttentionConfig(ScaledAttention):
+class CompressedAttentionConfig(ScaledAttention, HeadAttention):
     """Keys and values of neighbouring tokens are made one by a convolution, in decoders (Liu et al. 2018)."""
 
     name: Literal["compressed"] = "compressed"
@@ -210,19 +236,47 @@ class CompressedAttentionConfig(ScaledAttention):
     """Biases in the projections of tokens."""
 
 
-class DebertaAttentionConfig(AttentionSection):
+class WindowedAttentionConfig(ScaledAttention, HeadAttention):
+    """Attention within windows of a map (Liu et al. 2021); its pattern is `windows_2d`."""
+
+    name: Literal["windowed"] = "windowed"
+    n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Number of heads of the first stage; left out, as `model.stages` says."""
+    pattern: PatternConfig = Windows2dPatternConfig()
+    """The windows."""
+    bias: bool = True
+    """Biases in the projections."""
+    cosine: bool = False
+    """Cosines of queries and keys, times a factor that each head learns, as scores (Swin-V2; keys have no bias)."""
+
+
+class PooledAttentionConfig(ScaledAttention, HeadAttention):
+    """Attention with queries, keys and values pooled over the map (MViTv2; Li et al. 2022)."""
+
+    name: Literal["pooled"] = "pooled"
+    n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
+    """Number of heads of the first stage; left out, as `model.stages` says."""
+    bias: bool = True
+    """Biases in the projections."""
+    kv_stride: PositiveInt = Field(default=4, le=MAX_WIDTH)
+    """Stride of keys' and values' pooling in the first stage; half of it in each further one, at least 1."""
+    widening: Literal["attention", "ffn"] = "attention"
+    """What widens vectors between stages: the first attention of a stage, or the last feed-forward network before."""
+
+
+class DebertaAttentionConfig(HeadAttention):
     """DeBERTa's attention (He et al. 2021); it reads the positions of that name."""
 
     name: Literal["deberta"] = "deberta"
 
 
-class DebertaV2AttentionConfig(AttentionSection):
-    """DeBERTa's attention from version 2 on; it reads `disentangled_buckets`."""
+class DebertaV2AttentionConfig(HeadAttention):
+    """DeBERTa's attention from version 2 on; it reads the positions of that name."""
 
     name: Literal["deberta_v2"] = "deberta_v2"
 
 
-class TwoStreamAttentionConfig(AttentionSection):
+class TwoStreamAttentionConfig(HeadAttention):
     """XLNet's attention (Yang et al. 2019); it reads `transformer_xl`."""
 
     name: Literal["two_stream"] = "two_stream"
@@ -243,6 +297,8 @@ AttentionConfig = Annotated[
     | LongformerAttentionConfig
     | LinformerAttentionConfig
     | CompressedAttentionConfig
+    | WindowedAttentionConfig
+    | PooledAttentionConfig
     | DebertaAttentionConfig
     | DebertaV2AttentionConfig
     | TwoStreamAttentionConfig

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megatfm.config.images import ImagesConfig
 from megatfm.config.section import MAX_LENGTH, PathStr, Section
 
 
@@ -69,6 +70,8 @@ class DataConfig(Section):
     """Stages at the start of the run, e.g. `[{ steps = 100, global_batch = 8, sequence_length = 128 }]`."""
     quarantine: list[str] = Field(default_factory=list, examples=[["17", "120-153"]])
     """Numbers or ranges of damaged samples of `data.train`, which become padding; all others keep their places."""
+    images: ImagesConfig = ImagesConfig()
+    """Size and transforms of images, for objectives that read them."""
     workers: NonNegativeInt = 0
     """Processes on each rank that read and pack ahead. 0: threads of the rank itself."""
     cache_dir: PathStr | None = None

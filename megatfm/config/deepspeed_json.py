@@ -1,8 +1,11 @@
 """The JSON that DeepSpeed is configured with, asked for no more than our config says (`derive`).
 
 A DeepSpeed JSON of the user's own is read when an engine is built or a job is launched. Each of its keys is one of
-ours under another name, and must agree with it (`decided`), or tunes, and is passed through (`PASSED_SECTIONS`,
-`PASSED_ZERO_KEYS`), or is refused with what to set instead.
+ours under another name, and must agree with it (`controlled_keys`), or tunes, and is passed through
+(`PASSED_SECTIONS`, `PASSED_ZERO_KEYS`), or is refused with what to set instead.
+
+The file is in `config`, not beside the engine: launchers and `megatfm config` refuse a wrong JSON before a job waits in
+a queue, and neither may import an engine, or torch.
 """
 
 import json
@@ -26,12 +29,12 @@ def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
         return derived
     path = Path(config.deepspeed.json_file)
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        tuned = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(tuned, dict):
         raise UsageError(f"deepspeed.json_file = {str(path)!r} holds no table")
-    return merge(derived, given, controlled_keys(config, precision))
+    return merge(derived, tuned, controlled_keys(config, precision))
 
 
 def _base_json(config: Config, precision: str, folder: str) -> Json:
@@ -106,13 +109,13 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
 
 def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
     """Which one "auto" will be isn't known yet. What is said of float16's scale counts under float16 alone."""
-    ours = f"train.precision = {precision!r}"
+    precision_text = f"train.precision = {precision!r}"
     keys: dict[str, tuple[str, Any]] = {
         "data_types.grad_accum_dtype": ("gradients are added up in it", ("fp32", None)),
         "communication_data_type": ("gradients are reduced in it", ("fp32", None)),
     }
     for name in ("bf16", "fp16"):
-        keys[f"{name}.enabled"] = ours, ANY_VALUE if precision == "auto" else precision == name
+        keys[f"{name}.enabled"] = precision_text, ANY_VALUE if precision == "auto" else precision == name
     scale: dict[str, Any] = {
         "loss_scale": 0,
         "initial_scale_power": 16,
@@ -246,23 +249,23 @@ DISABLED_VALUES = (False, None, "auto", -1)
 """Values of what is refused that don't ask for it; so does a section with "enabled": false."""
 
 
-def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
+def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
     """Take what a JSON tunes into ours. Raises UsageError that names every key that can't be, and why."""
     merged: Json = json.loads(json.dumps(derived))
     wrong: dict[str, str] = {}
-    for key, value in _leaves(given):
+    for key, value in _leaves(tuned):
         known = next((k for k in UNSUPPORTED_KEYS if key == k or key.startswith(f"{k}.")), None)
-        first, _, rest = key.partition(".")
+        first, _, inner_key = key.partition(".")
         if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
             continue
         if key in fixed:
-            ours, wanted = fixed[key]
+            source, wanted = fixed[key]
             if not _matches(value, wanted):
-                wrong[f"{key} = {json.dumps(value)}"] = _conflict(ours, wanted)
+                wrong[f"{key} = {json.dumps(value)}"] = _conflict(source, wanted)
         elif known:
-            if not (_is_disabled(given, key) or (value in DISABLED_VALUES and known not in FIXED_VALUES)):
+            if not (_is_disabled(tuned, key) or (value in DISABLED_VALUES and known not in FIXED_VALUES)):
                 wrong[known] = f": {UNSUPPORTED_KEYS[known]}"
-        elif first in PASSED_SECTIONS and (first != "zero_optimization" or rest in PASSED_ZERO_KEYS):
+        elif first in PASSED_SECTIONS and (first != "zero_optimization" or inner_key in PASSED_ZERO_KEYS):
             _set(merged, key, value)
         else:
             wrong[key] = ": not carried"
@@ -278,14 +281,14 @@ def _matches(value: Any, wanted: Any) -> bool:
     return isinstance(wanted, tuple) and value in wanted
 
 
-def _conflict(ours: str, wanted: Any) -> str:
+def _conflict(source: str, wanted: Any) -> str:
     """A key of ours with its value, or words that say it."""
     shown = wanted[0] if isinstance(wanted, tuple) else wanted
-    return f", but {ours}" if " " in ours else f", but {ours} = {json.dumps(shown)}"
+    return f", but {source}" if " " in source else f", but {source} = {json.dumps(shown)}"
 
 
-def _is_disabled(given: Json, key: str) -> bool:
-    section: Any = given
+def _is_disabled(values: Json, key: str) -> bool:
+    section: Any = values
     for name in key.split(".")[:-1]:
         section = section[name]
         if section.get("enabled") is False:

@@ -254,10 +254,10 @@ class MoEConfig(DenseFFNConfig):
                 f"{self.n_experts - 1} or less"
             )
         for key in router.without:
-            given = getattr(router, key) if key in type(router).model_fields else getattr(self, key)
-            if given:
+            value = getattr(router, key) if key in type(router).model_fields else getattr(self, key)
+            if value:
                 raise ValueError(
-                    f"{key} = {given} has no meaning with router.name = {router.name!r}: leave it out"
+                    f"{key} = {value} has no meaning with router.name = {router.name!r}: leave it out"
                 )
         if isinstance(router, GroupedRouterSection):
             _check_groups(self, router)
@@ -275,8 +275,13 @@ class SoftMoEConfig(MoEConfig):
 
     @model_validator(mode="after")
     def _has_no_router(self) -> Self:
-        given = {"router", "capacity_factor", "expert_capacity", "n_shared_experts"} & self.model_fields_set
-        for key in sorted(given):
+        set_keys = {
+            "router",
+            "capacity_factor",
+            "expert_capacity",
+            "n_shared_experts",
+        } & self.model_fields_set
+        for key in sorted(set_keys):
             if getattr(self, key) not in (None, 0, TopKRouterConfig()):
                 raise ValueError(
                     f"{key} has no meaning with name = 'soft_moe', which chooses no experts: leave it out"

@@ -50,6 +50,8 @@ RENAMED_KEYS: tuple[tuple[str, str], ...] = (
     ("model.attention[latent].q_rank", "model.attention.q_lora_rank"),
     ("model.attention[latent].rope_dim", "model.attention.qk_rope_head_dim"),
     ("model.attention[latent].v_dim", "model.attention.v_head_dim"),
+    ("model.attention[latent].head_dim", "model.attention.qk_nope_head_dim"),
+    ("model.attention[mla].head_dim", "model.attention.qk_nope_head_dim"),
     ("model.attention[linformer].length", "model.attention.max_length"),
     ("model.attention[linformer].rank", "model.attention.projected_length"),
     ("model.attention.pattern[window].step", "model.attention.pattern.dilation"),
@@ -263,18 +265,18 @@ def find_renamed_prep_words(values: Any) -> list[str]:
     """Return what a config of `megatfm prep` still has of old keys and values, each with what to write instead."""
     if not isinstance(values, Mapping):
         return []
-    found, tables = [], copy.deepcopy(dict(values))
+    messages, tables = [], copy.deepcopy(dict(values))
     for old, new in RENAMED_PREP_KEYS:
         if not find_renamed_keys(tables, [(old, new)]):
             continue
         opposite = " (which says the opposite)" if old in INVERTED_PREP_KEYS else ""
-        found.append(f"{_plain(old)} is {_plain(new)} now{opposite}")
+        messages.append(f"{_plain(old)} is {_plain(new)} now{opposite}")
         _rename(tables, old.split("."), new.split("."))
     for key, old_value, new_value in RENAMED_PREP_VALUES:
         *parents, last = key.split(".")
         if any(table.get(last) == old_value for table in _tables_at(tables, parents)):
-            found.append(f"{key} = {old_value!r} is {new_value!r} now")
-    return found
+            messages.append(f"{key} = {old_value!r} is {new_value!r} now")
+    return messages
 
 
 def find_renamed_keys(values: Any, renamed: Renames | None = None) -> list[tuple[str, str]]:

@@ -142,6 +142,32 @@ def check_soft_moe(config: "Config") -> None:
         )
 
 
+def check_sample_prompts(config: "Config") -> None:
+    """Check that every rank has all tokens and layers of the prompts that are continued at evaluations."""
+    parallel, n_prompts = config.parallel, len(config.evaluate.sample_prompts)
+    if not n_prompts:
+        return
+    sequence_parallel = parallel.tp > 1 and parallel.sequence_parallel
+    refused = {
+        f"parallel.pp = {parallel.pp}": (parallel.pp > 1, "parallel.pp = 1"),
+        f"parallel.cp = {parallel.cp}": (parallel.cp > 1, "parallel.cp = 1"),
+        f"parallel.tp = {parallel.tp} with sequence_parallel": (
+            sequence_parallel,
+            "parallel.sequence_parallel = false",
+        ),
+        f"train.precision = {config.train.precision!r}": (
+            config.train.precision.startswith("fp8"),
+            "train.precision = 'bf16'",
+        ),
+    }
+    for setting, (is_set, instead) in refused.items():
+        if is_set:
+            raise ValueError(
+                f"evaluate.sample_prompts has {n_prompts}, and with {setting} no rank can continue a text token by "
+                f"token: set {instead}, or leave the prompts out and use `megatfm generate` on a checkpoint"
+            )
+
+
 def check_pipeline(config: "Config") -> None:
     """Check that recomputation and gradient accumulation go with the pipeline schedule."""
     parallel, train = config.parallel, config.train

@@ -206,7 +206,7 @@ def _from_command_line(value: Any) -> Any:
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """The first of a config's mistakes: key = value: reason; way out."""
     first = error.errors(include_url=False)[0]
-    place, section, given = _locate(first["loc"], config_class, values)
+    place, section, value = _locate(first["loc"], config_class, values)
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     key = ".".join(place) or "config"
@@ -218,14 +218,14 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
         )
         known_here = f"known here: {', '.join(known)}" if known else ""
         return f"{key}: unknown key{hint}; {known_here}{more}"
-    if first["type"] == "missing" and given is None:
+    if first["type"] == "missing" and value is None:
         return f"{key}: is required{_by_name(values, place)}{_example(section, place)}{_also(error) or more}"
     if first["type"] == "value_error":
         return f"{key + ': ' if place else ''}{message}{more}"
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
         return f"{key}.name: unknown or missing; choose one of {choices}{more}"
-    shown = repr(given)
+    shown = repr(value)
     shown = f"{shown[:80]}…" if len(shown) > 100 else shown
     if sections_of(section, place[-1]):
         message = "this is a section"
@@ -242,7 +242,7 @@ def _locate(
     """Follow an error's location; the tags that pydantic inserts for unions are not keys, so they go."""
     place: list[str] = []
     section: type[BaseModel] | None = config_class
-    given: Any = values
+    value: Any = values
     for index, part in enumerate(loc):
         options = sections_of(section, place[-1]) if section and place else []
         tagged = [option for option in options if name_of(option) == part]
@@ -250,34 +250,34 @@ def _locate(
             section = tagged[0]
             continue
         if options:
-            named = given.get("name") if isinstance(given, Mapping) else given
+            named = value.get("name") if isinstance(value, Mapping) else value
             section = next((o for o in options if name_of(o) == named), options[0])
         place.append(str(part))
-        if isinstance(given, Mapping) or (isinstance(given, str) and options):
+        if isinstance(value, Mapping) or (isinstance(value, str) and options):
             # A name stands in place of a section.
-            given = given.get(str(part)) if isinstance(given, Mapping) else None
-        elif isinstance(given, list) and isinstance(part, int) and part < len(given):
-            given = given[part]
+            value = value.get(str(part)) if isinstance(value, Mapping) else None
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
         if index < len(loc) - 1 and section and not sections_of(section, place[-1]):
             break
-    return place, section, given
+    return place, section, value
 
 
 def _by_name(values: Mapping[str, Any], place: Sequence[str]) -> str:
     """The name that a config gives a section, and by which a key of that is required."""
-    given: Any = values
+    value: Any = values
     for key in place[:-1]:
-        given = given.get(key) if isinstance(given, Mapping) else None
-    name = given.get("name") if isinstance(given, Mapping) and len(place) > 1 else given
+        value = value.get(key) if isinstance(value, Mapping) else None
+    name = value.get("name") if isinstance(value, Mapping) and len(place) > 1 else value
     return f" by name = {str(name)!r}" if isinstance(name, str) else ""
 
 
 def _also(error: ValidationError) -> str:
     """The other keys that are missing in the same section, if these are all other mistakes."""
-    first, *others = error.errors(include_url=False)
-    if not all(e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1] for e in others):
+    first, *later_errors = error.errors(include_url=False)
+    if not all(e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1] for e in later_errors):
         return ""
-    return f" (and {', '.join(str(e['loc'][-1]) for e in others)})" if others else ""
+    return f" (and {', '.join(str(e['loc'][-1]) for e in later_errors)})" if later_errors else ""
 
 
 def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:

@@ -1,11 +1,19 @@
 """The `[model]` section: sizes, a section for each part, kinds of blocks, and the keys that each family knows."""
 
-from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
+from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.model_parts import (
@@ -18,6 +26,7 @@ from megatfm.config.model_parts import (
     InitConfig,
     MuPConfig,
     NormConfig,
+    PixelDecoderConfig,
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
@@ -30,78 +39,18 @@ from megatfm.config.section import (
     nearest_divisor,
     unflatten,
 )
+from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages, without_layers
+from megatfm.config.vision_checks import check_image_parts
 from megatfm.registry import did_you_mean
-
-
-@dataclass(frozen=True)
-class Family:
-    """Keys and heads that one family of models has. Configs are read without the models themselves.
-
-    knows: the `FAMILY_KEYS` that it supports. no_heads: why `model.extra_heads` is refused; empty if it is allowed.
-    bare:
-    whether lm_head.name = "none" is allowed. other_names: name prefixes used for suggestions.
-    """
-
-    knows: frozenset[str]
-    no_heads: str = ""
-    bare: bool = False
-    other_names: tuple[str, ...] = ()
-
-
-FAMILY_KEYS = (
-    "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
-    "embedding.n_segments", "generator",
-    "ffn.name = 'moe'", "mup",
-)  # fmt: skip
-"""Keys of a model, or values of them, that only some families give a meaning."""
-
-FAMILIES = {
-    "decoder": Family(
-        frozenset({"n_mtp_heads", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
-        other_names=("gpt", "llama", "mistral", "deepseek", "causal"),
-    ),
-    "encoder": Family(
-        frozenset(
-            {
-                "extra_heads.sentence",
-                "extra_heads.boundary",
-                "embedding.n_segments",
-                "ffn.name = 'moe'",
-                "mup",
-            }
-        ),
-        other_names=("bert", "roberta", "albert", "deberta", "masked"),
-    ),
-    "encoder_decoder": Family(
-        frozenset({"n_encoder_layers", "ffn.name = 'moe'", "mup"}),
-        other_names=("t5", "bart", "seq2seq", "encoder-decoder"),
-    ),
-    "xlnet": Family(frozenset({"mup"}), no_heads="whose query stream ends with what it predicts", bare=True),
-    "electra": Family(
-        frozenset({"generator", "embedding.n_segments"}),
-        no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
-    ),
-    "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
-}
-"""A family that is not here is a plugin's, which may read what it likes."""
-
-
-def families_supporting(part: str) -> list[str]:
-    """Families that give a key a meaning."""
-    return [name for name, family in FAMILIES.items() if part in family.knows]
-
-
-def suggest_family(name: str) -> str:
-    """Suggest the family that a name begins like, else the name itself."""
-    lower = name.lower()
-    return next((known for known, family in FAMILIES.items() if lower.startswith(family.other_names)), name)
 
 
 class ModelConfig(Section):
     """The architecture: its sizes, and a section for each part, whose name chooses one by its registry name."""
 
+    model_config = ConfigDict(json_schema_extra=without_layers)
+
     family: str = "decoder"
-    """decoder, encoder, encoder_decoder, xlnet, electra or discriminator (ELECTRA's, alone)."""
+    """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone) or hierarchical (Swin)."""
     vocab_size: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Rows of the embedding; left out, the tokenizer's size."""
     d_model: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
@@ -116,6 +65,9 @@ class ModelConfig(Section):
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
     drop_path: DropProbability = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
+    layer_scale: PositiveFloat | None = None
+    """Learned factors on the channels of each sublayer's output, at first this number (Touvron et al. 2021); left out,
+    none."""
     n_mtp_heads: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 
@@ -143,6 +95,10 @@ class ModelConfig(Section):
     """The initial weights."""
     generator: GeneratorConfig | None = None
     """The generator of `family = "electra"`."""
+    pixel_decoder: PixelDecoderConfig | None = None
+    """The decoder of `family = "masked_autoencoder"`."""
+    stages: StagesConfig | None = None
+    """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
     """Maximal update parametrisation; left out, the standard one."""
 
@@ -150,15 +106,15 @@ class ModelConfig(Section):
     @classmethod
     def _moved(cls, values: Any) -> Any:
         reject_renamed_keys(values)
-        return values
+        return fill_in_stages(values)
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
         attention = self.attention
-        if attention.head_dim is None and self.d_model % attention.n_heads:
+        if attention.head_dim_or_none is None and self.d_model % attention.n_heads:
             raise ValueError(
                 f"attention.n_heads = {attention.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
-                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.head_dim"
+                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.{attention.head_dim_key}"
             )
         if attention.n_heads % attention.kv_heads:
             raise ValueError(
@@ -186,6 +142,7 @@ class ModelConfig(Section):
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
+                self.stages, self.pixel_decoder,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -213,7 +170,9 @@ class ModelConfig(Section):
                 "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
                 "set all three, or none"
             )
+        check_image_parts(self)
         self._check_experts_see_no_future()
+        check_stages(self)
         if isinstance(self.position, T5PositionConfig):
             causal = self.family in ("decoder", "encoder_decoder")
             self.position.check_buckets(causal=causal, bidirectional=self.family != "decoder")
@@ -278,8 +237,14 @@ class ModelConfig(Section):
 
     def layer_config(self, depth: int) -> "ModelConfig":
         """The config of the block at a depth: this one, with what its kind has otherwise."""
+        if self.stages is not None:
+            return self.stage_config(self.stages.stage_at(depth))
         kind = self.layer_type_at(depth)
         return self if kind is None else self.type_config(kind)
+
+    def stage_config(self, stage: int) -> "ModelConfig":
+        """The config of the blocks of a stage: this one, with their heads and widths."""
+        return self.with_changes(self.stages.changes_at(stage, self)) if self.stages else self
 
     def type_config(self, kind: str) -> "ModelConfig":
         """The config of the blocks of a kind."""
@@ -298,9 +263,8 @@ class ModelConfig(Section):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by key, of all kinds of blocks."""
-        parts = {"attention": self.attention, "ffn": self.ffn} | (
-            {"generator": self.generator} if self.generator else {}
-        )
+        smaller = {"generator": self.generator, "pixel_decoder": self.pixel_decoder}
+        parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
             other = self.type_config(kind)
@@ -310,7 +274,8 @@ class ModelConfig(Section):
                     for key, n in divided.items()
                     if n != sizes.get(f"{part}.{key}")
                 }
-        return sizes
+        of_stages = self.stages.heads if self.stages else ()
+        return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(of_stages)}
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
         """`tp_dims` where tensor-parallel ranks take experts in that way (see `parallel.expert_tp`)."""
@@ -325,8 +290,8 @@ class ModelConfig(Section):
 
     @property
     def head_width(self) -> int:
-        """Width of a head."""
-        return self.attention.head_dim or self.d_model // self.attention.n_heads
+        """Width of a head; in multi-head latent attention, of its channels without position."""
+        return self.attention.head_dim_or_none or self.d_model // self.attention.n_heads
 
     @property
     def embedding_width(self) -> int:

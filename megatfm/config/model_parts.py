@@ -1,9 +1,17 @@
 """Sections of the model's smaller parts: norms, embedding, heads, initial weights, ELECTRA's generator and muP."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, ByName, DropProbability, Section
 
@@ -24,7 +32,7 @@ class NormSection(Section):
     eps: PositiveFloat = 1e-5
     """Epsilon of the normalisation."""
     placement: str = "pre"
-    """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
+    """Where the norms stand around a sublayer: pre, post, res_post (on its output), sandwich or deepnorm."""
     final_norm: bool | None = None
     """A norm at the end of each stack; left out, only where blocks don't end in one."""
     first_attention_norm: bool = True
@@ -103,6 +111,60 @@ class TokenEmbeddingConfig(EmbeddingSection):
     name: Literal["tokens"] = "tokens"
 
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class PatchEmbeddingConfig(EmbeddingSection):
+    """Square patches of images (Dosovitskiy et al. 2021), and learned vectors for special tokens."""
+
+    name: Literal["patches"] = "patches"
+    patch_size: PositiveInt = Field(default=16, le=MAX_WIDTH)
+    """Side of a patch, in pixels."""
+    channels: PositiveInt = Field(default=3, le=MAX_WIDTH)
+    """Channels of a pixel."""
+    n_class_tokens: NonNegativeInt = Field(default=1, le=MAX_WIDTH)
+    """Class tokens before each image's patches, with positions of their own (DeiT's distillation: 2)."""
+    n_register_tokens: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
+    """Register tokens after these, without positions (Darcet et al. 2024)."""
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    """Mean of each channel, of pixels from 0 to 1, that is subtracted; left out, ImageNet's."""
+    std: tuple[PositiveFloat, ...] = IMAGENET_STD
+    """Standard deviation of each channel, by which pixels are divided then."""
+    bias: bool = True
+    """A bias in the projection of patches."""
+
+    @property
+    def n_special_tokens(self) -> int:
+        """Tokens before an image's patches."""
+        return self.n_class_tokens + self.n_register_tokens
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of a patch."""
+        return self.channels * self.patch_size**2
+
+    @model_validator(mode="after")
+    def _channels_are_described(self) -> Self:
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.channels:
+                raise ValueError(
+                    f"{key} = {list(values)} has {len(values)} numbers, and images have channels = {self.channels}: "
+                    f"give one for each, e.g. {key} = {[0.5] * self.channels}"
+                )
+        if self.scale != 1.0 or self.n_segments:
+            key = "n_segments" if self.n_segments else "scale"
+            raise ValueError(f"{key} has no meaning with name = 'patches': leave it out")
+        return self
+
+
+class OverlappingPatchesConfig(PatchEmbeddingConfig):
+    """Square patches of images, each embedded together with a margin of its neighbours (Li et al. 2022)."""
+
+    name: Literal["overlapping_patches"] = "overlapping_patches"  # type: ignore[assignment]
+    margin: PositiveInt = Field(default=3, le=MAX_WIDTH)
+    """Pixels before a patch that its vector sees; the convolution's side is 2 · margin + 1."""
+
+
 class PluginEmbeddingConfig(EmbeddingSection):
     """An embedding that a package in `plugins` registers, for other inputs than tokens, with keys of its own."""
 
@@ -112,7 +174,7 @@ class PluginEmbeddingConfig(EmbeddingSection):
 
 
 EmbeddingConfig = Annotated[
-    TokenEmbeddingConfig | PluginEmbeddingConfig,
+    TokenEmbeddingConfig | PatchEmbeddingConfig | OverlappingPatchesConfig | PluginEmbeddingConfig,
     ByName(),
 ]
 
@@ -221,6 +283,26 @@ class GeneratorConfig(Section):
         return {"n_heads": self.n_heads, "d_ff": self.d_ff}
 
 
+class PixelDecoderConfig(Section):
+    """The decoder of a masked autoencoder; everything else is as in the encoder (He et al. 2022, section 3)."""
+
+    d_model: PositiveInt = Field(default=512, le=MAX_WIDTH)
+    """Width of the decoder."""
+    n_layers: PositiveInt = Field(default=8, le=MAX_LAYERS)
+    """Number of blocks."""
+    n_heads: PositiveInt = Field(default=16, le=MAX_WIDTH)
+    """Attention heads of the decoder."""
+    d_ff: PositiveInt = Field(default=2048, le=MAX_WIDTH)
+    """Inner width of the decoder's feed-forward network."""
+    normalize_targets: bool = True
+    """Each patch's pixels are predicted relative to their mean and deviation."""
+
+    @property
+    def tp_dims(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by key."""
+        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
+
+
 class MuPConfig(Section):
     """Maximal update parametrisation (Yang et al. 2022, table 8): hyperparameters tuned at a base width carry over."""
 
@@ -238,10 +320,45 @@ class SentenceHeadConfig(Section):
     """How many."""
 
 
+class TextClassifierHeadConfig(Section):
+    """Classes of labelled texts, told from one token of each."""
+
+    name: Literal["text_classifier"] = "text_classifier"
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
+    """How many."""
+    pooler: Literal["tanh", "none"] = "tanh"
+    """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
+    """One class of several, any number of them, or one number for each."""
+    token: Literal["first", "last"] = "first"
+    """Which token of a row stands for it where a batch has no targets: the last in decoders."""
+    bias: bool = True
+    """A bias for each class."""
+    dropout: DropProbability = 0.1
+    """Share of the pooled vector's channels that training drops."""
+
+
 class BoundaryHeadConfig(Section):
     """SpanBERT's, which predicts a span from the tokens around it."""
 
     name: Literal["boundary"] = "boundary"
+
+
+class ClassifierHeadConfig(Section):
+    """Classes of images, told from a class token or a pool over the image's tokens."""
+
+    name: Literal["classifier"] = "classifier"
+    n_classes: PositiveInt = Field(examples=[1000], le=MAX_WIDTH)
+    """Number of classes."""
+    pool: Literal["class", "mean", "class_mean", "attention"] = "class"
+    """Input of the classifier: the class token, the mean of the patches, both side by side (DINOv2), or a learned query
+    that attends to all of the image's tokens (SigLIP)."""
+    hidden: bool = False
+    """A dense layer and tanh before the classifier (ViT's pretraining head)."""
+    label_smoothing: DropProbability = 0.0
+    """Share of a label's probability that is spread over the classes, in training."""
+    bias: bool = True
+    """A bias for each class."""
 
 
 class PluginHeadConfig(Section):
@@ -263,7 +380,11 @@ def _with_table_name(heads: Any) -> Any:
 
 
 HeadSection = Annotated[
-    SentenceHeadConfig | BoundaryHeadConfig | PluginHeadConfig,
+    SentenceHeadConfig
+    | BoundaryHeadConfig
+    | ClassifierHeadConfig
+    | TextClassifierHeadConfig
+    | PluginHeadConfig,
     ByName(),
 ]
 HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_with_table_name)]

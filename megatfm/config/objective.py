@@ -147,6 +147,32 @@ class ReplacedTokenObjective(Section):
         return self.mask_rate
 
 
+class TextClassificationObjective(Section):
+    """Predict the labels of texts, pairs of texts or words; `megatfm finetune` sets it."""
+
+    name: Literal["text_classification"] = "text_classification"
+    lm_weight: NonNegativeFloat = 0.0
+    """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
+
+
+class ImageObjective(Section):
+    """An objective whose inputs are images, without a tokenizer."""
+
+
+class ClassificationObjective(ImageObjective):
+    """Predict the class of each image, by the head `model.extra_heads.classifier`."""
+
+    name: Literal["classification"] = "classification"
+
+
+class MaskedImageObjective(ImageObjective):
+    """Predict the pixels of masked patches from the others (MAE; He et al. 2022)."""
+
+    name: Literal["masked_image"] = "masked_image"
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Share of the patches that is masked."""
+
+
 class PluginObjective(Section):
     """An objective that a package in `plugins` registers, with keys of its own."""
 
@@ -166,6 +192,9 @@ ObjectiveConfig = Annotated[
     | SpanCorruptionObjective
     | UL2Objective
     | ReplacedTokenObjective
+    | TextClassificationObjective
+    | ClassificationObjective
+    | MaskedImageObjective
     | PluginObjective,
     ByName(),
 ]

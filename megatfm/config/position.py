@@ -219,6 +219,57 @@ class TransformerXLPositionConfig(PositionSection):
     name: Literal["transformer_xl"] = "transformer_xl"
 
 
+class Relative2dConfig(PositionSection):
+    """A learned bias for each head and offset of rows and columns in a window, in every block (Liu et al. 2021)."""
+
+    name: Literal["relative_2d"] = "relative_2d"
+
+
+class LogRelative2dConfig(PositionSection):
+    """A bias by a small network of log-spaced offsets of rows and columns in a window (Swin-V2; Liu et al. 2022)."""
+
+    name: Literal["log_relative_2d"] = "log_relative_2d"
+    pretrained_windows: tuple[PositiveInt, ...] | None = Field(default=None, examples=[(12, 12, 12, 6)])
+    """Side of the windows of each stage by which offsets are scaled, where weights were trained with smaller ones; left
+    out, the windows' own."""
+
+
+class RelativeAxesConfig(PositionSection):
+    """Learned vectors of offsets of rows and of columns, times the query, in every block (MViTv2); for `pooled`."""
+
+    name: Literal["relative_axes"] = "relative_axes"
+
+
+class LearnedPosition2dConfig(PositionSection):
+    """A learned vector for each place of a grid of patches, interpolated to each image's grid."""
+
+    name: Literal["learned_2d"] = "learned_2d"
+    grid: tuple[PositiveInt, PositiveInt] = Field(default=(14, 14), examples=[(14, 14)])
+    """Rows and columns of the table."""
+    antialias: bool = False
+    """Antialiasing where the table is interpolated to fewer patches (DINOv2 with registers)."""
+
+
+class Sinusoidal2dConfig(PositionSection):
+    """Sines and cosines of a patch's column and row, added to the embeddings (MAE; He et al. 2022)."""
+
+    name: Literal["sinusoidal_2d"] = "sinusoidal_2d"
+
+
+class Rope2dConfig(PositionSection):
+    """Queries and keys turned by a patch's row in one half of the channels, by its column in the other."""
+
+    name: Literal["rope_2d"] = "rope_2d"
+    theta: PositiveFloat = 100.0
+    """Base of the rotary frequencies."""
+    normalized: bool = False
+    """Rows and columns are measured from −1 to 1 in each image, and turn by 2π (DINOv3); else in patches."""
+
+
+GRID_POSITIONS = ("learned_2d", "sinusoidal_2d", "rope_2d")
+"""Names of positions on an image's grid of patches."""
+
+
 class PluginPositionConfig(PositionSection):
     """A position encoding that a package in `plugins` registers, with keys of its own."""
 
@@ -238,6 +289,12 @@ PositionConfig = Annotated[
     | DebertaPositionConfig
     | DebertaV2PositionConfig
     | TransformerXLPositionConfig
+    | Relative2dConfig
+    | LogRelative2dConfig
+    | RelativeAxesConfig
+    | LearnedPosition2dConfig
+    | Sinusoidal2dConfig
+    | Rope2dConfig
     | PluginPositionConfig,
     ByName(),
 ]

@@ -9,12 +9,37 @@ from megatfm.config.prep_steps import DedupConfig, StepConfig, TokensConfig
 from megatfm.config.section import PathStr, Section
 
 
+class LabelsConfig(Section):
+    """Where the classes of images come from."""
+
+    by: Literal["cls", "folder", "table", "json", "txt"] = "cls"
+    """A number in the `.cls` beside the image; the name of its folder; a row of `table`; the field `key` of its
+    `.json`; or its `.txt`."""
+    table: PathStr | None = Field(default=None, examples=["labels.csv"])
+    """A `.csv`, `.tsv` or `.jsonl` with the path of an image, or its name, and its label in each row."""
+    file_key: str = "file"
+    """Column of the table that names the image."""
+    key: str = "label"
+    """Column of the table, or field of the `.json`, that holds the label."""
+    classes: PathStr | None = Field(default=None, examples=["classes.txt"])
+    """A file with the name of a class in each line, in the order of their numbers. Left out, labels of folders and
+    tables are numbered in alphabetical order, unless all are numbers."""
+
+    @model_validator(mode="after")
+    def _has_a_table(self) -> Self:
+        if (self.by == "table") != (self.table is not None):
+            raise ValueError(
+                f"by = {self.by!r} and table = {self.table!r}: set both by = 'table' and the table, or neither"
+            )
+        return self
+
+
 class ReadConfig(Section):
     """Where the text comes from."""
 
-    builtin: Literal["python-stdlib"] | None = None
-    """A corpus that every machine has: the sources of Python's standard library, without its tests. Used when
-    no `folder` is given."""
+    builtin: Literal["python-stdlib", "digits"] | None = None
+    """A corpus that every machine has: the sources of Python's standard library, without its tests; or scikit-learn's
+    handwritten digits, as images in the folders train and validation. Used when no `folder` is given."""
     folder: PathStr | None = Field(None, examples=["my-texts"])
     """A folder of UTF-8 text or of files in another `format`, read with all its sub-folders, or the URL of a folder or
     file (`s3://`, `gs://`, `hf://`, `https://` and what else fsspec knows). Hidden files and folders are left out."""
@@ -25,9 +50,9 @@ class ReadConfig(Section):
     format: str | None = Field(None, examples=["jsonl"])
     """The format of all files: text, jsonl, json, csv, parquet, arrow, warc, mediawiki, webdataset, images, megatron,
     tokens, or that of a plugin; left out, each file's own as the end of its name says, and text where it says nothing.
-    The last three of ours are imported as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
-    them, in folders or in tars, whose captions become ids if there is a `tokenizer.file`; and token ids, with the
-    tokenizer in `tokenizer.file`."""
+    The last three of ours are imported as they are: images (`.jpg`, `.png`, `.webp`) with `.cls`, `.json` or `.txt`
+    beside them, in folders or in tars, whose captions become ids if there is a `tokenizer.file`; and token ids, with
+    the tokenizer in `tokenizer.file`."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """The field of a record (JSON, Parquet, Arrow) that holds the text; `a.b` is `b` inside `a`, here and below."""
     url_key: str = "url"
@@ -36,6 +61,8 @@ class ReadConfig(Section):
     """Fields that go into the shards beside the text, as they are; `*` stands for all but the text."""
     tokens: TokensConfig = TokensConfig()
     """How token ids lie in their files."""
+    labels: LabelsConfig = LabelsConfig()
+    """Where the classes of images come from."""
     on_error: Literal["error", "skip"] = "error"
     """Handling of a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
@@ -52,6 +79,8 @@ class ReadConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
+        if self.folder is None and self.builtin == "digits" and self.format != "images":
+            raise ValueError("builtin = 'digits' are images: set read.format to 'images'")
         if self.folder is None and self.builtin is None:
             raise ValueError(
                 "nothing to read: set read.folder to a folder of text files, or read.builtin to 'python-stdlib'"
@@ -184,6 +213,8 @@ class PrepConfig(Section):
     @model_validator(mode="after")
     def _check_passthrough_format(self) -> Self:
         read = f"read.format = {self.read.format!r}"
+        if self.read.labels != LabelsConfig() and self.read.format != "images":
+            raise ValueError(f"{read} has no images whose read.labels could be read: leave them out")
         if not self.read.is_passthrough:
             return self
         if self.steps or self.dedup:

@@ -8,8 +8,9 @@ from pydantic.fields import FieldInfo
 from megatfm.config import device_checks, layout_checks
 from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
-from megatfm.config.model import FAMILIES, ModelConfig, suggest_family
-from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
+from megatfm.config.families import FAMILIES, suggest_family
+from megatfm.config.model import ModelConfig
+from megatfm.config.objective import CausalObjective, ImageObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import (
     CosineSchedule,
     OptimizerConfig,
@@ -19,6 +20,8 @@ from megatfm.config.optimizer import (
 )
 from megatfm.config.parallel import ParallelConfig
 from megatfm.config.section import PathStr, Section, variants_of
+from megatfm.config.stages import check_image_rows
+from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
     CheckpointConfig,
     EvaluateConfig,
@@ -42,6 +45,7 @@ class Config(Section):
     model: ModelConfig
     objective: ObjectiveConfig = CausalObjective()
     data: DataConfig
+    task: TaskConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     optimizer: OptimizerConfig
@@ -55,7 +59,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective):
+        if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective | ImageObjective):
             raise ValueError(
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
             )
@@ -91,6 +95,7 @@ class Config(Section):
         self._check_micro_batch()
         layout_checks.check_tensor_parallel(self)
         layout_checks.check_row_lengths(self)
+        check_image_rows(self)
         layout_checks.check_expert_parallel(self)
         layout_checks.check_context_parallel(self)
         layout_checks.check_global_tokens(self)
@@ -98,6 +103,7 @@ class Config(Section):
         device_checks.check_gpu_only(self)
         layout_checks.check_soft_moe(self)
         layout_checks.check_pipeline(self)
+        layout_checks.check_sample_prompts(self)
         return self
 
     def _check_schedule(self) -> None:

@@ -246,10 +246,10 @@ def unflatten(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Nest tables by the dots in keys."""
     tables: dict[str, Any] = {}
     for key, value in keys.items():
-        first, _, rest = key.partition(".")
-        if rest or isinstance(value, Mapping):
+        first, _, inner_key = key.partition(".")
+        if inner_key or isinstance(value, Mapping):
             inner = tables.get(first)
-            more = unflatten({rest: value} if rest else value)
+            more = unflatten({inner_key: value} if inner_key else value)
             tables[first] = deep_merge(inner, more) if isinstance(inner, dict) else more
         else:
             tables[first] = value
@@ -315,12 +315,12 @@ def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
         if get_origin(kind) in (list, tuple) and isinstance(value, list | tuple):
             parts = tuple(part for part in parts if part is not Ellipsis)
             parts += parts[-1:] * (len(value) - len(parts))
-            found: Iterable[str] = map(_number_in_place_of_bool, value, parts)
+            faults: Iterable[str] = map(_number_in_place_of_bool, value, parts)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
-            found = (_number_in_place_of_bool(item, parts[1]) for item in value.values())
+            faults = (_number_in_place_of_bool(item, parts[1]) for item in value.values())
         else:
             continue
-        return next(filter(None, found), "")
+        return next(filter(None, faults), "")
     return ""
 
 

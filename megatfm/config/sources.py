@@ -35,9 +35,11 @@ class ConfigFile:
     is_preset: bool
     """Whether it ships with megatfm."""
     values: dict[str, Any]
-    """The file's keys, without `extends`."""
+    """The file's keys, less `extends` and `without`."""
     extends: str | None
     """Its base: a preset's name, or a path relative to it."""
+    without: tuple[str, ...] = ()
+    """Keys of its base that it takes out, such as `data.cache_dir`, so that their defaults apply."""
 
     @property
     def folder(self) -> Path:
@@ -71,12 +73,29 @@ def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[st
     folder = files[0].folder
     values: dict[str, Any] = {}
     for file in reversed(files):
+        for key in file.without:
+            _take_out(values, key, file.path)
         changes = file.values if file.folder == folder else _from_file(file.values, file.folder)
         values = merge(config_class, values, changes)
     tokenizers = [file for file in files if "tokenizer" in _table(file, "data") and not file.is_preset]
     if tokenizers and is_vocab_size_of_preset(files) and isinstance(values["model"], dict):
         values["model"].pop("vocab_size", None)  # which the tokenizer of the user's file brings
     return values
+
+
+def _take_out(values: dict[str, Any], key: str, path: Path) -> None:
+    """Take a key or a section out of what the bases say. Raises UsageError where they don't say it."""
+    *sections, last = key.split(".")
+    table: Any = values
+    for name in sections:
+        table = table.get(name) if isinstance(table, dict) else None
+    if not isinstance(table, dict) or last not in table:
+        keys = [".".join([*sections, name]) for name in table] if isinstance(table, dict) else list(values)
+        raise UsageError(
+            f"{path}: without = [{key!r}]: the config that it extends does not set this"
+            f"{did_you_mean(key, keys)}: leave it out"
+        )
+    del table[last]
 
 
 def is_vocab_size_of_preset(files: list[ConfigFile]) -> bool:
@@ -102,9 +121,17 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
             f"{path}: extends = {extends!r}: give one config, a preset's name or a path relative to this file, for "
             'example extends = "quickstart"'
         )
+    without = values.pop("without", [])
+    if not isinstance(without, list) or not all(isinstance(key, str) for key in without):
+        raise UsageError(
+            f"{path}: without = {without!r}: give a list of keys that the base sets, for example "
+            'without = ["data.cache_dir"]'
+        )
+    if without and extends is None:
+        raise UsageError(f"{path}: without = {without!r} takes keys out of a base: give it by `extends`")
     if config_class is Config and _is_stored_by_us(path):
         values = migrate(values)
-    return ConfigFile(path, is_preset, values, extends)
+    return ConfigFile(path, is_preset, values, extends, tuple(without))
 
 
 def _find_base(path: Path, base: str) -> tuple[Path, bool]:

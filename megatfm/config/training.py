@@ -120,6 +120,10 @@ class EvaluateConfig(Section):
     """Rows of each set that are used, from its start; 0: all."""
     position_buckets: NonNegativeInt = 0
     """Stretches of the row whose losses are also reported, each on the first 1/N of these rows; 0: none."""
+    sample_prompts: list[str] = Field(default_factory=list, examples=[["Once upon a time"]])
+    """Prompts that are continued at each evaluation, for the log and the report."""
+    sample_tokens: PositiveInt = 64
+    """Tokens that a prompt is continued by, at most."""
 
 
 class LogConfig(Section):
@@ -144,6 +148,8 @@ class LogConfig(Section):
     layer_stats_every: NonNegativeInt = 0
     """Steps between records of each layer's root mean square weight, gradient and (but with train.compile) activation.
     0: none."""
+    loss_by_source: bool = True
+    """Of a mixture, also record the training loss of each corpus."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
     memory_snapshot: bool = False

@@ -58,12 +58,12 @@ class Architecture:
     refine_config: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
     is_base_model: bool = False
     fused_rules: Rules | None = None
-    further: Callable[[Mapping[str, Any], Container[str]], Sequence[str]] = lambda theirs, names: ()
+    further: Callable[[Mapping[str, Any], Container[str]], Sequence[str]] = lambda hf_config, names: ()
     remarks: Callable[[ModelConfig], Sequence[str]] = lambda config: ()
 
-    def parse_config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
+    def parse_config(self, hf_config: Mapping[str, Any], name: str) -> ModelConfig:
         """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
-        return self.config_from_hf(resolve_hf_config(theirs, self.all_keys(), name))
+        return self.config_from_hf(resolve_hf_config(hf_config, self.all_keys(), name))
 
     def all_keys(self) -> dict[str, Key]:
         """The declaration of every key that config.json may have."""
@@ -80,7 +80,8 @@ ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
 
 TRAINING_ONLY = {
     "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "lm_head.label_smoothing",
-    "extra_heads.boundary.name", "ffn.router.aux_loss_coef", "ffn.router.seq_aux_loss_coef", "ffn.router.z_loss_coef",
+    "extra_heads.boundary.name", "extra_heads.classifier.label_smoothing",
+    "ffn.router.aux_loss_coef", "ffn.router.seq_aux_loss_coef", "ffn.router.z_loss_coef",
     "ffn.router.jitter", "ffn.router.bias_update_rate",
 }  # fmt: skip
 """Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
@@ -100,7 +101,7 @@ OLD_NAMES = {
 }
 """Tensor → the model_type that it tells, where the config.json of transformers 2 lacks it and a class: no younger model
 has such a file."""
-HEAD_PREFIXES = ("head.", "sentence.", "dense.", "verdict.")
+HEAD_PREFIXES = ("head.", "sentence.", "dense.", "verdict.", "classifier.")
 """Prefixes of our names of a head's parameters."""
 
 
@@ -113,8 +114,8 @@ def register_architecture(name: str, architecture: Architecture, *, base: str = 
 
 def _register_base_model(name: str, architecture: Architecture) -> None:
 
-    def read(theirs: Json) -> ModelConfig:
-        config = architecture.config_from_hf(theirs)
+    def read(hf_config: Json) -> ModelConfig:
+        config = architecture.config_from_hf(hf_config)
         embedding = config.embedding.model_copy(update={"tied": True})
         bare = {"family": "encoder"} if config.family == "discriminator" else {}
         return config.model_copy(
@@ -186,17 +187,17 @@ def architecture_for(
         architecture = ARCHITECTURES.get(name)
         n_mismatches = sum(values.get(key) != mark for key, mark in architecture.fingerprint.items())
         try:
-            theirs = {
+            hf_config = {
                 "architectures": [name],
                 "model_type": architecture.model_type,
                 **architecture.config_to_hf(config),
             }
-            missing = config_differences(config, architecture.parse_config(theirs, name))
+            missing = config_differences(config, architecture.parse_config(hf_config, name))
         except (UsageError, ValueError) as error:
             nearest.append((n_mismatches, True, 0, f"the nearest, {name}, can't be: {format_error(error)}"))
             continue
         if not missing:
-            return name, architecture, theirs
+            return name, architecture, hf_config
         nearest.append(
             (n_mismatches, False, len(missing), f"the nearest, {name}, lacks {', '.join(missing)}")
         )
@@ -212,10 +213,13 @@ def format_error(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def config_differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
+def config_differences(config: ModelConfig, back: ModelConfig) -> list[str]:
     """Values of our config that did not come back, as `key = value`."""
-    by_layer = bool(ours.layer_types or back.layer_types)
-    wanted, restored = functional_config(ours, by_layer=by_layer), functional_config(back, by_layer=by_layer)
+    by_layer = bool(config.layer_types or back.layer_types)
+    wanted, restored = (
+        functional_config(config, by_layer=by_layer),
+        functional_config(back, by_layer=by_layer),
+    )
     keys = [*wanted, *(key for key in restored if key.startswith("extra_heads.") and key not in wanted)]
     return [
         f"model.{key} = {wanted.get(key)!r}"
@@ -238,7 +242,7 @@ def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[st
     }
     values |= {
         "attention.n_kv_heads": config.attention.kv_heads,
-        "attention.head_dim": config.head_width,
+        f"attention.{config.attention.head_dim_key}": config.head_width,
         "embedding.dim": config.embedding_width,
         "n_encoder_layers": config.encoder_layers if config.family == "encoder_decoder" else None,
         "distinct_layers": config.distinct_layers or config.n_layers,

@@ -16,15 +16,31 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.config import Config, ModelConfig, invalid, to_toml
+from megatfm.config import (
+    Config,
+    LearnedPosition2dConfig,
+    ModelConfig,
+    PatchEmbeddingConfig,
+    invalid,
+    to_toml,
+)
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
+from megatfm.convert.architectures.sequence_classification import label_keys
 from megatfm.convert.electra_pair import ElectraFolder, exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
+from megatfm.convert.hf_checkpoint import (
+    CONFIG,
+    HfFolder,
+    is_hf_folder,
+    write_json,
+    write_preprocessor,
+    write_weights,
+)
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
+from megatfm.train.best_checkpoint import best_checkpoint
 from megatfm.version import __version__
 
 OBJECTIVES = {
@@ -34,6 +50,7 @@ OBJECTIVES = {
     "xlnet": "permutation",
     "electra": "replaced_token",
     "discriminator": "replaced_token",
+    "hierarchical": "classification",
 }
 """The usual objective of each family."""
 DEFAULT_SEQUENCE_LENGTH = 512
@@ -43,7 +60,7 @@ DEFAULT_SEQUENCE_LENGTH = 512
 def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
     """Build the config of a converted model. tokenizer: its file in `target`. length: tokens in a row."""
     target = target.absolute()
-    values = {
+    values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")[:100] or "converted",
         "model": model,
         "objective": {"name": OBJECTIVES.get(model.family, "causal")},
@@ -55,7 +72,22 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
         "optimizer": {"name": "adamw", "lr": 1e-4},
         "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
     }
-    return _checked(values, target)
+    if model.stages is not None:
+        (rows, columns), side = model.stages.grid, getattr(model.embedding, "patch_size", 1)
+        values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * side}}
+    return _checked(values | _of_images(values["data"], model), target)
+
+
+def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the sections that a model of images needs instead: images of the size that its positions are for."""
+    embedding, position = model.embedding, model.position
+    if not isinstance(embedding, PatchEmbeddingConfig) or not isinstance(position, LearnedPosition2dConfig):
+        return {}
+    rows, columns = position.grid
+    length = embedding.n_special_tokens + rows * columns
+    images = {"size": max(rows, columns) * embedding.patch_size}
+    kept = {"train": data["train"], "sequence_length": length, "images": images}
+    return {"objective": {"name": "classification"}, "data": kept}
 
 
 def branching_config(config: Config, target: Path, step: int) -> Config:
@@ -144,7 +176,7 @@ def _check_is_ours(source: Path) -> None:
 
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
-    path = checkpoint.find_checkpoint(source)
+    path = best_checkpoint(source)
     state = checkpoint.read_state(path)
     try:
         config = Config.model_validate(migrate(state.get("config")))
@@ -159,38 +191,41 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     origin = kept if isinstance(kept, dict) else {}
     parts = exported_models(config.model, origin.get("name"))
     stored = checkpoint.names(path)
-    ours = {
+    tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
         for key, (dtype, shape) in stored.items()
         if key.startswith("model.")
     }
-    _check_names(path, ours, config.model)
-    dtype = max((tensor.dtype for tensor in ours.values()), key=lambda dtype: dtype.itemsize)
+    _check_names(path, tensors, config.model)
+    dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written, summary, broken = set[str](), list[str](), list[str]()
+    chosen = [f"{path}: the best checkpoint of the run"] * (config.task is not None and path != source)
     for part in parts:
         place = folder / part.folder
         file_io.make_durable_dirs(place)
         order = [key for rule in part.rules for key in rule.megatfm]
         notes, ids = tokenizer_files.to_hf(path, config, place, tokenizer)
-        _check_padding(part.theirs, ids)
-        reader = _Reader(path, order, ours)
-        size = write_weights(place, part.rules, ours, reader.read, shard_bytes)
+        _check_padding(part.hf_config, ids)
+        reader = _Reader(path, order, tensors)
+        size = write_weights(place, part.rules, tensors, reader.read, shard_bytes)
         broken += reader.broken
         notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
-        restored = tokenizer_files.restore_origin(before, part.theirs)
-        theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        restored = tokenizer_files.restore_origin(before, part.hf_config)
+        named = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
+        hf_config = part.hf_config | named | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := before.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)
-        if (key := part.architecture.max_length_key) and key not in theirs:
-            theirs[key] = config.data.sequence_length
-        write_json(place / CONFIG, theirs)
+        if (key := part.architecture.max_length_key) and key not in hf_config:
+            hf_config[key] = config.data.sequence_length
+        write_preprocessor(place, hf_config)
+        write_json(place / CONFIG, hf_config)
         file_io.sync_folder(place)
         written |= set(order)
         summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
-    if left := sorted(ours.keys() - written):
+    if left := sorted(tensors.keys() - written):
         notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
-    return ["; ".join(summary), *notes, *not_finite(list(dict.fromkeys(broken)))]
+    return ["; ".join(summary), *chosen, *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
@@ -249,7 +284,7 @@ def converted_tensors(
     missing = set(shapes)
     broken: list[str] = []
     for rule in opened.rules:
-        for name, tensor in opened.ours(rule).items():
+        for name, tensor in opened.megatfm_tensors(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
                 raise MegatfmError(
                     f"{opened.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
@@ -278,9 +313,9 @@ def _with_model_prefix(
         yield f"model.{name}", tensor
 
 
-def _check_names(path: Path, ours: Iterable[str], config: ModelConfig) -> None:
+def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
     wanted = meta_shapes(config)
-    if differing := set(ours) ^ wanted.keys():
+    if differing := set(names) ^ wanted.keys():
         name = min(differing)
         raise MegatfmError(
             f"{path}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
@@ -288,9 +323,9 @@ def _check_names(path: Path, ours: Iterable[str], config: ModelConfig) -> None:
         )
 
 
-def _check_padding(theirs: Mapping[str, object], ids: Mapping[str, object]) -> None:
+def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -> None:
     """RoBERTa counts its positions from the padding token's id, so that the tokenizer must have that one."""
-    wanted, tokenizer_pad = theirs.get("pad_token_id"), ids.get("pad_token_id")
+    wanted, tokenizer_pad = hf_config.get("pad_token_id"), ids.get("pad_token_id")
     if wanted is not None and tokenizer_pad is not None and wanted != tokenizer_pad:
         raise UsageError(
             f"transformers would count positions from {tokenizer_pad}, the padding token of the tokenizer, on, but "
@@ -302,8 +337,8 @@ def _check_padding(theirs: Mapping[str, object], ids: Mapping[str, object]) -> N
 class _Reader:
     """Tensors of a checkpoint, read some at a time in the order in which they will be asked for."""
 
-    def __init__(self, path: Path, order: Sequence[str], ours: Mapping[str, Tensor]) -> None:
-        self.path, self.order, self.ours = path, list(order), ours
+    def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.order, self.tensors = path, list(order), tensors
         self.rank_params: dict[str, Tensor] = {}
         self.broken: list[str] = []
 
@@ -315,8 +350,8 @@ class _Reader:
 
     def _read_more(self) -> None:
         batch = [self.order.pop(0)]
-        size = self.ours[batch[0]].nbytes
-        while self.order and (size := size + self.ours[self.order[0]].nbytes) <= READ_BYTES:
+        size = self.tensors[batch[0]].nbytes
+        while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
         read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in batch})
         self.rank_params |= {name.removeprefix("model."): tensor for name, tensor in read.items()}

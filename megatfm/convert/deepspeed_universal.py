@@ -121,13 +121,15 @@ class UniversalFolder(HfFolder):
     @property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         if not hasattr(self, "_known"):
-            ours = {
+            meta_tensors = {
                 name: torch.empty(shape, device="meta") for name, shape in meta_shapes(self.config).items()
             }
             self._known = {
-                theirs: tuple(tensor.shape)
+                hf_name: tuple(tensor.shape)
                 for rule in self.rules
-                for theirs, tensor in zip(rule.hf, rule.to_hf([ours[o] for o in rule.megatfm]), strict=True)
+                for hf_name, tensor in zip(
+                    rule.hf, rule.to_hf([meta_tensors[o] for o in rule.megatfm]), strict=True
+                )
             }
             self._known |= {copy: self._known[rule.hf[0]] for rule in self.rules for copy in rule.tied_names}
         return self._known
@@ -166,8 +168,8 @@ class UniversalFolder(HfFolder):
         self.notes += not_finite(broken)
 
     def _moments(self, rule: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
-        made = rule.from_hf([self.tensor(name, key) for name in rule.hf])
-        yield from zip(rule.megatfm, (tensor.contiguous() for tensor in made), strict=True)
+        tensors = rule.from_hf([self.tensor(name, key) for name in rule.hf])
+        yield from zip(rule.megatfm, (tensor.contiguous() for tensor in tensors), strict=True)
 
 
 def _as_int(value: Any) -> int | None:

@@ -30,7 +30,7 @@ class ExportedModel:
     folder: str
     name: str
     architecture: Architecture
-    theirs: Json
+    hf_config: Json
     rules: Sequence[WeightMapping]
 
 
@@ -41,10 +41,10 @@ def exported_models(config: ModelConfig, before: object = None) -> list[Exported
     """
     if config.family != "electra":
         try:
-            name, architecture, theirs = architecture_for(config, [str(before)] if before else None)
+            name, architecture, hf_config = architecture_for(config, [str(before)] if before else None)
         except UsageError:
-            name, architecture, theirs = architecture_for(config)
-        return [ExportedModel("", name, architecture, theirs, architecture.weight_mappings(config))]
+            name, architecture, hf_config = architecture_for(config)
+        return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]
     classes = DEBERTA if config.position.name == "deberta_v2" else CLASSES
     halves = _halves(config)
     if classes is DEBERTA:
@@ -93,21 +93,23 @@ class ElectraFolder:
         ]
         self._check_shared()
 
-    def ours(self, rule: WeightMapping) -> Mapping[str, Tensor]:
+    def megatfm_tensors(self, rule: WeightMapping) -> Mapping[str, Tensor]:
         """The tensors of a rule under our names."""
         half = rule.megatfm[0].partition(".")[0]
-        half_config = replace(rule, megatfm=tuple(name.removeprefix(f"{half}.") for name in rule.megatfm))
-        return {f"{half}.{name}": tensor for name, tensor in self.models[half].ours(half_config).items()}
+        half_rule = replace(rule, megatfm=tuple(name.removeprefix(f"{half}.") for name in rule.megatfm))
+        return {
+            f"{half}.{name}": tensor for name, tensor in self.models[half].megatfm_tensors(half_rule).items()
+        }
 
     def _config(self) -> ModelConfig:
-        whole, smaller = (self.models[half].config for half in CLASSES)
+        discriminator, smaller = (self.models[half].config for half in CLASSES)
         generator = GeneratorConfig(
             d_model=smaller.d_model,
             n_heads=smaller.attention.n_heads,
             d_ff=smaller.ffn.d_ff,
-            n_layers=None if smaller.n_layers == whole.n_layers else smaller.n_layers,
+            n_layers=None if smaller.n_layers == discriminator.n_layers else smaller.n_layers,
         )
-        config = whole.model_copy(update={"family": "electra", "generator": generator})
+        config = discriminator.model_copy(update={"family": "electra", "generator": generator})
         if lost := config_differences(smaller, generator_config(config)):
             raise UsageError(
                 f"{self.path}: the generator has {', '.join(lost)}, the discriminator another: they are no pair"
@@ -115,10 +117,10 @@ class ElectraFolder:
         return config
 
     def _check_shared(self) -> None:
-        whole, smaller = (self.models[half] for half in CLASSES)
-        for rule in whole.rules:
+        discriminator, generator = (self.models[half] for half in CLASSES)
+        for rule in discriminator.rules:
             if rule.megatfm[0] in SHARED and not torch.equal(
-                whole.read_tensor(rule.hf[0]), smaller.read_tensor(rule.hf[0])
+                discriminator.read_tensor(rule.hf[0]), generator.read_tensor(rule.hf[0])
             ):
                 raise MegatfmError(
                     f"{self.path}: {rule.hf[0]} of the two halves differ, but ELECTRA shares them: they are no pair"
@@ -126,17 +128,17 @@ class ElectraFolder:
 
 
 def _halves(config: ModelConfig) -> dict[str, ModelConfig]:
-    half_config = {"family": "discriminator", "generator": None}
-    return {"discriminator": config.model_copy(update=half_config), "generator": generator_config(config)}
+    changes = {"family": "discriminator", "generator": None}
+    return {"discriminator": config.model_copy(update=changes), "generator": generator_config(config)}
 
 
 def _export(half: str, config: ModelConfig, kind: str) -> ExportedModel:
-    name, architecture, theirs = architecture_for(config, among=[kind])
+    name, architecture, hf_config = architecture_for(config, among=[kind])
     rules = [
         replace(rule, megatfm=tuple(_name(half, name) for name in rule.megatfm))
         for rule in architecture.weight_mappings(config)
     ]
-    return ExportedModel(half, name, architecture, theirs, rules)
+    return ExportedModel(half, name, architecture, hf_config, rules)
 
 
 def _name(half: str, name: str) -> str:

@@ -1,6 +1,7 @@
 """Reading and writing a folder in the Hugging Face format: config.json, and safetensors in one file or several."""
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from megatfm.convert.architecture import (
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
 
+PREPROCESSOR = "preprocessor_config.json"
+PIXELS = ("image_mean", "image_std")
+"""Keys of preprocessor_config.json that a model of images embeds with."""
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -79,7 +83,8 @@ class HfFolder:
         """Take it for a model of that class."""
         self.name, self.architecture = name, ARCHITECTURES.get(name)
         try:
-            self.config = self.architecture.parse_config(self.json, name)
+            pixels = read_pixels(self.path) if PIXELS[0] in self.architecture.keys else {}
+            self.config = self.architecture.parse_config(self.json | pixels, name)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{self.path / CONFIG}: not a config that megatfm can read: {format_error(error)}"
@@ -118,19 +123,21 @@ class HfFolder:
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{self.path / file}: can't read {stored}: {error}") from None
 
-    def ours(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
+    def megatfm_tensors(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
         """The tensors of a rule under our names. Raises MegatfmError where a copy differs from its original."""
-        theirs = [self.read_tensor(name) for name in mapping.hf]
+        hf_tensors = [self.read_tensor(name) for name in mapping.hf]
         for copy in mapping.tied_names:
-            if copy in self.files and not torch.equal(self.read_tensor(copy), theirs[0]):
+            if copy in self.files and not torch.equal(self.read_tensor(copy), hf_tensors[0]):
                 raise MegatfmError(
                     f"{self.path}: {copy} differs from {mapping.hf[0]}, which config.json says it shares: the "
                     "config must say tie_word_embeddings = false, or the file was damaged"
                 )
         try:
-            return dict(zip(mapping.megatfm, mapping.from_hf(theirs), strict=True))
+            return dict(zip(mapping.megatfm, mapping.from_hf(hf_tensors), strict=True))
         except (RuntimeError, ValueError, IndexError):
-            shapes = (f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, theirs, strict=True))
+            shapes = (
+                f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, hf_tensors, strict=True)
+            )
             raise MegatfmError(
                 f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
             ) from None
@@ -158,6 +165,41 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise MegatfmError(f"{path}: not a JSON object")
     return content
+
+
+def read_pixels(folder: Path) -> dict[str, Any]:
+    """Mean and deviation of pixels from 0 to 1, as preprocessor_config.json says, if there is one.
+
+    Raises UsageError where pixels are scaled otherwise.
+    """
+    if not (folder / PREPROCESSOR).is_file():
+        return {}
+    values = read_json(folder / PREPROCESSOR)
+    factor = values.get("rescale_factor") or 1 / 255
+    if values.get("do_rescale") is False or not math.isclose(float(factor), 1 / 255, rel_tol=1e-6):
+        raise UsageError(
+            f"{PREPROCESSOR}: do_rescale = {values.get('do_rescale')}, rescale_factor = {factor}: megatfm divides "
+            "pixels by 255: scale image_mean and image_std, and leave both keys out"
+        )
+    if values.get("do_normalize") is False:
+        return {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    return {key: values[key] for key in PIXELS if key in values}
+
+
+def write_preprocessor(folder: Path, theirs: dict[str, Any]) -> None:
+    """Move mean and deviation of pixels out of a config.json-to-be, where it has them, into a file of their own."""
+    pixels = {key: theirs.pop(key) for key in PIXELS if key in theirs}
+    if not pixels:
+        return
+    side = {"height": theirs["image_size"], "width": theirs["image_size"]}
+    steps = {
+        "do_resize": True,
+        "size": side,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+    }
+    write_json(folder / PREPROCESSOR, {"image_processor_type": "ViTImageProcessor", **steps, **pixels})
 
 
 def _weight_map(path: Path, name: str) -> Mapping[str, str]:
@@ -200,20 +242,20 @@ Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 def write_weights(
-    folder: Path, rules: Sequence[WeightMapping], ours: Mapping[str, Tensor], read: Read, shard_bytes: int
+    folder: Path, rules: Sequence[WeightMapping], tensors: Mapping[str, Tensor], read: Read, shard_bytes: int
 ) -> int:
     """Write the tensors that `rules` make, into files of at most `shard_bytes` (or one larger tensor); returns bytes.
 
-    ours: every tensor on the meta device, from which the layout of the files follows before anything is read.
+    tensors: every tensor on the meta device, from which the layout of the files follows before anything is read.
     """
-    theirs = to_hf(rules, ours)
-    shards = split(theirs, shard_bytes)
+    hf_tensors = to_hf(rules, tensors)
+    shards = split(hf_tensors, shard_bytes)
     total = len(shards)
     names = [WEIGHTS] if total == 1 else [_file(number, total) for number in range(1, total + 1)]
-    tensors = _converted(rules, read)
+    hf_parts = _converted(rules, read)
     for name, shard in zip(names, shards, strict=True):
-        file_io.write_file(folder / name, _parts({key: theirs[key] for key in shard}, tensors))
-    size = sum(tensor.nbytes for tensor in theirs.values())
+        file_io.write_file(folder / name, _parts({key: hf_tensors[key] for key in shard}, hf_parts))
+    size = sum(tensor.nbytes for tensor in hf_tensors.values())
     if total > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -221,11 +263,11 @@ def write_weights(
     return size
 
 
-def split(theirs: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
+def split(hf_tensors: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
     """Names in their order, so many a file as fit."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in theirs.items():
+    for name, tensor in hf_tensors.items():
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append([])
             size = 0

@@ -63,27 +63,27 @@ def alias(key: str) -> Key:
     return Key(alias_of=key)
 
 
-def resolve_hf_config(theirs: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
+def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
     """Return the keys of a config.json that are not ignored, with defaults filled in, for `config_from_hf`.
 
     name: the architecture's. Raises UsageError for a key that is not declared, and as `Key.check` does.
     """
-    for key, value in theirs.items():
+    for key, value in hf_config.items():
         if key not in keys:
             raise UsageError(
                 f"config.json: {key} = {_shown(value)}: megatfm knows no such key of a {name}"
                 f"{did_you_mean(key, keys)}: if the model computes the same without it, take it out of the file"
             )
     known = {key: declared for key, declared in keys.items() if not declared.alias_of}
-    aliased = {d.alias_of: theirs[key] for key, d in keys.items() if d.alias_of and key in theirs}
-    given = aliased | {key: theirs[key] for key in known if key in theirs}
-    values = {key: given.get(key, declared.default) for key, declared in known.items()}
+    aliased = {d.alias_of: hf_config[key] for key, d in keys.items() if d.alias_of and key in hf_config}
+    present = aliased | {key: hf_config[key] for key in known if key in hf_config}
+    values = {key: present.get(key, declared.default) for key, declared in known.items()}
     for key, declared in known.items():
-        declared.check(key, values[key], is_present=key in given)
+        declared.check(key, values[key], is_present=key in present)
     for key, declared in keys.items():
-        if declared.alias_of and key in theirs and not _same(theirs[key], values[declared.alias_of]):
+        if declared.alias_of and key in hf_config and not _same(hf_config[key], values[declared.alias_of]):
             raise UsageError(
-                f"config.json: {key} = {_shown(theirs[key])} is another name of {declared.alias_of}, which is "
+                f"config.json: {key} = {_shown(hf_config[key])} is another name of {declared.alias_of}, which is "
                 f"{_shown(values[declared.alias_of])}: give {declared.alias_of} alone"
             )
     return {key: value for key, value in values.items() if not known[key].is_ignored}

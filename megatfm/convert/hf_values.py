@@ -20,28 +20,29 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "silu": "swish",
     "swish": "swish",
+    "quick_gelu": "quick_gelu",
 }
 """transformers' name of a plain activation → ours; the first of several is what we write."""
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "swish": "swiglu"}
 """Our name of a plain activation → that of its gated form."""
 
 
-def activation_from_hf(theirs: Any, *, gated: bool = False) -> str:
+def activation_from_hf(hf_name: Any, *, gated: bool = False) -> str:
     """Our name of an activation. Raises UsageError for one that we lack."""
-    ours = ACTIVATIONS.get(str(theirs))
-    if gated and ours is not None:
-        ours = GATED.get(ours)
-    if ours is None:
-        raise UsageError(f"config.json: {'gated ' * gated}activation {theirs!r} is not one of megatfm's")
-    return ours
+    activation = ACTIVATIONS.get(str(hf_name))
+    if gated and activation is not None:
+        activation = GATED.get(activation)
+    if activation is None:
+        raise UsageError(f"config.json: {'gated ' * gated}activation {hf_name!r} is not one of megatfm's")
+    return activation
 
 
-def activation_to_hf(ours: str, *, gated: bool = False) -> str:
+def activation_to_hf(activation: str, *, gated: bool = False) -> str:
     """The reverse of `activation`. Raises UsageError for one that they lack."""
-    for theirs, plain in ACTIVATIONS.items():
-        if (GATED.get(plain) if gated else plain) == ours:
-            return theirs
-    raise UsageError(f"model.ffn.activation = {ours!r} is not one that transformers has here")
+    for hf_name, plain in ACTIVATIONS.items():
+        if (GATED.get(plain) if gated else plain) == activation:
+            return hf_name
+    raise UsageError(f"model.ffn.activation = {activation!r} is not one that transformers has here")
 
 
 def read_mapped(hf_config: Mapping[str, Any], mapping: Mapping[str, str]) -> Json:
@@ -53,7 +54,7 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
     """The reverse of `read_mapped`, with the values that defaults of ours stand for."""
     resolved: Json = {
         "attention.n_kv_heads": config.attention.kv_heads,
-        "attention.head_dim": config.head_width,
+        f"attention.{config.attention.head_dim_key}": config.head_width,
         "attention.bias": getattr(config.attention, "bias", False),
         "position.max_positions": config.position.limit,
         "init.std": init_std(config),
@@ -73,9 +74,9 @@ def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
             )
 
 
-def init_std(ours: ModelConfig) -> float:
+def init_std(config: ModelConfig) -> float:
     """Standard deviation of the initial weights; transformers' usual one where the initialisation has none."""
-    return float(getattr(ours.init, "std", 0.02))
+    return float(getattr(config.init, "std", 0.02))
 
 
 ROPE = {
@@ -167,9 +168,9 @@ def _either(table: Mapping[str, Any], key: str, config: Mapping[str, Any], place
     return beside if within is None else within
 
 
-def rope_to_hf(ours: ModelConfig) -> Json:
+def rope_to_hf(config: ModelConfig) -> Json:
     """The key rope_parameters; of positions or a scaling that they lack, it has the usual ones."""
-    position = ours.position if isinstance(ours.position, RopeConfig) else RopeConfig()
+    position = config.position if isinstance(config.position, RopeConfig) else RopeConfig()
     scaling = position.scaling
     parameters: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
     match scaling:
@@ -243,22 +244,24 @@ def _scaling(table: Mapping[str, Any], config: Mapping[str, Any], place: str) ->
 
 def _attention_factor(table: Mapping[str, Any]) -> float | None:
     """YaRN's factor on the scores, from mscale and mscale_all_dim where it is not given itself."""
-    factor, some, every = (table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    if factor is not None or not (some and every):
+    factor, mscale, mscale_all_dims = (
+        table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")
+    )
+    if factor is not None or not (mscale and mscale_all_dims):
         return factor
     stretch = math.log(max(float(table["factor"]), 1.0))
-    return float((0.1 * some * stretch + 1.0) / (0.1 * every * stretch + 1.0))
+    return float((0.1 * mscale * stretch + 1.0) / (0.1 * mscale_all_dims * stretch + 1.0))
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def read_layer_types(theirs: Json, every: int, *, first: str = LOCAL) -> list[str]:
+def read_layer_types(hf_config: Json, every: int, *, first: str = LOCAL) -> list[str]:
     """Read `layer_types`; left out, every `every`-th layer is full attention (or, if `first` is GLOBAL, not sliding).
 
     Raises UsageError.
     """
-    n, layer_types = theirs["num_hidden_layers"], theirs["layer_types"]
+    n, layer_types = hf_config["num_hidden_layers"], hf_config["layer_types"]
     if layer_types is None and first == LOCAL:
         return [LOCAL if (i + 1) % every else GLOBAL for i in range(n)]
     if layer_types is None:
@@ -284,16 +287,16 @@ def layer_type_blocks(kinds: Sequence[str], local: Json, full: Json) -> Json:
     }
 
 
-def write_layer_types(ours: ModelConfig) -> list[str]:
+def write_layer_types(config: ModelConfig) -> list[str]:
     """The reverse of `read`. Raises UsageError for a block of another pattern."""
-    return [GLOBAL if width is None else LOCAL for width in window_widths(ours)]
+    return [GLOBAL if width is None else LOCAL for width in window_widths(config)]
 
 
-def window_widths(ours: ModelConfig) -> list[int | None]:
+def window_widths(config: ModelConfig) -> list[int | None]:
     """Width of each block's window; None: it sees all. Raises UsageError."""
     window_widths: list[int | None] = []
-    for depth in range(ours.n_layers):
-        pattern = ours.layer_config(depth).attention.pattern
+    for depth in range(config.n_layers):
+        pattern = config.layer_config(depth).attention.pattern
         if not isinstance(pattern, WindowPatternConfig | FullPatternConfig):
             raise UsageError(
                 f"model.attention.pattern.name = {pattern.name!r}: only windows and full are stored"
@@ -302,6 +305,6 @@ def window_widths(ours: ModelConfig) -> list[int | None]:
     return window_widths
 
 
-def window_width(ours: ModelConfig, otherwise: int) -> int:
+def window_width(config: ModelConfig, otherwise: int) -> int:
     """The width of the windows; of several, the first one's."""
-    return next((width for width in window_widths(ours) if width is not None), otherwise)
+    return next((width for width in window_widths(config) if width is not None), otherwise)

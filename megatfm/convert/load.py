@@ -29,7 +29,7 @@ def load_model(
 ) -> nn.Module:
     """The model, in evaluation mode. dtype: as in `generate.load.load`. Raises UsageError, MegatfmError."""
     opened = open_folder(path)
-    first = opened.ours(opened.rules[0]).values() if dtype == "auto" else []
+    first = opened.megatfm_tensors(opened.rules[0]).values() if dtype == "auto" else []
     dtype = working_dtype(dtype, next((tensor.dtype for tensor in first), torch.float32))
     model = build(opened.config)
     initialise_buffers(model)

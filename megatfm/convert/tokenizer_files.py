@@ -58,6 +58,8 @@ def to_hf(
         if (folder / TOKENIZER_CONFIG).is_file()
         else _write_tokenizer_config(opened, folder, config.model.family)
     )
+    if config.model.embedding.n_segments > 1 and config.task is not None:
+        _have_segments_returned(folder / TOKENIZER_CONFIG)
     ids = {"bos_token_id": opened.bos, "eos_token_id": opened.eos, "pad_token_id": opened.pad}
     if config.model.family == "encoder_decoder":
         ids["decoder_start_token_id"] = opened.pad
@@ -125,22 +127,34 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, family: str) -> 
     return notes
 
 
+def _have_segments_returned(about_file: Path) -> None:
+    """Have transformers' tokenizer return segments, without which its models take all tokens for the first's."""
+    if not about_file.is_file():
+        return
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    about = {"model_input_names": names} | read_json(about_file)
+    about_file.unlink()
+    file_io.write_file(about_file, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
+
+
 GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 DROPOUT_KEY = re.compile(r"(pdrop|dropout|dropout_prob)$")
+LABELS = ("id2label", "label2id")
 ADD_BOS_KEY = "add_bos_token"
 
 
-def record_origin(source: Path, name: str, theirs: Json, written: Json) -> Json:
+def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Json:
     """Record what a checkpoint keeps of the folder that its model came from, also through training on.
 
-    config: special ids and dropout rates of config.json where `written`, our own export, says another; generation:
-    what generation_config.json holds, if there is one. Raises MegatfmError.
+    config: special ids, names of labels and dropout rates of config.json where `written`, our own export, says another;
+    generation: what generation_config.json holds, if there is one. Raises MegatfmError.
     """
     differing = {
         key: {"theirs": value, "ours": written.get(key)}
-        for key, value in theirs.items()
-        if (key in IDS or DROPOUT_KEY.search(key)) and (key not in written or written[key] != value)
+        for key, value in hf_config.items()
+        if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
+        and (key not in written or written[key] != value)
     }
     file = source / GENERATION
     return {
@@ -156,10 +170,10 @@ def restore_origin(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Jso
     return {key: values["theirs"] for key, values in kept.items() if written.get(key) == values["ours"]}
 
 
-def eos_token_id_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+def eos_token_id_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """All ids that end a text, as the model says; the tokenizer's own is the first if it is among them."""
     file = source / GENERATION
-    ids = (read_json(file) if file.is_file() else {}).get("eos_token_id", theirs.get("eos_token_id"))
+    ids = (read_json(file) if file.is_file() else {}).get("eos_token_id", hf_config.get("eos_token_id"))
     stops = [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
     return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
 

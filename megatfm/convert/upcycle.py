@@ -50,8 +50,8 @@ class Upcycling:
             raise UsageError(
                 "it has experts already: upcycle a dense model, or go on with its own experts (train --from)"
             )
-        if others := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
-            raise UsageError(f"model.ffn.name = {others[0]!r}: only dense networks can become experts")
+        if other_names := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
+            raise UsageError(f"model.ffn.name = {other_names[0]!r}: only dense networks can become experts")
         if min(self.experts, self.top_k, self.granularity, self.every) < 1 or self.noise < 0:
             raise UsageError(
                 "--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more"
@@ -100,19 +100,19 @@ class Upcycling:
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[str, Tensor]]:
         """The mixture's tensors, one after the other, from the dense model's."""
-        for name, tensor in self._made(dense, shapes):
+        for name, tensor in self._build_tensors(dense, shapes):
             if tuple(tensor.shape) != shapes[name]:
                 raise MegatfmError(
                     f"{name} would be {list(tensor.shape)}, but {list(shapes[name])} in the mixture's model: report it"
                 )
             yield name, tensor
 
-    def _made(
+    def _build_tensors(
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
-            if found := EXPERT_TENSOR.fullmatch(name):
-                yield name, self._experts(name, dense[_dense_name(found)], found)
+            if match := EXPERT_TENSOR.fullmatch(name):
+                yield name, self._experts(name, dense[_dense_name(match)], match)
             elif name.endswith(".ffn.router.weight"):
                 # The parts of a network are chosen together at first, as they have a router's row in common.
                 rows = (self.experts, shape[1])

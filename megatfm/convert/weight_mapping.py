@@ -35,23 +35,23 @@ class WeightMapping:
     tied_names: tuple[str, ...] = ()
 
 
-def rename(ours: str, theirs: str, *, copies: Iterable[str] = ()) -> WeightMapping:
+def rename(megatfm_name: str, hf_name: str, *, copies: Iterable[str] = ()) -> WeightMapping:
     """Another name and nothing else."""
-    return WeightMapping((ours,), (theirs,), tied_names=tuple(copies))
+    return WeightMapping((megatfm_name,), (hf_name,), tied_names=tuple(copies))
 
 
-def rename_linear(ours: str, theirs: str, *, bias: bool = False) -> list[WeightMapping]:
+def rename_linear(megatfm_name: str, hf_name: str, *, bias: bool = False) -> list[WeightMapping]:
     """A matrix and its bias, if it has one; norms and tables are named alike."""
-    return [rename(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", *["bias"] * bias)]
+    return [rename(f"{megatfm_name}.{part}", f"{hf_name}.{part}") for part in ("weight", *["bias"] * bias)]
 
 
-def transpose(ours: str, theirs: str) -> WeightMapping:
+def transpose(megatfm_name: str, hf_name: str) -> WeightMapping:
     """A matrix that they store as [d_in, d_out] (transformers' Conv1D)."""
-    return WeightMapping((ours,), (theirs,), _transpose, _transpose)
+    return WeightMapping((megatfm_name,), (hf_name,), _transpose, _transpose)
 
 
 def concat(
-    ours: Sequence[str], theirs: str, sizes: Sequence[int], *, transpose: bool = False
+    megatfm_names: Sequence[str], hf_name: str, sizes: Sequence[int], *, transpose: bool = False
 ) -> WeightMapping:
     """Tensors of ours, with `sizes` rows each, below one another in one of theirs; transpose: as [d_in, d_out]."""
 
@@ -62,42 +62,42 @@ def concat(
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return (tensors[0].T if transpose else tensors[0]).split(list(sizes), dim=0)
 
-    return WeightMapping(tuple(ours), (theirs,), forth, back)
+    return WeightMapping(tuple(megatfm_names), (hf_name,), forth, back)
 
 
-def with_prefix(ours: str, theirs: str, rules: Iterable[WeightMapping]) -> list[WeightMapping]:
+def with_prefix(prefix: str, hf_prefix: str, rules: Iterable[WeightMapping]) -> list[WeightMapping]:
     """The rules with a prefix before each name."""
     return [
         replace(
             rule,
-            megatfm=tuple(ours + name for name in rule.megatfm),
-            hf=tuple(theirs + name for name in rule.hf),
-            tied_names=tuple(theirs + name for name in rule.tied_names),
+            megatfm=tuple(prefix + name for name in rule.megatfm),
+            hf=tuple(hf_prefix + name for name in rule.hf),
+            tied_names=tuple(hf_prefix + name for name in rule.tied_names),
         )
         for rule in rules
     ]
 
 
-def per_layer(n: int, ours: str, theirs: str, rules: Sequence[WeightMapping]) -> list[WeightMapping]:
+def per_layer(n: int, prefix: str, hf_prefix: str, rules: Sequence[WeightMapping]) -> list[WeightMapping]:
     """The rules of one block for each of n blocks: `decoder.layers.` and `model.layers.`, then number and dot."""
-    return [rule for i in range(n) for rule in with_prefix(f"{ours}{i}.", f"{theirs}{i}.", rules)]
+    return [rule for i in range(n) for rule in with_prefix(f"{prefix}{i}.", f"{hf_prefix}{i}.", rules)]
 
 
-def to_hf(rules: Iterable[WeightMapping], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_hf(rules: Iterable[WeightMapping], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors (or gradients) of ours under their names. Raises MegatfmError where a rule's tensor is missing."""
     return {
         name: tensor
         for rule in rules
-        for name, tensor in zip(rule.hf, rule.to_hf(_take(rule.megatfm, ours)), strict=True)
+        for name, tensor in zip(rule.hf, rule.to_hf(_take(rule.megatfm, tensors)), strict=True)
     }
 
 
-def from_hf(rules: Iterable[WeightMapping], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_hf(rules: Iterable[WeightMapping], hf_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of theirs under our names. Raises MegatfmError where a rule's tensor is missing."""
     return {
         name: tensor
         for rule in rules
-        for name, tensor in zip(rule.megatfm, rule.from_hf(_take(rule.hf, theirs)), strict=True)
+        for name, tensor in zip(rule.megatfm, rule.from_hf(_take(rule.hf, hf_tensors)), strict=True)
     }
 
 
@@ -141,12 +141,12 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
         rename("ffn.router.weight", f"{names.block}.gate.weight"),
         *(
             WeightMapping(
-                (f"ffn.experts.w_{ours}",),
-                tuple(f"{names.block}.experts.{e}.{theirs}.weight" for e in range(experts.n_experts)),
+                (f"ffn.experts.w_{megatfm_name}",),
+                tuple(f"{names.block}.experts.{e}.{hf_name}.weight" for e in range(experts.n_experts)),
                 unbind_experts,
                 stack_experts,
             )
-            for ours, theirs in parts
+            for megatfm_name, hf_name in parts
         ),
     ]
 
@@ -155,9 +155,9 @@ def require_dropless(config: ModelConfig) -> MoEConfig:
     """Return the section of a model's experts. Raises UsageError for what these architectures of transformers lack."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     for key in ("capacity_factor", "expert_capacity"):
-        if (given := getattr(experts, key)) is not None:
+        if (capacity := getattr(experts, key)) is not None:
             raise UsageError(
-                f"model.ffn.{key} = {given}: transformers has no capacity here, and would compute otherwise"
+                f"model.ffn.{key} = {capacity}: transformers has no capacity here, and would compute otherwise"
             )
     return experts
 
@@ -167,14 +167,16 @@ def require_top_k_router(config: ModelConfig) -> TopKRouterConfig:
     return require_variant(require_dropless(config).router, TopKRouterConfig, "model.ffn.router")
 
 
-def top_k_moe_section(theirs: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool) -> Json:
+def top_k_moe_section(
+    hf_config: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool
+) -> Json:
     """Our section, without the weights of terms of the loss: transformers' factor means another sum."""
     return {
         "name": "moe",
         "d_ff": d_ff,
         "activation": activation,
         "n_experts": n_experts,
-        "top_k": theirs["num_experts_per_tok"],
+        "top_k": hf_config["num_experts_per_tok"],
         "router": {"name": "top_k", "norm_topk_prob": normalise},
     }
 

@@ -119,6 +119,26 @@ class Corpus:
             lengths[max(at, 0) : max(at, 0) + len(chosen)] = chosen
         return lengths
 
+    def image_sizes(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Height and width of each sample's image in blocks `begin` to `end` − 1 [their samples, 2], upright.
+
+        Raises UsageError for a corpus whose indexes don't hold them.
+        """
+        sizes = []
+        while begin < end:
+            shard = self._locate(begin)[0]
+            first, last = self.shard_blocks(shard).start, self.shard_blocks(shard).stop
+            index, stop = self.indexes.complete(shard), min(end, last)
+            if not index.has_image_sizes:
+                raise UsageError(
+                    f"{self._path(shard)}: its index lacks the sizes of images, which data.images.max_patches needs: "
+                    "prepare the corpus again, or set data.images.size"
+                )
+            rows = index.samples[slice(*index.first_samples[[begin - first, stop - first]].tolist())]
+            sizes.append(np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64))
+            begin = stop
+        return np.concatenate(sizes) if sizes else np.empty((0, 2), np.int64)
+
     def check_tokenizer(self, tokenizer_hash: str) -> None:
         """Raise a UsageError unless the corpus was written with the tokenizer of this hash."""
         if tokenizer_hash != self.tokenizer_hash:
@@ -137,14 +157,14 @@ class Corpus:
         places = [self._locate(number) for number in numbers]
         packed = [self.frame_bytes(number) for number in numbers]
         sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in places]
-        found: Sequence[bytes | memoryview]
+        blocks: Sequence[bytes | memoryview]
         try:
-            found = decompress_frames(packed, sizes)
+            blocks = decompress_frames(packed, sizes)
         except BadFrame:  # decompressed one by one, to find the damaged frame and its error
-            found = [self._decompress(*place, data) for place, data in zip(places, packed, strict=True)]
+            blocks = [self._decompress(*place, data) for place, data in zip(places, packed, strict=True)]
         return [
             list(enumerate(self._tokens(number, data), start=int(self.blocks[number])))
-            for number, data in zip(numbers, found, strict=True)
+            for number, data in zip(numbers, blocks, strict=True)
         ]
 
     def is_uncompressed(self, number: int) -> bool:
@@ -199,17 +219,17 @@ class Corpus:
         index, known, dtype = self.indexes.complete(shard), self.manifest.shards[shard], self.manifest.dtype
         if index.is_packed_frame(frame, dtype.itemsize):
             return self._decode_packed_frame(number, shard, frame, data, arrays)
-        found: list[Sample] = []
+        samples: list[Sample] = []
         at = 0
         for sample in range(*index.first_samples[frame : frame + 2]):
             entry = index.samples[sample]
             key = entry["key"].decode("ascii", "replace")
-            tokens = arrays[len(found)]
+            tokens = arrays[len(samples)]
             try:
                 if known.foreign:
                     name = check_external_sample(data, int(entry["offset"]), len(tokens), dtype)
                     source = f"{known.file}/{name}"
-                    found.append(Sample(int(self.blocks[number]) + len(found), key, source, 0, tokens))
+                    samples.append(Sample(int(self.blocks[number]) + len(samples), key, source, 0, tokens))
                     continue
                 if entry["offset"] != at + PAYLOAD_OFFSET:
                     raise MegatfmError(f"it should start at byte {at} of its frame")
@@ -218,11 +238,11 @@ class Corpus:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
                 raise self._damage_error(shard, frame, str(error), sample) from error
-            place = int(self.blocks[number]) + len(found)
-            found.append(Sample(place, key, source, text_bytes, tokens, members, fields))
+            place = int(self.blocks[number]) + len(samples)
+            samples.append(Sample(place, key, source, text_bytes, tokens, members, fields))
         if not known.foreign:
             self._check_end(shard, frame, data, at)
-        return found
+        return samples
 
     def _decode_packed_frame(
         self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
@@ -242,8 +262,8 @@ class Corpus:
         first = int(self.blocks[number])
         documents = zip(keys, sources, sizes, arrays, strict=True)
         return [
-            Sample(first + at, *each, {}, said)
-            for at, (each, said) in enumerate(zip(documents, fields, strict=True))
+            Sample(first + at, *document, {}, metadata)
+            for at, (document, metadata) in enumerate(zip(documents, fields, strict=True))
         ]
 
     def _check_end(self, shard: int, frame: int, data: bytes, at: int) -> None:
@@ -256,6 +276,17 @@ class Corpus:
             raise UsageError(f"{self.folder}: has samples 0 to {self.n_samples - 1}, not {number}")
         block = int(np.searchsorted(self.blocks, number, side="right")) - 1
         return self.read_block_samples(block)[number - int(self.blocks[block])]
+
+    def describe_sample(self, number: int) -> tuple[str, str]:
+        """A sample's place, in words, and how to train without it."""
+        block = int(np.searchsorted(self.blocks, number, side="right")) - 1
+        shard, frame = self._locate(block)
+        key = self.indexes.complete(shard).samples["key"]
+        name = key[number - int(self.blocks[self._first_blocks[shard]])].decode("ascii", "replace")
+        return (
+            f"{self._path(shard)}: sample {number} (key {name}, frame {frame})",
+            f'; to train without it, put "{number}" into the corpus\'s quarantine (data.quarantine)',
+        )
 
     def frame_bytes(self, number: int) -> bytes:
         """A block as it lies in its shard: one compressed frame."""

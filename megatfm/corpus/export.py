@@ -92,8 +92,8 @@ def _records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]]:
                 f"{corpus.folder}: sample {sample.index} ({sample.source}) decodes to {size} bytes, but had "
                 f"{sample.text_bytes}: this tokenizer doesn't keep every text, or is another one than made the ids"
             )
-        said = {"fields": dict(sample.metadata)} if sample.metadata else {}
-        yield {"text": text, "id": sample.key, "source": sample.source, **said}
+        metadata = {"fields": dict(sample.metadata)} if sample.metadata else {}
+        yield {"text": text, "id": sample.key, "source": sample.source, **metadata}
 
 
 def _json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
@@ -121,8 +121,8 @@ def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
             with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
                 rows: list[dict[str, Any]] = []
                 for record in records:
-                    said = record.get("fields")
-                    rows.append({**record, "fields": said and json.dumps(said, ensure_ascii=False)})
+                    metadata = record.get("fields")
+                    rows.append({**record, "fields": metadata and json.dumps(metadata, ensure_ascii=False)})
                     if len(rows) == ROWS:
                         writer.write_table(pyarrow.Table.from_pylist(rows, schema))
                         rows = []

@@ -39,19 +39,19 @@ def check_local(place: str | Path) -> None:
 def regular_file_size(path: Path) -> int:
     """The bytes of a plain file; a MegatfmError if it is none (missing, a link, a device)."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as error:
         raise _unreadable(path, error, RESTORE) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
-    return found.st_size
+    return status.st_size
 
 
 def check_size(path: Path, size: int) -> None:
     """Raise a MegatfmError unless `path` is a plain file of `size` bytes."""
-    found = regular_file_size(path)
-    if found != size:
-        raise MegatfmError(f"{path}: has {found} bytes, its manifest says {size}: {RESTORE}")
+    actual = regular_file_size(path)
+    if actual != size:
+        raise MegatfmError(f"{path}: has {actual} bytes, its manifest says {size}: {RESTORE}")
 
 
 def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
@@ -123,9 +123,9 @@ class AtomicFile:
     def write(self, data: bytes) -> None:
         """Append all bytes. Raises MegatfmError, and leaves no partial file, when the disk refuses."""
         with self._whole_or_nothing():
-            rest = memoryview(data)
-            while rest:  # an unbuffered write may take only a part
-                rest = rest[self._file.write(rest) :]
+            unwritten = memoryview(data)
+            while unwritten:  # an unbuffered write may take only a part
+                unwritten = unwritten[self._file.write(unwritten) :]
         self._hash.update(data)
         self.size += len(data)
 

@@ -43,7 +43,7 @@ def check(folder: str | Path) -> CheckReport:
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
     samples = tokens = 0
     for number, shard in enumerate(corpus.manifest.shards):
-        found, keys = blake3(), corpus.indexes.complete(number).samples["key"]
+        fingerprint, keys = blake3(), corpus.indexes.complete(number).samples["key"]
         names, counts = np.unique(keys, return_counts=True)
         if counts.max() > 1:
             twice = names[counts.argmax()].decode("ascii", "replace")
@@ -52,11 +52,11 @@ def check(folder: str | Path) -> CheckReport:
             )
         # Samples first: they tell where the damage is, the hash only that there is some.
         for block in corpus.shard_blocks(number):
-            found.update(corpus.frame_bytes(block))
+            fingerprint.update(corpus.frame_bytes(block))
             for sample in corpus.read_block_samples(block):
                 samples += 1
                 tokens += len(sample.tokens)
-        if found.hexdigest() != shard.blake3:
+        if fingerprint.hexdigest() != shard.blake3:
             raise MegatfmError(
                 f"{corpus.store.path(shard)}: its BLAKE3 hash is not the manifest's: {corpus.store.remedy}"
             )
@@ -95,7 +95,7 @@ def show(
         "tokenizer": corpus.tokenizer_hash,
         "fingerprint": corpus.fingerprint,
         "provenance": json.dumps(
-            {name: said for name, said in corpus.manifest.provenance.items() if name != TOKEN_SHARES},
+            {name: value for name, value in corpus.manifest.provenance.items() if name != TOKEN_SHARES},
             ensure_ascii=False,
             sort_keys=True,
         ),
@@ -105,13 +105,13 @@ def show(
 
 def _holds(provenance: dict[str, Any]) -> dict[str, str]:
     """The largest domains, languages and values of fields, as prep has counted them: each one's part of all tokens."""
-    found = {}
+    shares_by_field = {}
     for name, (total, rows) in provenance.get(TOKEN_SHARES, {}).items():
         shares = [
             f"{value} {100 * tokens / max(1, total):.1f} %" for value, _, _, tokens in rows[:MAX_SHARES]
         ]
-        found[name] = ", ".join(shares) + (" and others" if len(rows) > MAX_SHARES else "")
-    return found
+        shares_by_field[name] = ", ".join(shares) + (" and others" if len(rows) > MAX_SHARES else "")
+    return shares_by_field
 
 
 def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
@@ -149,15 +149,15 @@ def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> 
             by_source.add(name, sample)
             for field, value in countable_fields(sample.metadata).items():
                 by_field.setdefault(field, _Totals(field)).add(value, sample)
-            found = np.bincount(sample.tokens)
-            uses = np.pad(uses, (0, max(0, len(found) - len(uses))))
-            uses[: len(found)] += found
+            counts = np.bincount(sample.tokens)
+            uses = np.pad(uses, (0, max(0, len(counts) - len(uses))))
+            uses[: len(counts)] += counts
     parts = [
         f"{corpus.n_samples:,} documents, {corpus.n_tokens:,} tokens, {corpus.n_text_bytes:,} bytes of text",
         _table(("tokens a document", "at most"), _percentiles(lengths)),
         _table(("documents of up to", "documents", "tokens", "of all tokens"), _by_length(lengths)),
         by_source.table(),
-        *(each.table() for each in by_field.values()),
+        *(field_counts.table() for field_counts in by_field.values()),
     ]
     if uses.any():
         common = np.argsort(-uses, kind="stable")[: min(LARGEST, int((uses > 0).sum()))].tolist()
@@ -168,10 +168,10 @@ def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> 
 
 def countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the values to count a document by: its URL's domain, and fields that are strings, numbers or booleans."""
-    found = {
+    values = {
         name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)
     }
-    return {"domain": domain(found.pop("url")), **found} if "url" in found else found
+    return {"domain": domain(values.pop("url")), **values} if "url" in values else values
 
 
 def domain(url: str) -> str:
@@ -207,8 +207,8 @@ class _Totals:
 
 
 def _percentiles(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
-    found = np.percentile(lengths, PERCENTILES, method="higher").astype(int).tolist()
-    rows: list[Sequence[str]] = [(f"{p} %", f"{n:,}") for p, n in zip(PERCENTILES, found, strict=True)]
+    percentiles = np.percentile(lengths, PERCENTILES, method="higher").astype(int).tolist()
+    rows: list[Sequence[str]] = [(f"{p} %", f"{n:,}") for p, n in zip(PERCENTILES, percentiles, strict=True)]
     return [*rows, ("all", f"{lengths.max():,}")]
 
 
@@ -217,9 +217,9 @@ def _by_length(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
     sizes = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     rows: list[Sequence[str]] = []
     for size in np.unique(sizes).tolist():
-        here = lengths[sizes == size]
-        share = here.sum() / max(1, lengths.sum())
-        rows.append((f"{2**size:,}", f"{len(here):,}", f"{here.sum():,}", f"{100 * share:.1f} %"))
+        group = lengths[sizes == size]
+        share = group.sum() / max(1, lengths.sum())
+        rows.append((f"{2**size:,}", f"{len(group):,}", f"{group.sum():,}", f"{100 * share:.1f} %"))
     return rows
 
 
@@ -228,8 +228,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in (head, *rows):
-        first, *others = (cell for cell in row)
+        first, *numbers = (cell for cell in row)
         cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

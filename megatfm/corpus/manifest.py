@@ -142,7 +142,7 @@ class Manifest(_Strict):
             raise UsageError(f"{folder}: no such folder: write a corpus there with `megatfm prep`")
         path = folder / MANIFEST
         if not os.path.lexists(path):
-            if parts := sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}")):
+            if parts := sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}")):
                 raise UsageError(
                     f"{folder}: holds a corpus for each of {', '.join(parts[:8])}{' …' if len(parts) > 8 else ''}: "
                     f"name one of these folders, or give them weights as data.mixture.NAME.path = '{folder / parts[0]}'"

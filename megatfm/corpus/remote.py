@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote
 
 from blake3 import blake3
@@ -69,32 +69,32 @@ class RemoteFolder:
 
         def listed(fs: Any, root: str) -> list[RemoteFile]:
             fs.invalidate_cache()
-            found = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
+            listing = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
             begin = f"{root.rstrip('/')}/"
             names = {
                 path: path.removeprefix(begin) if path.startswith(begin) else path.rpartition("/")[2]
-                for path in found
+                for path in listing
             }
             if _protocols(fs) & _WEB:
                 names = {path: unquote(name) for path, name in names.items()}
-            return [_file(names[path], info, path) for path, info in found.items() if names[path]]
+            return [_file(names[path], info, path) for path, info in listing.items() if names[path]]
 
         files: list[RemoteFile] = with_retries(self.url, "folder or file", listed)
         return sorted(files, key=lambda file: file.name)
 
-    def stat(self, name: str) -> RemoteFile | None:
-        """The file of that name, if there is one."""
+    def stat(self, name: str, path: str = "") -> RemoteFile | None:
+        """The file of that name, if there is one. path: in the file system, where it is known."""
 
         def look(fs: Any, root: str) -> RemoteFile | None:
             fs.invalidate_cache()
             try:
-                info = fs.info(f"{root}/{name}")
+                info = fs.info(path or f"{root}/{name}")
             except FileNotFoundError:
                 return None
             return _file(name, info) if info["type"] == "file" else None
 
-        found: RemoteFile | None = with_retries(self.url, name, look)
-        return found
+        remote_file: RemoteFile | None = with_retries(self.url, name, look)
+        return remote_file
 
     def read_head(self, file: RemoteFile, size: int) -> bytes:
         """The first `size` bytes of a file, or all that it has."""
@@ -112,28 +112,20 @@ class RemoteFolder:
         version = blake3(f"{self.url}\0{file.name}\0{file.version}\0{file.size}".encode()).hexdigest(8)
         partial = path.with_name(f".{path.name}.{version}.partial")
 
-        def have() -> int:
-            return partial.stat().st_size if partial.exists() else 0
-
-        def copy(fs: Any, root: str) -> None:
-            place = file.path or f"{root}/{file.name}"
-            if have() < file.size or not file.size:
-                _append(fs, place, partial, file.size)
-            fs.invalidate_cache()
-            if have() != file.size or _stamp(fs.info(place)) != file.version:
-                partial.unlink()
-                raise MegatfmError(
-                    f"{self.url}: {file.name} changed while it was read: run the same command again"
-                )
-
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with_retries(self.url, file.name, copy, have)
-            partial.replace(path)
+            download_rest(self.url, file.name, partial, file.size, file.path)
         except DiskError as error:
             raise MegatfmError(
                 f"{path}: cannot be written ({error.cause.strerror}): make room, and run again"
             ) from error
+        current = self.stat(file.name, file.path)
+        if partial.stat().st_size != file.size or current is None or current.version != file.version:
+            partial.unlink()
+            raise MegatfmError(
+                f"{self.url}: {file.name} changed while it was read: run the same command again"
+            )
+        partial.replace(path)
 
     def upload(self, path: Path, name: str) -> RemoteFile:
         """Write a file, in parts if it is large. It appears under its name when it is whole; then its bytes are
@@ -169,6 +161,23 @@ class RemoteFolder:
                 fs.rm_file(f"{root}/{name}")
 
         with_retries(self.url, name, drop, verb="removed")
+
+
+def download_rest(url: str, name: str, partial: Path, size: int, path: str = "") -> None:
+    """Append what a partial file lacks of a remote one of `size` bytes; one that is longer there makes it longer, too.
+
+    path: in the file system, where it is known. What arrived before a fault of the network, or a kill, is not fetched
+    again. Raises DiskError, MegatfmError, UsageError.
+    """
+
+    def n_bytes() -> int:
+        return partial.stat().st_size if partial.exists() else 0
+
+    def copy(fs: Any, root: str) -> None:
+        if n_bytes() < size or not size:
+            _append(fs, path or f"{root}/{name}", partial, size)
+
+    with_retries(url, name, copy, n_bytes)
 
 
 def with_retries(
@@ -227,7 +236,8 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _append(fs: Any, place: str, partial: Path, size: int) -> None:
-    """Read on from where a partial file ends; from its begin, where the server can't do so."""
+    """Read on from where a partial file ends; from its begin, where the server can't do so. A remote file that is
+    shorter than it should be is read to its end."""
     with fs.open(place, "rb", block_size=8 * CHUNK) as source, open(partial, "ab") as file:
         at = file.tell()
         try:
@@ -235,14 +245,18 @@ def _append(fs: Any, place: str, partial: Path, size: int) -> None:
         except (ValueError, OSError):
             at = file.truncate(0)
         while at <= size and (chunk := source.read(CHUNK)):
-            try:
-                file.write(chunk)
-                file.flush()
-            except OSError as error:
-                raise DiskError(error) from error
+            _write(file, chunk)
             at += len(chunk)
-    if at < size:
+    if at < size and at != fs.info(place)["size"]:
         raise OSError(f"the connection ended at byte {at} of {size}")
+
+
+def _write(file: IO[bytes], chunk: bytes) -> None:
+    try:
+        file.write(chunk)
+        file.flush()
+    except OSError as error:
+        raise DiskError(error) from error
 
 
 def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
@@ -292,8 +306,8 @@ def _checksum_matches(info: dict[str, Any], path: Path) -> bool:
     if "-" in tag:
         parts = b"".join(hashlib.md5(part).digest() for part in _parts(path))
         return tag == f"{hashlib.md5(parts).hexdigest()}-{len(parts) // 16}"
-    told = info.get("md5Hash")
-    return bool(told) and told == base64.b64encode(_md5(path)).decode()
+    expected = info.get("md5Hash")
+    return bool(expected) and expected == base64.b64encode(_md5(path)).decode()
 
 
 def _md5(path: Path) -> bytes:
@@ -309,9 +323,9 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 def _content_matches(fs: Any, place: str, path: Path) -> bool:
     """Whether what is read there is a file, byte by byte."""
-    there, here = blake3(), blake3()
+    remote, local = blake3(), blake3()
     with fs.open(place, "rb") as source:
         while chunk := source.read(CHUNK):
-            there.update(chunk)
-    here.update_mmap(os.fspath(path))
-    return there.digest() == here.digest()
+            remote.update(chunk)
+    local.update_mmap(os.fspath(path))
+    return remote.digest() == local.digest()

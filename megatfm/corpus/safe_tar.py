@@ -15,7 +15,7 @@ from megatfm.corpus.files import open_regular_file
 from megatfm.corpus.manifest import TokenDtype
 from megatfm.corpus.shard_format import npy_header
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES, NPY_HEADER_BYTES
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
 ARRAY, TOKENS = ".npy", "tokens.npy"
 """End of an array's name; name after the key of the array of tokens, where there are several."""
@@ -158,13 +158,13 @@ def _members(
 
 def _check_member(member: tarfile.TarInfo, where: str) -> None:
     if not member.isreg() or member.issparse():
-        raise MegatfmError(f"{where}: is a link, a device or another special file: refused")
+        raise RefusedMemberError(f"{where}: is a link, a device or another special file: refused")
     if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
-        raise MegatfmError(f"{where}: its name leads out of the folder: refused")
+        raise RefusedMemberError(f"{where}: its name leads out of the folder: refused")
     if member.name.lower().endswith(PICKLES):
-        raise MegatfmError(f"{where}: is a pickle, which could run anything: refused")
+        raise RefusedMemberError(f"{where}: is a pickle, which could run anything: refused")
     if not 0 <= member.size <= MAX_FRAME_BYTES:
-        raise MegatfmError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
+        raise RefusedMemberError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
 
 
 _NPY_HEADER = re.compile(
@@ -184,10 +184,10 @@ def _array(data: bytes, where: str) -> tuple[NDArray[Any], bool]:
     end = start + int.from_bytes(data[8:start], "little")
     header = _NPY_HEADER.fullmatch(data[start:end])
     if data[:6] != b"\x93NUMPY" or header is None or header[1][1:] not in _INTEGERS:
-        said = data[start : min(end, start + 80)].decode("ascii", "replace").strip()
-        raise MegatfmError(f"{where}: no array of token ids, which are integers [n]: {said!r}")
+        header_text = data[start : min(end, start + 80)].decode("ascii", "replace").strip()
+        raise MegatfmError(f"{where}: no array of token ids, which are integers [n]: {header_text!r}")
     dtype, n = np.dtype(header[1].decode()), int(header[2])
     if n * dtype.itemsize != len(data) - end:
         raise MegatfmError(f"{where}: no array of token ids: its size is not what its header says")
-    own = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
-    return np.frombuffer(data, dtype, n, end), own
+    is_canonical = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
+    return np.frombuffer(data, dtype, n, end), is_canonical

@@ -92,7 +92,7 @@ def decode_sample(
             "its meta.json lacks a source or a number of bytes, or has fields that are no table"
         )
     if not isinstance(extensions, list) or not all(
-        isinstance(each, str) and EXTENSION.fullmatch(each) for each in extensions
+        isinstance(extension, str) and EXTENSION.fullmatch(extension) for extension in extensions
     ):
         raise MegatfmError("its meta.json names members that can't be")
     start += _padded(size)
@@ -151,9 +151,9 @@ def decode_packed_documents(
             raise MegatfmError("its meta.json lacks sources or numbers of bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MegatfmError(f"its meta.json is not readable ({error})") from error
-    if not all(isinstance(each, str) for each in sources) or not all(type(n) is int for n in text_bytes):
+    if not all(isinstance(source, str) for source in sources) or not all(type(n) is int for n in text_bytes):
         raise MegatfmError("its meta.json lacks a source or a number of bytes")
-    if not all(isinstance(each, dict) for each in fields):
+    if not all(isinstance(metadata, dict) for metadata in fields):
         raise MegatfmError("its meta.json has fields that are no table")
     return sources, text_bytes, fields, start + _padded(size)
 
@@ -245,16 +245,16 @@ def decompress_frames(packed: Sequence[bytes], sizes: Sequence[int]) -> list[mem
         expected = np.array(sizes, "<u8").tobytes()
         # The library's annotations know neither that lists of bytes are taken nor that segments are buffers.
         unpack_all: Any = _decompressor().multi_decompress_to_buffer
-        return [memoryview(each) for each in unpack_all(packed, decompressed_sizes=expected, threads=1)]
+        return [memoryview(block) for block in unpack_all(packed, decompressed_sizes=expected, threads=1)]
     except zstandard.ZstdError as error:
         raise BadFrame(str(error)) from error
 
 
 def _check_size(packed: bytes, size: int) -> None:
     """Check the size that a frame claims, before anything is allocated for it."""
-    found = zstandard.frame_content_size(packed)
-    if found != size:
-        raise BadFrame(f"holds {found} bytes, the index says {size}")
+    actual = zstandard.frame_content_size(packed)
+    if actual != size:
+        raise BadFrame(f"holds {actual} bytes, the index says {size}")
 
 
 def _end(packed: bytes) -> int:

@@ -27,10 +27,12 @@ NPY_HEADER_BYTES = 128
 FRAME_DTYPE = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("samples", "<u4")])
 
 
-def sample_dtype(key_width: int) -> np.dtype[Any]:
+def sample_dtype(key_width: int, has_image_sizes: bool = False) -> np.dtype[Any]:
     """`offset`: where the token payload starts in its uncompressed frame; `tokens`: their number;
-    `text_bytes`: the UTF-8 bytes of the sample's text."""
-    return np.dtype([("offset", "<u4"), ("tokens", "<u4"), ("text_bytes", "<u8"), ("key", f"S{key_width}")])
+    `text_bytes`: the UTF-8 bytes of the sample's text; `height`, `width`: of its image, where all have one."""
+    image = [("height", "<u4"), ("width", "<u4")] if has_image_sizes else []
+    columns = [("offset", "<u4"), ("tokens", "<u4"), ("text_bytes", "<u8"), ("key", f"S{key_width}")]
+    return np.dtype(columns + image)
 
 
 # What reading tokens needs of a sample.
@@ -64,6 +66,11 @@ class ShardIndex:
         """Numbers [n_frames + 1] of the frames' first samples within the shard."""
         return running_sum(self.frames["samples"])
 
+    @property
+    def has_image_sizes(self) -> bool:
+        """Whether the size of every sample's image is known."""
+        return "height" in (self.samples.dtype.names or ())
+
     def without_keys(self) -> "ShardIndex":
         """Return a copy with the samples' spans alone: 8 bytes of each, where keys and sizes of texts take 20 more."""
         spans = np.empty(len(self.samples), SPAN)
@@ -83,7 +90,7 @@ class ShardIndex:
     def encode(self) -> bytes:
         """Content of an index file, zstd with a checksum: a JSON line of counts, then the tables of the shard."""
         counts = {
-            "schema_version": 3 if self.has_packed_frames else 1 if self.frame_hashes is None else 2,
+            "schema_version": self._schema_version,
             "frames": len(self.frames),
             "samples": len(self.samples),
             "key_width": self.samples.dtype["key"].itemsize,
@@ -92,27 +99,35 @@ class ShardIndex:
         content += b"" if self.frame_hashes is None else self.frame_hashes.tobytes()
         return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(content)
 
+    @property
+    def _schema_version(self) -> int:
+        if self.has_image_sizes:
+            return 4
+        return 3 if self.has_packed_frames else 1 if self.frame_hashes is None else 2
+
     @classmethod
     def decode(cls, data: bytes, shard: Shard, token_bytes: int) -> "ShardIndex":
         """Read an index and check it against its shard's entry in the manifest.
 
         Raises a MegatfmError whose message is only the reason; the caller knows the place.
         """
-        most = 256 + shard.samples * (FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH).itemsize)
+        most = 256 + shard.samples * (FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, True).itemsize)
         try:
             if not 0 < zstandard.frame_content_size(data) <= most:
                 raise MegatfmError("its uncompressed size is absurd")
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
             at = content.index(b"\n") + 1
             counts = json.loads(content[:at])
-            known = (2,) if shard.foreign else (1, 3)
+            known = (2,) if shard.foreign else (1, 3, 4)
             if (packs := counts["schema_version"]) not in known:
-                raise MegatfmError(f"schema version {packs!r} is not known here, only 1 and 3 (2: foreign)")
-            hashed = shard.is_raw if packs == 3 else shard.foreign
+                raise MegatfmError(
+                    f"schema version {packs!r} is not known here, only 1, 3 and 4 (2: foreign)"
+                )
+            hashed = shard.is_raw if packs in (3, 4) else shard.foreign
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
-            samples = sample_dtype(key_width)
+            samples = sample_dtype(key_width, packs == 4)
             samples_at = at + n_frames * FRAME_DTYPE.itemsize
             hashes_at = samples_at + n_samples * samples.itemsize
             index = cls(
@@ -137,18 +152,18 @@ class ShardIndex:
 
     def _check(self, shard: Shard, token_bytes: int) -> None:
         frames, samples = self.frames, self.samples
-        said = (shard.samples, shard.samples, shard.tokens, shard.text_bytes, shard.bytes)
-        found = (
+        expected = (shard.samples, shard.samples, shard.tokens, shard.text_bytes, shard.bytes)
+        actual = (
             len(samples),
             int(frames["samples"].sum(dtype=np.int64)),
             int(samples["tokens"].sum(dtype=np.int64)),
             int(samples["text_bytes"].sum()),
             int(self.offsets[-1]),
         )
-        if found != said:
+        if actual != expected:
             raise MegatfmError(
                 f"it disagrees with the manifest on (samples, samples in frames, tokens, text bytes, bytes): "
-                f"{found}, not {said}"
+                f"{actual}, not {expected}"
             )
         if (frames["samples"] == 0).any():
             raise MegatfmError(f"frame {int((frames['samples'] == 0).argmax())} holds no sample")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from blake3 import blake3
 
 from megatfm.corpus.files import RESTORE, check_size, open_descriptor, read_at, read_range
-from megatfm.corpus.remote import CHUNK, DiskError, with_retries
+from megatfm.corpus.remote import CHUNK, DiskError, download_rest, with_retries
 from megatfm.errors import MegatfmError, UsageError
 
 MAX_MANIFEST_BYTES = 2**30
@@ -162,25 +162,17 @@ class CachedRemoteStorage:
             ) from error
 
     def _download(self, path: Path, known: FileEntry) -> None:
-        partial = path.with_name(f".{path.name}.partial")  # a killed download's is begun again
-
-        def fetch(fs: Any, root: str) -> str:
-            found, size = blake3(), 0
-            with fs.open(f"{root}/{known.file}", "rb") as source, open(partial, "wb") as file:
-                while size <= known.bytes and (chunk := source.read(CHUNK)):
-                    found.update(chunk)
-                    size += len(chunk)
-                    _write(file, chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            return found.hexdigest() if size == known.bytes else f"{size} bytes or more"
-
+        partial = path.with_name(
+            f".{path.name}.partial"
+        )  # named by its content, so that a killed download's goes on
         try:
-            for _ in range(2):
-                arrived = with_retries(self.url, known.file, fetch)
+            for _ in range(2 + partial.exists()):
+                download_rest(self.url, known.file, partial, known.bytes)
+                arrived = _hash_and_sync(partial)
                 if arrived == known.blake3:
                     partial.replace(path)
                     return
+                partial.unlink()
             raise MegatfmError(
                 f"{self.url}/{known.file}: what arrives is not what the manifest says ({arrived[:16]}, not "
                 f"{known.blake3[:16]} of {known.bytes} bytes): upload the corpus again"
@@ -202,11 +194,14 @@ def open_storage(place: str | Path, cache: ShardCacheConfig) -> LocalStorage | C
     return LocalStorage(Path(place))
 
 
-def _write(file: Any, chunk: bytes) -> None:
-    try:
-        file.write(chunk)
-    except OSError as error:
-        raise DiskError(error) from error
+def _hash_and_sync(path: Path) -> str:
+    """Force a file to the disk, and return its BLAKE3 hash. Raises OSError."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        fingerprint = blake3()
+        while chunk := file.read(CHUNK):
+            fingerprint.update(chunk)
+        return fingerprint.hexdigest()
 
 
 def _read_manifest_bytes(fs: Any, path: str) -> bytes:

@@ -31,7 +31,7 @@ from megatfm.corpus.safe_tar import STORED, TokenArray, iter_shard_samples, iter
 from megatfm.corpus.shard_format import KEY
 from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.corpus.writer import ShardWriter
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
 FRAME_BYTES = 2**18
 CHUNK = 2**14
@@ -189,9 +189,9 @@ def _zstd_frames(path: Path) -> Iterator[Frame]:
                 )
             try:
                 arrays = list(iter_tar_samples(io.BytesIO(data), path, require_end_marker=False))
+            except (UsageError, RefusedMemberError):
+                raise
             except MegatfmError as error:
-                if isinstance(error, UsageError) or ": refused" in str(error):
-                    raise
                 raise _needs_rewrite_error(path, f"frame {number} is no tar by itself ({error})") from error
             if not arrays:
                 raise _needs_rewrite_error(path, f"frame {number} holds no sample")
@@ -203,21 +203,21 @@ def _zstd_frames(path: Path) -> Iterator[Frame]:
 
 def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
     """Compressed size and content of each zstd frame of a file."""
-    rest = b""
-    while rest or (rest := file.read(CHUNK)):
+    packed = b""
+    while packed or (packed := file.read(CHUNK)):
         unpack = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
         parts, size, taken = list[bytes](), 0, 0
         try:
             while not unpack.eof:
-                if not rest and not (rest := file.read(CHUNK)):
+                if not packed and not (packed := file.read(CHUNK)):
                     raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
-                parts.append(unpack.decompress(rest[:CHUNK]))
-                taken, rest, size = taken + len(rest[:CHUNK]), rest[CHUNK:], size + len(parts[-1])
+                parts.append(unpack.decompress(packed[:CHUNK]))
+                taken, packed, size = taken + len(packed[:CHUNK]), packed[CHUNK:], size + len(parts[-1])
                 if size > MAX_FRAME_BYTES:
                     raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
-        rest = unpack.unused_data + rest
+        packed = unpack.unused_data + packed
         yield taken - len(unpack.unused_data), b"".join(parts)
 
 
@@ -251,8 +251,8 @@ def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
 
 
 def _file_hash(path: Path) -> str:
-    found = blake3()
+    fingerprint = blake3()
     with open_regular_file(path) as file:
         while chunk := file.read(2**20):
-            found.update(chunk)
-    return found.hexdigest()
+            fingerprint.update(chunk)
+    return fingerprint.hexdigest()

@@ -92,12 +92,14 @@ class ShardWriter:
         text_bytes: int,
         members: Mapping[str, bytes] = MappingProxyType({}),
         fields: Mapping[str, Any] = MappingProxyType({}),
+        image_size: tuple[int, int] | None = None,
     ) -> None:
         """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
 
         `key` names it in the tar: letters, digits, `_` and `-`, at most 80, used once in a shard. `members` are files
         that belong to it, by their extensions, which are up to 16 small letters and digits: `{"jpg": data}`. `fields`
-        (JSON) is what else is said of it.
+        (JSON) is what else is said of it. image_size: height and width of its image, which the index of a shard holds
+        if all of its samples have one.
         """
         if not KEY.fullmatch(key):
             raise MegatfmError(f"sample key {key!r}: use 1 to 80 letters, digits, '_' and '-'")
@@ -107,7 +109,9 @@ class ShardWriter:
                     f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
                 )
         sample = Sample(0, key, source, text_bytes, self._stored(key, tokens), members, fields)
-        part = _PendingSample(sample, None if self._how.pack and not members else encode_sample(sample))
+        part = _PendingSample(
+            sample, None if self._how.pack and not members else encode_sample(sample), image_size
+        )
         if part.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
         if self._open is not None and self._open.written + part.size > self._shard_bytes:
@@ -183,6 +187,7 @@ class _PendingSample(NamedTuple):
     sample: Sample
     data: bytes | None
     """Its own members; None if it may share them with others."""
+    image_size: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
@@ -190,8 +195,8 @@ class _PendingSample(NamedTuple):
         if self.data is not None:
             return len(self.data)
         sample = self.sample
-        said = len(json.dumps(dict(sample.metadata))) if sample.metadata else 0
-        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + said + 16
+        metadata_bytes = len(json.dumps(dict(sample.metadata))) if sample.metadata else 0
+        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + metadata_bytes + 16
 
 
 class _OpenShard:
@@ -209,6 +214,7 @@ class _OpenShard:
         self._hashes: list[int] = []
         self._packs = False
         self._samples: dict[str, tuple[int, int, int]] = {}
+        self._image_sizes: list[tuple[int, int]] = []
         self.written = 0
 
     def add(self, part: _PendingSample) -> None:
@@ -222,6 +228,7 @@ class _OpenShard:
             self._end_frame()
         # Where it lies is known when the frame ends.
         self._samples[sample.key] = (0, len(sample.tokens), sample.text_bytes)
+        self._image_sizes += [part.image_size] if part.image_size else []
         self._frame.append(part)
         self._frame_bytes += size
         self.written += size
@@ -229,10 +236,15 @@ class _OpenShard:
     def commit(self) -> Shard:
         self._end_frame(END_OF_ARCHIVE)
         self._file.commit()
-        rows = [(*where, key.encode()) for key, where in self._samples.items()]
+        has_sizes = len(self._image_sizes) == len(self._samples) and not self._packs
+        sizes: list[tuple[int, ...]] = list(self._image_sizes) if has_sizes else [()] * len(self._samples)
+        rows = [
+            (*where, key.encode(), *size)
+            for (key, where), size in zip(self._samples.items(), sizes, strict=True)
+        ]
         index = ShardIndex(
             np.array(self._frames, FRAME_DTYPE),
-            np.array(rows, sample_dtype(max(map(len, self._samples)))),
+            np.array(rows, sample_dtype(max(map(len, self._samples)), has_sizes)),
             None if self._how.compress else np.array(self._hashes, "<u8"),
             self._packs or not self._how.compress,
         )
@@ -267,7 +279,7 @@ class _OpenShard:
         """The frame's tar; notes where each sample's tokens start in it."""
         at, parts = PAYLOAD_OFFSET, []
         packed = self._frame[0].data is None and len(self._frame) > 1
-        for sample, data in self._frame:
+        for sample, data, _ in self._frame:
             _, *counts = self._samples[sample.key]
             self._samples[sample.key] = (at, counts[0], counts[1])
             if packed:

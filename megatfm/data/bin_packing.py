@@ -158,18 +158,18 @@ def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> 
         return int(best_fit_decreasing(pieces[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
 
     volumes = np.concatenate([[0], np.cumsum(pieces)])[starts][:, None]
-    rows = sum(each for _, each in group_blocks(volumes, (row,), rows_of, is_bin_packed=True))
+    rows = sum(row_count for _, row_count in group_blocks(volumes, (row,), rows_of, is_bin_packed=True))
     return 1 - total / (-(-total // row) * row), 1 - total / (rows * row)
 
 
 def describe_padding(corpus: Corpus) -> dict[str, str]:
     """Return the share of padding in rows of usual lengths, in words; of the first documents of a large corpus."""
     blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(PADDING_SAMPLE, "right")))]
-    some, found = corpus.lengths(0, len(blocks) - 1) + 1, {}
-    for row in (size for size in ROWS if size <= int(some.sum())):
-        cut, whole = padding(some, blocks, row)
-        much = ": documents don't fill such rows" if whole > MUCH_PADDING else ""
-        found[f"rows of {row:,}"] = (
-            f"{100 * cut:.1f} % padding where documents are cut, {100 * whole:.1f} % where whole{much}"
+    lengths, lines = corpus.lengths(0, len(blocks) - 1) + 1, {}
+    for row in (size for size in ROWS if size <= int(lengths.sum())):
+        cut, unsplit = padding(lengths, blocks, row)
+        much = ": documents don't fill such rows" if unsplit > MUCH_PADDING else ""
+        lines[f"rows of {row:,}"] = (
+            f"{100 * cut:.1f} % padding where documents are cut, {100 * unsplit:.1f} % where whole{much}"
         )
-    return found
+    return lines

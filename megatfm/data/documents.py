@@ -23,7 +23,7 @@ class Read(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        files = sum(len(data) for each in self.members or () for data in each.values())
+        files = sum(len(data) for member in self.members or () for data in member.values())
         return files + sum(tokens.nbytes for tokens in self.tokens)
 
 
@@ -53,6 +53,11 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         blocks = range(self._begin, self._end)
         return np.concatenate([self._corpus.block_lengths(number) for number in blocks])
 
+    @cached_property
+    def image_sizes(self) -> NDArray[np.int64]:
+        """Height and width of the image of each, without reading any."""
+        return self._corpus.image_sizes(self._begin, self._end)
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 
@@ -74,6 +79,10 @@ class BlockDocuments(Sequence[NDArray[Any]]):
             return {}
         block, at = self._place(number)
         return block.members[at] if block.members else {}
+
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
+        return self._corpus.describe_sample(self.first + number)
 
     def _place(self, number: int) -> tuple[Read, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
@@ -102,9 +111,21 @@ class InMemoryDocuments(list[NDArray[Any]]):
         """The number of tokens of each."""
         return np.array([len(document) for document in self], np.int64)
 
+    @cached_property
+    def image_sizes(self) -> NDArray[np.int64]:
+        """Height and width of the image of each, from its header."""
+        from megatfm.corpus.image_size import upright_size
+
+        sizes = [upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
+        return np.array(sizes, np.int64).reshape(-1, 2)
+
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""
         return self._members[number] if self._members else {}
+
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
+        return f"sample {self.first + number}", ""
 
 
 def read_block(
@@ -143,7 +164,7 @@ class Quarantine:
     @classmethod
     def parse(cls, entries: Sequence[str], n_samples: int) -> "Quarantine":
         """Read "17" and "120-153" (the last included); a UsageError if one is no such range of the corpus."""
-        found = []
+        sample_ranges = []
         for entry in entries:
             match = _RANGE.fullmatch(entry)
             first = int(match[1]) if match else 0
@@ -153,9 +174,9 @@ class Quarantine:
                     f"quarantine {entry!r}: give a sample such as '17', or a range such as '120-153', of the "
                     f"corpus's 0 to {n_samples - 1}"
                 )
-            found.append((first, last + 1))
+            sample_ranges.append((first, last + 1))
         ranges: list[tuple[int, int]] = []
-        for first, end in sorted(found):
+        for first, end in sorted(sample_ranges):
             if ranges and first <= ranges[-1][1]:
                 before, until = ranges.pop()
                 first, end = before, max(end, until)

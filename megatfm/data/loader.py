@@ -8,10 +8,12 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatfm.data.dataset import RowDataset
 from megatfm.data.order import BatchSchedule
-from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields, join_rows
+from megatfm.data.row_batches import join_rows
+from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields
 from megatfm.data.workers import RowWorkers, picklable_error
 from megatfm.errors import UsageError
 from megatfm.rng import row_keys, short_row_keys
@@ -80,7 +82,7 @@ class DataLoader(Iterator[list[Fields]]):
     is asked for, not before: so nothing is under way between them when some of them stop. What one of them raises, all
     do. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for
     data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part
-    of it was padding.
+    of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its micro-batches.
 
     Raises a UsageError if a global batch is not a multiple of micro-batch × data ranks.
     """
@@ -114,6 +116,7 @@ class DataLoader(Iterator[list[Fields]]):
         self.position = position
         self.stop = end_position
         self.wait_seconds, self.step_tokens, self.padding = 0.0, 0, 0.0
+        self.row_positions: list[NDArray[np.int64]] = []
         self._rank, self._ranks, self._readers = data_rank, data_ranks, readers
         self._workers = RowWorkers(rows, workers)
         # Two threads each make one of the steps ahead; a worker is asked by one.
@@ -128,6 +131,9 @@ class DataLoader(Iterator[list[Fields]]):
             raise StopIteration
         start = perf_counter()
         step, self.padding = self._step(self._ahead[0])
+        first, n_rows, parts = self._ahead[0].asked
+        positions = np.repeat(np.arange(first, first + n_rows), parts)
+        self.row_positions = np.split(positions, len(step))
         self.wait_seconds += perf_counter() - start
         taken = self._ahead.popleft().global_batch
         self.position += taken
@@ -186,7 +192,7 @@ class DataLoader(Iterator[list[Fields]]):
         reader, n_readers = self._readers.rank, self._holders(asked)
         if reader >= n_readers:
             return None
-        begin, end = (asked.first + asked.rows * each // n_readers for each in (reader, reader + 1))
+        begin, end = (asked.first + asked.rows * number // n_readers for number in (reader, reader + 1))
         return self._workers.rows(
             [None if self.stop is not None and at >= self.stop else at for at in range(begin, end)]
         )
@@ -201,19 +207,19 @@ class DataLoader(Iterator[list[Fields]]):
                 picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
                 self._holders(ahead.asked),
             )
-        for each in (local_rows, *gathered):
-            if isinstance(each, Exception):
-                raise each
-        fields = [each for each in gathered if isinstance(each, dict)]
+        for row_fields in (local_rows, *gathered):
+            if isinstance(row_fields, Exception):
+                raise row_fields
+        fields = [row_fields for row_fields in gathered if isinstance(row_fields, dict)]
         rows = join_rows(fields) if len(fields) > 1 else fields[0]
         rows, positions = split_rows(rows, parts), np.arange(first, first + n)
         keys = row_keys(self.rows.seed, positions)
         if parts > 1:
             keys = short_row_keys(self.rows.seed, np.repeat(positions, parts), np.tile(np.arange(parts), n))
         size = self.micro_batch * parts
-        whole = {**rows, "keys": keys}
+        batch = {**rows, "keys": keys}
         step = [
-            without_documents({name: field[start : start + size] for name, field in whole.items()})
+            without_documents({name: field[start : start + size] for name, field in batch.items()})
             for start in range(0, n * parts, size)
         ]
         return step, padding_fraction(rows)
@@ -229,7 +235,9 @@ def _result_or_error(read: Future[Fields | None]) -> Fields | Exception | None:
 def padding_fraction(rows: Fields) -> float:
     """Return the share of padding in rows, of all their sides."""
     numbers = [field for name, field in rows.items() if name.endswith("documents")]
-    return sum(int((each == PAD_DOCUMENT_ID).sum()) for each in numbers) / sum(each.size for each in numbers)
+    return sum(int((documents == PAD_DOCUMENT_ID).sum()) for documents in numbers) / sum(
+        documents.size for documents in numbers
+    )
 
 
 def without_documents(batch: Fields) -> Fields:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from megatfm.corpus.byte_cache import ByteCache, nbytes
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.order import interleave
-from megatfm.data.sequences import Fields, check_same_fields
+from megatfm.data.row_batches import check_same_fields
+from megatfm.data.sequences import Fields
 from megatfm.errors import UsageError
 from megatfm.rng import random_uint64, to_unit_interval
 
@@ -142,6 +143,16 @@ class Mixture:
         taken = int(span.taken[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
         return list(self.sources)[source], taken * self.streams + stream
 
+    def row_sources(self, positions: Ints) -> Ints:
+        """The number of the source, in the order of `sources`, of each row [n] at a global position."""
+        turns, streams = np.divmod(interleave(positions, self.streams, self.turn), self.streams)
+        firsts = [span.first for span in self._spans]
+        phases = np.searchsorted(firsts, turns, side="right") - 1
+        blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
+        places = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
+        chosen = [self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in places]
+        return np.array(chosen, np.int64)
+
     def row(self, position: int) -> Fields:
         """The row at a global position."""
         return {name: values[0] for name, values in self.rows([position]).items()}
@@ -153,18 +164,18 @@ class Mixture:
         batch: Fields = {}
         for name, source in self.sources.items():
             mine = [number for number, (chosen, _) in enumerate(places) if chosen == name]
-            found = source.rows([places[number][1] for number in mine]) if mine else {}
+            fields = source.rows([places[number][1] for number in mine]) if mine else {}
             if len(mine) == len(places):
-                return found
+                return fields
             if not mine:
                 continue
             if not batch:
                 batch = {
                     field: np.empty((len(places), *values.shape[1:]), values.dtype)
-                    for field, values in found.items()
+                    for field, values in fields.items()
                 }
-            check_same_fields(f"data.mixture.{name}", found, batch)
-            for field, values in found.items():
+            check_same_fields(f"data.mixture.{name}", fields, batch)
+            for field, values in fields.items():
                 batch[field][mine] = values
         return batch
 

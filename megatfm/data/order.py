@@ -158,14 +158,14 @@ class RowOrder:
     def slots(self, positions: Ints) -> list[RowSlot]:
         """Return where the rows at global positions [n] start."""
         epochs = positions // len(self)
-        found = np.empty((4, len(positions)), np.int64)
+        slots = np.empty((4, len(positions)), np.int64)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            at = self._in_epoch(positions[here], epoch) * self.length
-            found[0, here] = epoch
-            found[1, here], within = self._find(epoch, at)
-            found[2, here], found[3, here] = within // self.length, at - within
-        return [RowSlot(*place) for place in found.T.tolist()]
+            is_in_epoch = epochs == epoch
+            at = self._in_epoch(positions[is_in_epoch], epoch) * self.length
+            slots[0, is_in_epoch] = epoch
+            slots[1, is_in_epoch], within = self._find(epoch, at)
+            slots[2, is_in_epoch], slots[3, is_in_epoch] = within // self.length, at - within
+        return [RowSlot(*place) for place in slots.T.tolist()]
 
     def block_at(self, epoch: int, at: int) -> int:
         """Return the block that contains offset `at` of the epoch."""
@@ -184,8 +184,10 @@ class RowOrder:
         if self._unit > 1:
             units = blocks.copy()
             for unit in np.unique(units).tolist():
-                here = units == unit
-                blocks[here], within[here] = _find(self._unit_table(epoch, unit), within[here])
+                is_in_unit = units == unit
+                blocks[is_in_unit], within[is_in_unit] = _find(
+                    self._unit_table(epoch, unit), within[is_in_unit]
+                )
         return blocks, within
 
     def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
@@ -253,8 +255,8 @@ def interleave(k: Ints, cycle_length: int, turn: Ints | int) -> Ints:
     """Positions [n] of an order that takes `turn` rows of each stream, in one that takes single rows."""
     rounds, at = np.divmod(k, cycle_length * turn)
     stream, row = np.divmod(at, turn)
-    found: Ints = np.asarray((rounds * turn + row) * cycle_length + stream, np.int64)
-    return found
+    positions: Ints = np.asarray((rounds * turn + row) * cycle_length + stream, np.int64)
+    return positions
 
 
 def make_row_order(

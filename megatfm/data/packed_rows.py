@@ -132,14 +132,14 @@ class RowStore:
             into[:, end:] = np.array(list(self.fills.values()))[:, None]
         if not n:
             return end, documents
-        found = self._number(begin, into[-2, at:end], into[-1, at:end])
+        documents_added = self._number(begin, into[-2, at:end], into[-1, at:end])
         if at and self.as_one_document:
             into[-1, at:end] += at if self.blank is None else at * (into[-2, at:end] != PAD_DOCUMENT_ID)
         elif documents:
             into[-2, at:end] += (
                 documents if self.blank is None else documents * (into[-2, at:end] != PAD_DOCUMENT_ID)
             )
-        return end, documents + found
+        return end, documents + documents_added
 
     def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """Number the documents of a row that starts at `begin`, and the positions in their pieces; how many it has."""
@@ -273,7 +273,9 @@ class BinPackedRows:
 
     def __init__(self, documents: DocumentSource, how: PackingConfig, epoch: int) -> None:
         self._documents, self._how, self._epoch = documents, how, epoch
-        pieces = split_documents(documents.lengths, how.objective, documents.first, how.seed).without_empty()
+        lengths, first = documents.lengths, documents.first
+        sizes = lambda: documents.image_sizes  # noqa: E731
+        pieces = split_documents(lengths, how.objective, first, how.seed, sizes).without_empty()
         rows = assign_rows(how.objective, pieces.lengths, how.row_lengths)
         order = np.argsort(rows, kind="stable")
         self._pieces: ChunkTable = pieces.take(order)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -180,9 +181,11 @@ class _Planner:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
             )
-        found = list(group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits))
-        groups = np.array([0, *(end for end, _ in found)])
-        sizes = np.array([rows for _, rows in found])
+        packed_groups = list(
+            group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits)
+        )
+        groups = np.array([0, *(end for end, _ in packed_groups)])
+        sizes = np.array([rows for _, rows in packed_groups])
         if self.objective.needs_other_documents:
             without_partner = self._alone(groups, np.cumsum(texts))
         room = int(sizes.sum()) * sum(self.row_lengths)
@@ -211,7 +214,8 @@ class _Planner:
 
     def _sequences(self, begin: int, end: int) -> ChunkTable:
         first, n_tokens = int(self.corpus.blocks[begin]), self.corpus.lengths(begin, end)
-        return split_documents(n_tokens, self.objective, first, self.seed).without_empty()
+        sizes = partial(_image_sizes, self.corpus, begin, end)
+        return split_documents(n_tokens, self.objective, first, self.seed, sizes).without_empty()
 
     def _count_texts(self, begin: int, starts: NDArray[np.int64], pieces: ChunkTable) -> NDArray[np.int64]:
         """Count the documents of each block that are not empty [n], of which `_planned` gives the pieces."""
@@ -247,7 +251,8 @@ class _Planner:
         while begin < len(blocks) - 1:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
             first = int(blocks[begin])
-            pieces = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed)
+            sizes = partial(_image_sizes, self.corpus, begin, end)
+            pieces = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed, sizes)
             yield begin, np.searchsorted(pieces.documents, blocks[begin : end + 1] - first), pieces
             begin = end
 
@@ -260,3 +265,7 @@ class _Planner:
                 f"the objective makes sequences of lengths {pieces.lengths[at].tolist()} of {n_tokens} tokens, for "
                 f"rows of {list(self.row_lengths)}: its max_tokens = {self.objective.max_tokens} is wrong"
             )
+
+
+def _image_sizes(corpus: Corpus, begin: int, end: int) -> NDArray[np.int64]:
+    return corpus.image_sizes(begin, end)

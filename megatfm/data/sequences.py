@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import MegatfmError, SampleError
 from megatfm.rng import PieceKey, piece_keys
 
 IGNORE_INDEX = -100
@@ -23,6 +23,8 @@ PAD_DOCUMENT_ID = -1
 Fields = dict[str, NDArray[Any]]
 BatchBuild = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
 """The fields of many documents, each framed as `PackingObjective.build` would, one after another [total]."""
+ImageLengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Lengths [D] of sequences by heights and widths of images [D, 2]."""
 
 
 class OtherDocuments(Protocol):
@@ -66,13 +68,13 @@ class DocumentChunk:
 class Field:
     """A field of a sequence: its NumPy type, and its shape [length, *shape], or [*shape] where it is one `of` the row.
 
-    pad_value: what stands in padding.
+    pad_value: the content of padding, a number or an array of the field's shape.
     """
 
     dtype: str = "int64"
     shape: tuple[int, ...] = ()
     per: Literal["tokens", "row"] = "tokens"
-    pad_value: float = 0
+    pad_value: float | tuple[float, ...] = 0
 
     def filled(self, *lengths: int) -> NDArray[Any]:
         """An array [*lengths, *shape] of nothing but padding."""
@@ -152,10 +154,10 @@ class PackingConfig:
         )
 
     def fills(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
-        """Return the padding values of each of a side's fields, and of those that packing adds."""
+        """Return the padding values of each of a side's plain fields, and of those that packing adds."""
         prefix = self.objective.field_prefixes[side]
-        own = {name: self.field(name).pad_value for name in names}
-        return own | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
+        pad_values: dict[str, float] = {name: self.field(name).pad_value for name in names}  # type: ignore[misc]
+        return pad_values | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
 
 
 def needs_own_row(objective: PackingObjective) -> bool:
@@ -211,9 +213,15 @@ class ChunkTable:
 
 
 def split_documents(
-    n_tokens: NDArray[np.int64], objective: PackingObjective, first: int, seed: int
+    n_tokens: NDArray[np.int64],
+    objective: PackingObjective,
+    first: int,
+    seed: int,
+    image_sizes: Callable[[], NDArray[np.int64]] | None = None,
 ) -> ChunkTable:
     """Cut documents of `n_tokens` [D], the first of which has the number `first` in its corpus.
+
+    image_sizes: gives heights and widths [D, 2], for an objective whose lengths depend on them.
 
     A document is cut into consecutive pieces of `objective.max_tokens`, of which the last may be shorter; an empty
     document is one empty piece. Pieces that make no sequence are among them, with lengths of 0.
@@ -228,8 +236,12 @@ def split_documents(
         numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = numbers * most
         ends = np.minimum(starts + most, n_tokens[documents])
-    keys = piece_keys(seed, first + documents, numbers)
-    lengths = np.asarray(objective.sequence_lengths(ends - starts, keys), np.int64)
+    image_lengths: ImageLengths | None = getattr(objective, "image_lengths", None)
+    if image_sizes is not None and image_lengths is not None:
+        lengths = image_lengths(image_sizes())[documents]
+    else:
+        keys = piece_keys(seed, first + documents, numbers)
+        lengths = np.asarray(objective.sequence_lengths(ends - starts, keys), np.int64)
     return ChunkTable(documents, starts, ends, numbers, lengths.reshape(len(documents), -1))
 
 
@@ -248,10 +260,19 @@ class DocumentSource(Protocol):
         """Mask [D] of those that are to become padding."""
         ...
 
+    @property
+    def image_sizes(self) -> NDArray[np.int64]:
+        """Height and width of the image of each [D, 2], where the objective asks for them."""
+        ...
+
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> NDArray[Any]: ...
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that are stored with a document."""
+        ...
+
+    def describe(self, number: int) -> tuple[str, str]:
+        """Where a document is stored, in words, and how to train without it."""
         ...
 
 
@@ -293,10 +314,14 @@ def build_sequences(
             built.append(_declared_padding(objective, planned_lengths))
             continue
         key = PieceKey(how.seed, epoch, first + document, number)
-        tokens, others = documents[document][start:end], PartnerDocuments(documents, partners, document)
-        fields = dict(
-            objective.build_example(DocumentChunk(tokens, others, documents.members(document)), key)
-        )
+        tokens = documents[document][start:end]
+        partner_documents = PartnerDocuments(documents, partners, document)
+        chunk = DocumentChunk(tokens, partner_documents, documents.members(document))
+        try:
+            fields = dict(objective.build_example(chunk, key))
+        except SampleError as error:
+            place, remedy = documents.describe(document)
+            raise MegatfmError(f"{place} {error}{remedy}") from error
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
         _check_lengths(how, fields, planned_lengths, first + document)
@@ -310,9 +335,9 @@ def _check_lengths(how: PackingConfig, fields: Fields, planned_lengths: Sequence
     sides = how.objective.field_prefixes
     of_tokens = {name: values for name, values in fields.items() if how.field(name).per == "tokens"}
     if any(len(values) != planned_lengths[prefix_index(name, sides)] for name, values in of_tokens.items()):
-        found = {name: len(values) for name, values in of_tokens.items()}
+        built_lengths = {name: len(values) for name, values in of_tokens.items()}
         wanted = ", ".join(map(str, planned_lengths))
-        raise MegatfmError(f"the objective built sample {sample} with lengths {found}, not {wanted}")
+        raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {wanted}")
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:
@@ -370,23 +395,3 @@ def build_batch(
                 f"the objective joined {len(pieces)} documents to {len(field)} {name}, not {pieces.lengths.sum()}"
             )
     return fields
-
-
-def check_same_fields(name: str, rows: Fields, others: Fields) -> None:
-    """Raise a UsageError that begins with `name` unless rows have the fields of others, in their types and shapes."""
-    kinds, expected = (
-        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(each.items())}
-        for each in (rows, others)
-    )
-    if kinds != expected:
-        raise UsageError(
-            f"{name}: its rows are {kinds}, those of others {expected}: give all sources the same objective and row "
-            "lengths"
-        )
-
-
-def join_rows(parts: Sequence[Fields]) -> Fields:
-    """Concatenate rows by field. Raises a UsageError if the parts have unlike fields, as sources of a mixture may."""
-    for part in parts[1:]:
-        check_same_fields("data.mixture", part, parts[0])
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -41,12 +41,12 @@ class ShuffledDocuments(Iterator[Numbered]):
 
     def __next__(self) -> Numbered:
         try:
-            found = next(self._streams)
+            document = next(self._streams)
         except StopIteration:
             self._streams = self._epoch()
-            found = next(self._streams)
+            document = next(self._streams)
         self.position += 1
-        return found
+        return document
 
     def _epoch(self) -> Iterator[Numbered]:
         """Iterate over the rest of the epoch in which `position` is."""
@@ -56,14 +56,14 @@ class ShuffledDocuments(Iterator[Numbered]):
         streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
         while True:
             for stream in range(first, len(streams)):
-                found = next(streams[stream], None)
-                if found is None:
+                document = next(streams[stream], None)
+                if document is None:
                     # What is needed first comes first, so this is the stream's; none is left at the end of the epoch.
                     streams[stream] = iter(next(ahead, ()))
-                    found = next(streams[stream], None)
-                    if found is None:
+                    document = next(streams[stream], None)
+                    if document is None:
                         return
-                yield found
+                yield document
             first = 0
 
     def _read_sequence(self, epoch: int, turns: int, first: int) -> Iterator[Run]:
@@ -83,13 +83,13 @@ class ShuffledDocuments(Iterator[Numbered]):
     def _prefetch(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[Numbered]]:
         """The samples of each run, made ready by other threads."""
         parts = iter(lambda: list(islice(runs, FRAMES_PER_CALL)), [])
-        made = deque(
+        pending = deque(
             self._executor.submit(self._read, epoch, part)
             for part in islice(parts, -(-self.order.streams // FRAMES_PER_CALL) + 1)
         )
-        while made:
-            ready = made.popleft().result()
-            made.extend(self._executor.submit(self._read, epoch, part) for part in islice(parts, 1))
+        while pending:
+            ready = pending.popleft().result()
+            pending.extend(self._executor.submit(self._read, epoch, part) for part in islice(parts, 1))
             yield from ready
 
     def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[Numbered]]:
@@ -98,18 +98,18 @@ class ShuffledDocuments(Iterator[Numbered]):
             unpacked = dict(zip(packed, self.corpus.read_blocks(packed), strict=True))
         except MegatfmError:  # raised again by the one that is damaged, when its turn comes
             unpacked = {}
-        found: list[Iterable[Numbered]] = []
+        runs_of_samples: list[Iterable[Numbered]] = []
         for block, at, stop in runs:
             rows = self.order.block_order(RowSlot(epoch, block, at, 0))[at:stop]
             if samples := unpacked.get(block):
-                found.append([samples[row] for row in rows])
+                runs_of_samples.append([samples[row] for row in rows])
             else:
-                found.append(
+                runs_of_samples.append(
                     self._read_raw(block, rows)
                     if self.corpus.is_uncompressed(block)
                     else self._read_block(block, rows)
                 )
-        return found
+        return runs_of_samples
 
     def _read_block(self, block: int, rows: list[int]) -> Iterator[Numbered]:
         samples = self.corpus.read_block(block)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from megatfm.data.dataset import RowDataset
-from megatfm.data.sequences import Fields, join_rows
+from megatfm.data.row_batches import join_rows
+from megatfm.data.sequences import Fields
 from megatfm.errors import MegatfmError
 
 END_SECONDS = 10.0
@@ -87,14 +88,14 @@ class RowWorkers:
         # Spawned, since a fork would copy the threads' locks of torch and of the network as they happen to be.
         context, pickled = multiprocessing.get_context("spawn"), pickle.dumps(self._own_rows)
         for number in range(self._n):
-            ours, theirs = context.Pipe()
+            parent_pipe, worker_pipe = context.Pipe()
             process = context.Process(
-                target=_main, args=(theirs, pickled), name=f"megatfm-data-{number}", daemon=True
+                target=_main, args=(worker_pipe, pickled), name=f"megatfm-data-{number}", daemon=True
             )
             process.start()
-            theirs.close()
+            worker_pipe.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(parent_pipe)
 
 
 def _answer(number: int, process: Any, pipe: Connection) -> Fields | BaseException:
@@ -115,8 +116,8 @@ def _exit_code(process: Any) -> int | None:
     # Where two threads ask the system at once, one is told, and `join` of the other may return before that is known.
     while process.exitcode is None and time.monotonic() < end:
         time.sleep(0.01)
-    found: int | None = process.exitcode
-    return found
+    code: int | None = process.exitcode
+    return code
 
 
 def _main(pipe: Connection, pickled: bytes) -> None:

@@ -22,6 +22,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.embedding import InputEmbedding
+from megatfm.models.stack import Stack
 from megatfm.ops.grouped_mm import KERNELS
 from megatfm.parallel.layout import replace_forward, transformer_blocks
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
@@ -163,14 +164,22 @@ def _inputs(
     lengths = {point.token_field: length for point in points}
     if len(lengths) > 1:
         lengths["tokens"] = config.data.target_length or length
-    read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding)} | {"tokens"}
+    read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding | Stack)} | {
+        "tokens"
+    }
     # ELECTRA's generator runs where there are targets alone.
     accepted = getattr(model, "accepted", frozenset(lengths) | read)
     read |= {"targets", "original"} & accepted if "original" in accepted else set()
     names = {field.removesuffix("tokens") + name: n for field, n in lengths.items() for name in read}
     rows = config.train.micro_batch
     zeros = {name: torch.zeros(rows, n, dtype=torch.int64) for name, n in names.items() if name in accepted}
-    return {**zeros, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
+    grids = {
+        name: torch.zeros(rows, n, 4, dtype=torch.int32)
+        for field, n in lengths.items()
+        if (name := f"{field.removesuffix('tokens')}grid") in accepted
+        and config.model.stages is None  # whose maps are the config's where no values say another size
+    }
+    return {**zeros, **grids, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
 
 
 def _zeros(shape: tuple[int, int], spec: CarrySpec, dtype: torch.dtype) -> Tensor:

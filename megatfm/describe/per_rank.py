@@ -87,8 +87,8 @@ def rank_state(config: Config) -> RankState | None:
 
 def _least_shard(parallel: ParallelConfig) -> int:
     """Return the fewest ranks of dp_shard over which `ep` divides the experts."""
-    others = parallel.cp * (parallel.tp if parallel.expert_tp == "folded" else 1)
-    return parallel.ep // math.gcd(parallel.ep, others)
+    other_ranks = parallel.cp * (parallel.tp if parallel.expert_tp == "folded" else 1)
+    return parallel.ep // math.gcd(parallel.ep, other_ranks)
 
 
 def _shard_size(tensor: TensorLayout, mesh: Mesh) -> int:

@@ -4,17 +4,21 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from megatfm.config import (
+    ClassifierHeadConfig,
     Config,
     DebertaPositionConfig,
+    LearnedPosition2dConfig,
     LearnedPositionConfig,
     MLAAttentionConfig,
     ModelConfig,
+    PatchEmbeddingConfig,
     RopeConfig,
     SentenceHeadConfig,
     ShawConfig,
     T5PositionConfig,
 )
 from megatfm.config.ffn import FFNConfig, MoEConfig
+from megatfm.config.stages import StagesConfig
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,10 +27,15 @@ if TYPE_CHECKING:
 Line = tuple[str, str]
 
 
-def to_lines(found: "Description") -> list[Line]:
+def to_lines(description: "Description") -> list[Line]:
     """Return the lines that `megatfm describe` prints."""
-    objective = found.config.objective.name
-    return [*_architecture(found.config.model), ("objective", objective), ("", ""), *_counts(found)]
+    objective = description.config.objective.name
+    return [
+        *_architecture(description.config.model),
+        ("objective", objective),
+        ("", ""),
+        *_counts(description),
+    ]
 
 
 def _architecture(model: ModelConfig) -> list[Line]:
@@ -35,22 +44,24 @@ def _architecture(model: ModelConfig) -> list[Line]:
         blocks = f"{model.encoder_layers} + {blocks}"
     if model.distinct_layers and model.distinct_layers < model.n_layers:
         blocks += f" ({model.distinct_layers} with weights of their own)"
-    found = [
+    lines = [
         ("model", f"{model.family}, {blocks} of width {model.d_model:,}"),
         ("attention", f"{_heads(model)}; {_position(model)}"),
         *([("  looks at", _patterns(model))] if not _sees_all(model) else []),
         ("feed-forward", _feed_forward(model)),
         ("norm", f"{model.norm.name} ({model.norm.placement}), epsilon {model.norm.eps:g}"),
-        ("vocabulary", f"{model.vocab_size:,}; {_embeddings(model)}"),
+        _input(model),
     ]
+    if model.stages is not None:
+        lines.insert(1, ("  stages", _stages(model.stages, model.d_model)))
     if heads := _extra_heads(model):
-        found.append(("heads", ", ".join(heads)))
+        lines.append(("heads", ", ".join(heads)))
     if model.generator is not None:
-        layers, made = model.generator.n_layers or model.n_layers, model.generator
-        found.append(
+        layers, generator = model.generator.n_layers or model.n_layers, model.generator
+        lines.append(
             (
                 "generator",
-                f"{layers} blocks of width {made.d_model:,}, {made.n_heads} heads, {made.d_ff:,} inside",
+                f"{layers} blocks of width {generator.d_model:,}, {generator.n_heads} heads, {generator.d_ff:,} inside",
             )
         )
     rates = (
@@ -60,8 +71,30 @@ def _architecture(model: ModelConfig) -> list[Line]:
         ("path", model.drop_path),
     )
     if dropped := [f"{name} {rate:g}" for name, rate in rates if rate]:
-        found.append(("dropout", ", ".join(dropped)))
-    return found
+        lines.append(("dropout", ", ".join(dropped)))
+    return lines
+
+
+def _input(model: ModelConfig) -> Line:
+    """The vocabulary, or the patches of images."""
+    embedding = model.embedding
+    if isinstance(embedding, PatchEmbeddingConfig):
+        counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
+        special = "".join(f", {number} {kind}{'s' * (number > 1)}" for number, kind in counts if number)
+        return (
+            "images",
+            f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
+        )
+    known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
+    return "vocabulary", f"{known}{_embeddings(model)}"
+
+
+def _stages(stages: StagesConfig, d_model: int) -> str:
+    """Blocks, widths and heads of each stage."""
+    blocks, heads = (" · ".join(map(str, numbers)) for numbers in (stages.layers, stages.heads))
+    widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.layers)))
+    rows, columns = stages.grid
+    return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
 
 
 def _heads(model: ModelConfig) -> str:
@@ -86,9 +119,9 @@ def _pattern(model: ModelConfig) -> str:
     pattern = model.attention.pattern
     if pattern.name == "full" and model.attention.name not in ("gqa", "mla"):
         return model.attention.name
-    own = pattern.model_dump(exclude_defaults=True, exclude={"name"})
-    told = ", ".join(f"{key} {value}" for key, value in own.items())
-    return f"{pattern.name} ({told})" if told else pattern.name
+    options = pattern.model_dump(exclude_defaults=True, exclude={"name"})
+    options_text = ", ".join(f"{key} {value}" for key, value in options.items())
+    return f"{pattern.name} ({options_text})" if options_text else pattern.name
 
 
 def _position(model: ModelConfig) -> str:
@@ -97,6 +130,8 @@ def _position(model: ModelConfig) -> str:
             return f"rope, theta {theta:,g}{f', scaled by {scaling.name}' if scaling else ''}"
         case LearnedPositionConfig(max_positions=rows):
             return f"learned, {rows:,} positions"
+        case LearnedPosition2dConfig(grid=(rows, columns)):
+            return f"learned on a grid of {rows} × {columns}"
         case T5PositionConfig(buckets=buckets, max_distance=distance):
             return f"t5, {buckets} buckets up to {distance}"
         case (
@@ -119,6 +154,8 @@ def _extra_heads(model: ModelConfig) -> list[str]:
     for name, section in model.extra_heads.items():
         if isinstance(section, SentenceHeadConfig):
             heads.append(f"{section.classes} classes of sentences")
+        elif isinstance(section, ClassifierHeadConfig):
+            heads.append(f"{section.n_classes:,} classes of images by {section.pool}")
         else:
             heads.append("span boundary" if name == "boundary" else name)
     if model.n_mtp_heads:
@@ -126,38 +163,54 @@ def _extra_heads(model: ModelConfig) -> list[str]:
     return heads
 
 
-def _counts(found: "Description") -> list[Line]:
-    config, weight = found.config, found.weight_bytes
-    optimizer = f"{found.optimizer_bytes:.3g} {config.optimizer.name}"
-    copy = f"{found.copy_bytes} {config.train.precision} weight, " if found.copy_bytes else ""
+def _counts(description: "Description") -> list[Line]:
+    config, weight = description.config, description.weight_bytes
+    optimizer = f"{description.optimizer_bytes:.3g} {config.optimizer.name}"
+    copy = f"{description.copy_bytes} {config.train.precision} weight, " if description.copy_bytes else ""
     return [
-        ("parameters", f"{found.parameters:,}{f', {found.frozen:,} of them frozen' if found.frozen else ''}"),
-        *([("  active", f"{found.active:,} for each token")] if found.active < found.parameters else []),
-        ("  embedding", f"{found.embedding:,}"),
-        ("  non-embedding", f"{found.non_embedding:,}"),
-        *([("  in 8 bits", f"{found.fp8_parameters:,} are multiplied so")] if found.fp8_parameters else []),
+        (
+            "parameters",
+            f"{description.parameters:,}{f', {description.frozen:,} of them frozen' if description.frozen else ''}",
+        ),
+        *(
+            [("  active", f"{description.active:,} for each token")]
+            if description.active < description.parameters
+            else []
+        ),
+        ("  embedding", f"{description.embedding:,}"),
+        ("  non-embedding", f"{description.non_embedding:,}"),
+        *(
+            [("  in 8 bits", f"{description.fp8_parameters:,} are multiplied so")]
+            if description.fp8_parameters
+            else []
+        ),
         ("", ""),
-        *_flops(found),
+        *_flops(description),
         ("", ""),
-        ("tokens", f"{found.tokens_per_step:,} a step, {found.tokens:,} in {config.train.steps:,} steps"),
-        ("FLOPs", f"{found.flops_causal * found.tokens:.3g} in all{_half(found)}"),
+        (
+            "tokens",
+            f"{description.tokens_per_step:,} a step, {description.tokens:,} in {config.train.steps:,} steps",
+        ),
+        ("FLOPs", f"{description.flops_causal * description.tokens:.3g} in all{_half(description)}"),
         (
             "state",
-            f"{found.state_bytes:.3g} bytes a parameter: {copy}{weight} weight, {weight} gradient, {optimizer}",
+            f"{description.state_bytes:.3g} bytes a parameter: {copy}{weight} weight, {weight} gradient, {optimizer}",
         ),
-        ("", f"{found.total_bytes / 2**30:,.2f} GiB, {_sharing(found)}"),
+        ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_sharing(description)}"),
         *_on_a_rank(config),
-        ("activations", _activations(found)),
-        *_without_warmup(found.config),
+        ("activations", _activations(description)),
+        *_without_warmup(description.config),
     ]
 
 
-def _sharing(found: "Description") -> str:
-    if found.zero == 0:
+def _sharing(description: "Description") -> str:
+    if description.zero == 0:
         return "on each data rank"
-    if not found.unsharded_bytes:
+    if not description.unsharded_bytes:
         return "sharded over dp_shard"
-    return f"sharded over dp_shard but for {found.unsharded_bytes:.3g} bytes a parameter on each data rank"
+    return (
+        f"sharded over dp_shard but for {description.unsharded_bytes:.3g} bytes a parameter on each data rank"
+    )
 
 
 def _on_a_rank(config: Config) -> list[Line]:
@@ -216,19 +269,19 @@ def _network(ffn: FFNConfig) -> str:
     return f"{ffn.n_experts:,} experts, {ffn.top_k} a token by {ffn.router.name!r}{shared}: {inside}"
 
 
-def _activations(found: "Description") -> str:
+def _activations(description: "Description") -> str:
     from megatfm.describe.activation_memory import block_activation_bytes
 
-    rows = found.config.train.micro_batch
+    rows = description.config.train.micro_batch
     try:
-        kept = block_activation_bytes(found.config)
+        kept = block_activation_bytes(description.config)
     except Exception as error:  # of any part, a plugin's too: the rest of the description stands
         return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
     if kept is None:
         return "not counted: a part of this model asks for values, and is measured on shapes alone"
-    whole, full = (f"{number / 2**30:,.2f} GiB" for number in kept)
-    text = f'{whole} kept by blocks for a micro-batch of {rows}; {full} with train.recompute = "full"'
-    parallel = found.config.parallel
+    kept_text, recomputed_text = (f"{number / 2**30:,.2f} GiB" for number in kept)
+    text = f'{kept_text} kept by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
+    parallel = description.config.parallel
     return (
         f"{text}; before tp, cp and pp divide them"
         if max(parallel.tp, parallel.cp, parallel.pp) > 1
@@ -236,17 +289,17 @@ def _activations(found: "Description") -> str:
     )
 
 
-def _flops(found: "Description") -> list[Line]:
-    config, model = found.config, found.config.model
+def _flops(description: "Description") -> list[Line]:
+    config, model = description.config, description.config.model
     length = f"s = {config.data.sequence_length:,}"
     if model.family == "encoder_decoder":
         length += f" of the encoder, t = {config.data.target_length or config.data.sequence_length:,} of the decoder"
     what = {
-        "encoder": "the head only for masked tokens",
+        "encoder": "the head only for masked tokens" if model.lm_head.name != "none" else "heads once a row",
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
-    lines = [("FLOPs per token", f"in training; {length}, N = {found.matmul_parameters:,} ({what})")]
+    lines = [("FLOPs per token", f"in training; {length}, N = {description.matmul_parameters:,} ({what})")]
     if (
         model.family == "decoder"
         and not model.layer_types
@@ -255,14 +308,14 @@ def _flops(found: "Description") -> list[Line]:
     ):
         return [
             *lines,
-            ("  6N + 12·L·h·s", f"{found.flops_full:.4g}, attention counted in full"),
-            ("  6N + 6·L·h·s", f"{found.flops_causal:.4g}, of attention only its causal half"),
+            ("  6N + 12·L·h·s", f"{description.flops_full:.4g}, attention counted in full"),
+            ("  6N + 6·L·h·s", f"{description.flops_causal:.4g}, of attention only its causal half"),
         ]
     how = "counted in full" if _sees_all(model) else "as patterns see pairs; full attention in full"
-    lines.append(("  with attention", f"{found.flops_full:.4g}, {how}"))
-    if found.flops_causal < found.flops_full:
-        own = "the decoder's own" if model.family == "encoder_decoder" else "full attention"
-        lines.append(("", f"{found.flops_causal:.4g}, of {own} only the causal half"))
+    lines.append(("  with attention", f"{description.flops_full:.4g}, {how}"))
+    if description.flops_causal < description.flops_full:
+        half_of = "the decoder's own" if model.family == "encoder_decoder" else "full attention"
+        lines.append(("", f"{description.flops_causal:.4g}, of {half_of} only the causal half"))
     return lines
 
 
@@ -274,5 +327,5 @@ def _sees_all(model: ModelConfig) -> bool:
     )
 
 
-def _half(found: "Description") -> str:
-    return ", of causal attention only its half" if found.flops_causal < found.flops_full else ""
+def _half(description: "Description") -> str:
+    return ", of causal attention only its half" if description.flops_causal < description.flops_full else ""

@@ -20,16 +20,24 @@ from megatfm.engines.interface import (
     LossTotals,
     OptimizerGroup,
     Precision,
+    RowSources,
     ShardLocation,
     StateDict,
 )
-from megatfm.engines.losses import DeferredReads, LossAccumulator, check_first_pass, local_batch
+from megatfm.engines.losses import (
+    DeferredReads,
+    LossAccumulator,
+    check_first_pass,
+    local_batch,
+    recorded_row_losses,
+)
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
 from megatfm.engines.passes import ForwardBackward, GradientSync, LossScaler
 from megatfm.engines.pipeline import PipelineForwardBackward
 from megatfm.engines.state import ModuleState, StatefulOptimizer, TiedParameters, TrainState
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import draw, iter_inits
+from megatfm.layers.output_head import LMHead
 from megatfm.ops.torch_private import is_fake
 from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import PIPELINE, DataAxes, Mesh, sort_axes
@@ -79,6 +87,7 @@ class BaseEngine:
         self.pending_losses: tuple[LossTotals, Tensor] | None = None
         """The losses whose gradients wait for a step, for the host and on the device."""
         self.pipeline_groups: list[ProcessGroup] = []
+        self._heads = [module for module in model.modules() if isinstance(module, LMHead)]
 
     def _build_pipeline(self, model: nn.Module, pipeline: Pipeline) -> ForwardBackward:
         """The passes of a pipeline, with a group for each direction. A collective."""
@@ -136,18 +145,25 @@ class BaseEngine:
         )
 
     def forward_backward(
-        self, microbatches: Sequence[Arrays], objective: LossFunction, *, record_activations: bool = False
+        self,
+        microbatches: Sequence[Arrays],
+        objective: LossFunction,
+        *,
+        record_activations: bool = False,
+        sources: RowSources | None = None,
     ) -> LossTotals:
         """Accumulate the gradient of the global batch's loss over this rank's micro-batches: once before a step."""
         check_first_pass(self.pending_losses)
         self._set_training(True)
         self.norms.watch(record_activations)
         batches = [local_batch(batch, self.device, self.layout) for batch in microbatches]
-        losses = LossAccumulator(objective, self.mesh, self.device, self.reads)
+        losses = LossAccumulator(objective, self.mesh, self.device, self.reads, sources)
         losses.count(microbatches)
         passes, scale_loss, data = self._prepare_passes(losses, record_activations)
-        for terms in passes.step(batches, objective, scale_loss, data):
-            losses.add(terms)
+        with recorded_row_losses(self._heads if sources else []) as recorders:
+            for terms in passes.step(batches, objective, scale_loss, data):
+                losses.add(terms)
+            losses.add_row_losses(recorders, batches)
         self._finish_passes()
         if missing := sorted(self._without_gradient()):
             raise MegatfmError(

@@ -36,7 +36,7 @@ class GlobalNorm:
         axes = {name: _axes(placement, sharded, copies) for name, placement in layout.items()}
         # From the layout, which has the names of the whole model, so that all ranks know the same kinds.
         self.axis_sets = sorted(set(axes.values()))
-        self.kind_of = {name: self.axis_sets.index(own) for name, own in axes.items()}
+        self.kind_of = {name: self.axis_sets.index(reduced_axes) for name, reduced_axes in axes.items()}
 
     def norm(self, tensors: Mapping[str, Tensor], found_inf: bool = False) -> Tensor:
         """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model, if one of them says so."""
@@ -130,15 +130,17 @@ class LayerStatistics:
         # Activations differ over all axes, or are copies, which count with their number in squares and counts alike.
         self._kinds = [*distinct.axis_sets, AXES]
         inside = set(transformer_blocks(model))
-        here = [path for path, module in model.named_modules() if module in inside]
+        local_paths = [path for path, module in model.named_modules() if module in inside]
         # The layout has the names of the whole model, and each pipeline rank some of its blocks.
-        self._blocks = sorted({path for rank in mesh.gather_objects(here, (PIPELINE,)) for path in rank})
+        self._blocks = sorted(
+            {path for rank in mesh.gather_objects(local_paths, (PIPELINE,)) for path in rank}
+        )
         self._seen: dict[str, Tensor] = {}
         layer_of = {name: self._layer(name) for name in layout}
         self._layers = sorted(set(layer_of.values()))
         self._places = {name: self._layers.index(layer) for name, layer in layer_of.items()}
         # A compiled block has no place for a hook that may do nothing.
-        for path in () if compiled else here:
+        for path in () if compiled else local_paths:
             model.get_submodule(path).register_forward_hook(self._hook(path))
 
     def watch(self, enabled: bool) -> None:

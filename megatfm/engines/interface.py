@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from megatfm.config import Config
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.pipeline_stages import Pipeline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,15 +109,27 @@ class LossFunction(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]: ...
 
 
+@dataclass(frozen=True)
+class RowSources:
+    """Sources of the rows of a step, such as the corpora of a mixture: their names, and for each micro-batch the number
+    of the source of each row, int64 [rows]."""
+
+    names: Sequence[str]
+    by_microbatch: Sequence[NDArray[np.int64]]
+
+
 class LossTotals:
     """Per loss term its sum and count over a whole global batch, the same on every rank.
 
-    weights: term → its factor in the loss. values: returns the sums and then the counts, in the order of the weights.
-    It is called at the first look at one of them: until then they may be under way on the device.
+    weights: term → its factor in the loss. values: returns the sums and then the counts, in the order of the weights,
+    each followed by those of the sources of rows. It is called at the first look at one of them: until then they may be
+    under way on the device.
     """
 
-    def __init__(self, weights: Mapping[str, float], values: Callable[[], Sequence[float]]) -> None:
-        self.loss_weights, self._values = weights, values
+    def __init__(
+        self, weights: Mapping[str, float], values: Callable[[], Sequence[float]], sources: Sequence[str] = ()
+    ) -> None:
+        self.loss_weights, self._values, self._sources = weights, values, sources
 
     @cached_property
     def sums(self) -> dict[str, float]:
@@ -124,7 +139,19 @@ class LossTotals:
     @cached_property
     def target_counts(self) -> dict[str, int]:
         """Term → how many items its sum is over, such as tokens; the first look waits for the device."""
-        return dict(zip(self.loss_weights, map(int, self._values()[len(self.loss_weights) :]), strict=True))
+        values = self._values()
+        return dict(zip(self.loss_weights, map(int, values[len(values) // 2 :]), strict=False))
+
+    @property
+    def loss_by_source(self) -> dict[str, float]:
+        """Source → mean loss of its targets, where it has some in this batch; nothing unless rows' sources were
+        given."""
+        if not self._sources:
+            return {}
+        values, n_terms = self._values(), len(self.loss_weights)
+        counts = values[len(values) // 2 + n_terms :]
+        parts = zip(self._sources, values[n_terms:], counts, strict=False)
+        return {name: total / count for name, total, count in parts if count}
 
     @property
     def loss(self) -> float:
@@ -260,6 +287,14 @@ class EngineSetup:
     pipeline: Pipeline | None = None
 
 
+@runtime_checkable
+class RunsModel(Protocol):
+    """An engine with the feature "samples"."""
+
+    def run_model(self, function: Callable[[nn.Module], T]) -> T:
+        """Call a function of the model in evaluation mode, with the weights to evaluate. A collective."""
+
+
 def loss_scale_of(engine: "Engine") -> LossScale | None:
     """The scale of an engine that scales losses (float16), plugins' too; None where it doesn't."""
     scale = getattr(engine, "loss_scale", None)
@@ -290,12 +325,18 @@ class Engine(Protocol):
         """Axes over which ranks hold copies of the same blocks, so that these can be compared."""
 
     def forward_backward(
-        self, microbatches: Sequence[Arrays], objective: LossFunction, *, record_activations: bool = False
+        self,
+        microbatches: Sequence[Arrays],
+        objective: LossFunction,
+        *,
+        record_activations: bool = False,
+        sources: RowSources | None = None,
     ) -> LossTotals:
         """Accumulate the gradient of the global batch's loss, of which these are this data rank's micro-batches.
 
         All that a step takes come at once: raises MegatfmError where gradients of another call wait for `step` or
-        `zero_grad`. record_activations: measure activations on the way, for `layer_statistics`.
+        `zero_grad`. record_activations: measure activations on the way, for `layer_statistics`. sources: of the rows,
+        whose losses are then told apart; only an engine with the feature "loss_by_source" is given them.
         """
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:

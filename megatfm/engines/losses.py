@@ -1,15 +1,18 @@
 """The loss of a global batch: each term's sum over all micro-batches of all ranks, divided by its count over them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatfm.engines.interface import Arrays, LossFunction, LossTotals
+from megatfm.engines.interface import Arrays, Batch, LossFunction, LossTotals, RowSources
 from megatfm.errors import MegatfmError
+from megatfm.layers.output_head import LMHead, RowLossRecorder
 from megatfm.ops.attention.varlen import cu_seqlens_from_documents
+from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import aligned, moved
 from megatfm.parallel.context_parallel import split_batch
 from megatfm.parallel.layout import ModelLayout
@@ -48,8 +51,8 @@ class DeferredReads:
             values = sent.copy_(values, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record()
-        places = [own.numel() for own, _ in self._waiting]
-        self._sent += zip(values.split(places), [found for _, found in self._waiting], strict=True)
+        places = [values.numel() for values, _ in self._waiting]
+        self._sent += zip(values.split(places), [target for _, target in self._waiting], strict=True)
         self._waiting = []
 
     def read(self) -> None:
@@ -58,8 +61,8 @@ class DeferredReads:
             self.start_copy()
         if self._there:
             self._there.synchronize()
-        for values, found in self._sent:
-            found.extend(values.tolist())
+        for values, target in self._sent:
+            target.extend(values.tolist())
         self._sent, self._there = [], None
 
 
@@ -80,20 +83,28 @@ class TermWeights:
 class LossAccumulator:
     """Adds terms and counts up. Each term is summed on the pipeline rank that makes it.
 
-    reads: those with which the result's are joined. summed: the result's sums and counts, on the device.
+    reads: those with which the result's are joined. sources: of the rows, whose losses are added up, too. summed: the
+    result's sums and counts, on the device.
     """
 
     summed: Tensor
 
     def __init__(
-        self, objective: LossFunction, mesh: Mesh, device: torch.device, reads: DeferredReads | None = None
+        self,
+        objective: LossFunction,
+        mesh: Mesh,
+        device: torch.device,
+        reads: DeferredReads | None = None,
+        sources: RowSources | None = None,
     ) -> None:
         self._objective, self._mesh, self._device = objective, mesh, device
         self._reads = reads or DeferredReads()
         self._places = {term: place for place, term in enumerate(objective.loss_weights)}
+        self._sources = sources
+        n_sums = len(self._places) + (len(sources.names) if sources else 0)
         # In float64, exact for counts below 2⁵³.
-        self._counts, self._sums = torch.zeros(2, len(self._places), dtype=torch.float64, device=device)
-        self._counts_here = torch.zeros(len(self._places), dtype=torch.float64)
+        self._counts, self._sums = torch.zeros(2, n_sums, dtype=torch.float64, device=device)
+        self._counts_here = torch.zeros(n_sums, dtype=torch.float64)
         self._batches = 0
 
     def count(self, batches: Iterable[Arrays]) -> None:
@@ -106,9 +117,14 @@ class LossAccumulator:
 
         Of batches as the loader gives them, nothing is read from the device."""
         for batch in batches:
-            self._batches += 1
-            for term, count in self._objective.target_counts(to_device(batch, torch.device("cpu"))).items():
+            on_host = to_device(batch, torch.device("cpu"))
+            for term, count in self._objective.target_counts(on_host).items():
                 self._counts_here[self._places[term]] += count
+            if self._sources:
+                sources = torch.from_numpy(self._sources.by_microbatch[self._batches])
+                row_counts = (on_host["targets"] != IGNORE).sum(1, dtype=torch.float64)
+                self._counts_here[len(self._places) :].index_add_(0, sources, row_counts)
+            self._batches += 1
 
     def sum_counts(self) -> None:
         """Add up over all data ranks what was counted here. A collective.
@@ -134,12 +150,36 @@ class LossAccumulator:
         for term, value in terms.items():
             self._sums[self._places[term]] += value
 
+    def add_row_losses(self, recorders: Iterable[RowLossRecorder], batches: Sequence[Batch]) -> None:
+        """Add the losses of the rows of micro-batches to their sources', as far as they were computed here."""
+        of_sources = self._sums[len(self._places) :]
+        by_microbatch = self._sources.by_microbatch if self._sources else ()
+        for recorder in recorders:
+            for batch, sources in zip(batches, by_microbatch, strict=True):
+                losses = recorder.row_losses(batch["targets"])
+                if losses is not None:
+                    of_sources.index_add_(0, moved(torch.from_numpy(sources), losses.device), losses)
+
     def result(self) -> LossTotals:
         """Sums and counts over all ranks. A collective."""
         sums = self._sums.clone()
         self._mesh.all_reduce_(sums, self._mesh.loss_axes)
         self.summed = torch.cat([sums, self._counts])
-        return LossTotals(self._objective.loss_weights, self._reads.defer(self.summed))
+        sources = self._sources.names if self._sources else ()
+        return LossTotals(self._objective.loss_weights, self._reads.defer(self.summed), sources)
+
+
+@contextmanager
+def recorded_row_losses(heads: Sequence[LMHead]) -> Iterator[list[RowLossRecorder]]:
+    """Record the losses of rows at heads over the vocabulary."""
+    recorders = [RowLossRecorder() for _ in heads]
+    for head, recorder in zip(heads, recorders, strict=True):
+        head.recorder = recorder
+    try:
+        yield recorders
+    finally:
+        for head in heads:
+            head.recorder = None
 
 
 def check_first_pass(passed: object) -> None:

@@ -138,8 +138,8 @@ class PipelineForwardBackward:
         for index, stage in sorted(self._stages.items()):
             if index and (index - 1) not in self._stages:
                 carry = self._receive(stage.inputs, batch, index - 1, self._group).wait()
-            carry, found = self._call(stage, batch, carry, objective)
-            terms |= found
+            carry, stage_terms = self._call(stage, batch, carry, objective)
+            terms |= stage_terms
             if index + 1 < len(self._pipeline.stages) and (index + 1) not in self._stages:
                 for work, _ in self._send(stage.outputs, carry, index + 1, self._group):
                     work.wait()
@@ -161,8 +161,8 @@ class PipelineForwardBackward:
         gives: Carry = {}
 
         def model(**inputs: Tensor) -> Any:
-            made, losses = self._model(stage, inputs, carry)
-            gives.update({name: made[name] if name in made else carry[name] for name in stage.outputs})
+            outputs, losses = self._model(stage, inputs, carry)
+            gives.update({name: outputs[name] if name in outputs else carry[name] for name in stage.outputs})
             return StageOutput(losses)
 
         return gives, objective(cast(nn.Module, model), batch)
@@ -210,13 +210,13 @@ class PipelineForwardBackward:
         passing.passthrough_gradients = {
             name: g for name, g in received.items() if name not in stage.produced
         }
-        found: list[tuple[Tensor, Tensor | None]] = [
+        roots: list[tuple[Tensor, Tensor | None]] = [
             (passing.gives[name], gradient) for name, gradient in received.items() if name in stage.produced
         ]
         if passing.loss is not None:
-            found.append((passing.loss, None))
-        found = [(root, gradient) for root, gradient in found if root.requires_grad]
-        return [root for root, _ in found], [gradient for _, gradient in found]
+            roots.append((passing.loss, None))
+        roots = [(root, gradient) for root, gradient in roots if root.requires_grad]
+        return [root for root, _ in roots], [gradient for _, gradient in roots]
 
     def _queue_input_gradients(self, step: StepState, stage: Stage, i: int, passing: MicrobatchState) -> None:
         """Gradients of what came in, to the stage before."""

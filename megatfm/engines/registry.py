@@ -8,7 +8,19 @@ from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
 
-Feature = Literal["pp", "cp", "ep", "fp16", "fp8", "recompute", "compile", "cuda_graphs", "async_tp"]
+Feature = Literal[
+    "pp",
+    "cp",
+    "ep",
+    "fp16",
+    "fp8",
+    "recompute",
+    "compile",
+    "cuda_graphs",
+    "async_tp",
+    "loss_by_source",
+    "samples",
+]
 EngineFactory = Callable[[EngineSetup], Engine]
 
 
@@ -43,6 +55,11 @@ class EngineRegistry(Registry[EngineFactory]):
             return engine
 
         return enter_with_features
+
+    def has(self, name: str, feature: Feature) -> bool:
+        """Return whether an engine declares a feature."""
+        self.get(name)
+        return feature in self._features[name]
 
     def check(self, config: Config, precision: str) -> None:
         """Raise UsageError for a feature that the config asks for and its engine does not declare."""
@@ -81,6 +98,8 @@ def _asked_features(config: Config, precision: str) -> Iterator[_Asked]:
         yield _Asked("compile", f"train.compile = {train.compile!r}", "train.compile = false")
     if train.cuda_graphs:
         yield _Asked("cuda_graphs", "train.cuda_graphs = true", "train.cuda_graphs = false")
+    if config.evaluate.sample_prompts:
+        yield _Asked("samples", "evaluate.sample_prompts", "no prompts")
     if parallel.async_tp:
         yield _Asked("async_tp", "parallel.async_tp = true", "parallel.async_tp = false")
 
@@ -122,7 +141,7 @@ def native(setup: EngineSetup) -> Engine:
     )
 
 
-@ENGINES.register("deepspeed", features=("pp", "cp", "ep", "fp16", "recompute"))
+@ENGINES.register("deepspeed", features=("pp", "cp", "ep", "fp16", "recompute", "loss_by_source"))
 def deepspeed(setup: EngineSetup) -> Engine:
     """DeepSpeed's ZeRO, where it is installed."""
     from megatfm.engines.deepspeed.engine import DeepSpeedEngine

@@ -86,8 +86,8 @@ class TrainState:
         for optimizer in self.optimizers:
             values: dict[str, dict[str, Tensor]] = {name: {} for name in optimizer.tensors()}
             for full_name, value in state.items():
-                kind, _, rest = full_name.partition(".")
-                name, _, key = rest.rpartition(".")
+                kind, _, path = full_name.partition(".")
+                name, _, key = path.rpartition(".")
                 if kind == "optimizer" and name in values:
                     values[name][key] = value.tensor if isinstance(value, ShardedTensor) else value
             optimizer.load(values)
@@ -227,8 +227,8 @@ class ModuleState:
             return statistics
         return {
             path: one
-            for each in self._mesh.gather_objects(statistics, (PIPELINE,))
-            for path, one in each.items()
+            for stage_statistics in self._mesh.gather_objects(statistics, (PIPELINE,))
+            for path, one in stage_statistics.items()
         }
 
     def _totals(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
@@ -262,6 +262,6 @@ class ModuleState:
 
 
 def _axes(path: str, module: nn.Module, layout: ModelLayout) -> tuple[str, ...]:
-    own = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
-    data = {axis for placement in own for axis in placement.data_axes.all} or set(DENSE_DATA_AXES.all)
-    return sort_axes({*data, *(axis for placement in own for axis in placement.partial_axes)})
+    placements = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
+    data = {axis for placement in placements for axis in placement.data_axes.all} or set(DENSE_DATA_AXES.all)
+    return sort_axes({*data, *(axis for placement in placements for axis in placement.partial_axes)})

@@ -99,8 +99,8 @@ class _Search:
             beam, token = divmod(place, vocabulary)
             if token in self.stops or length == self.max_tokens:
                 if rank < self.beams and not self.finished:
-                    found = (score / self.penalty(length), [*self.running[beam], token])
-                    self.best = max(self.best, found, key=lambda pair: pair[0])
+                    finished = (score / self.penalty(length), [*self.running[beam], token])
+                    self.best = max(self.best, finished, key=lambda pair: pair[0])
             elif len(live) < self.beams:
                 live.append((score, beam, token))
         if live:

@@ -203,10 +203,14 @@ class DecodingState:
         self.has_padding = bool(self.left_padding_B1.any())
         longest = self.tokens_BT.shape[1] + max_tokens
         if config.position.limit is not None and longest - 1 > config.position.limit:
-            given, left = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
-            way = f"ask for at most {left}" if left > 0 else f"shorten it by {given - config.position.limit}"
+            prompt_tokens, left = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
+            way = (
+                f"ask for at most {left}"
+                if left > 0
+                else f"shorten it by {prompt_tokens - config.position.limit}"
+            )
             raise UsageError(
-                f"a prompt of {given} tokens and {max_tokens} more, but model.position.max_positions = "
+                f"a prompt of {prompt_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
                 f"{config.position.limit}: {way}"
             )
         windows = [

@@ -56,7 +56,11 @@ def evaluate_run(
         load_weights(engine, source)
         results = {
             name: evaluate(
-                engine, rows, corpora.objective, corpora.byte_lengths, micro_batch=config.train.micro_batch
+                engine,
+                rows,
+                corpora.objective.for_evaluation(),
+                corpora.byte_lengths,
+                micro_batch=config.train.micro_batch,
             )
             for name, rows in corpora.validation.items()
         }

@@ -68,13 +68,13 @@ def auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
     """
     losses: dict[str, AuxiliaryLoss] = {}
     kinds = [config.type_config(kind) for kind in dict.fromkeys(config.layer_types)] or [config]
-    parts: list[tuple[ModelConfig, object]] = [(own, FFNS.get(own.ffn.name)) for own in kinds]
+    parts: list[tuple[ModelConfig, object]] = [(kind, FFNS.get(kind.ffn.name)) for kind in kinds]
     # Some families have an attention of their own.
     named = ATTENTIONS.names()
-    parts += [(own, ATTENTIONS.get(own.attention.name)) for own in kinds if own.attention.name in named]
-    for own, part in parts:
+    parts += [(kind, ATTENTIONS.get(kind.attention.name)) for kind in kinds if kind.attention.name in named]
+    for kind, part in parts:
         declared = getattr(part, "terms", None)
-        for name, term in (declared(own) if declared else {}).items():
+        for name, term in (declared(kind) if declared else {}).items():
             if losses.setdefault(name, term) != term:
                 raise UsageError(
                     f"two parts of the model add a term {name!r} to the loss, one as {losses[name]}, one as {term}: "

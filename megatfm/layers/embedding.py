@@ -22,8 +22,8 @@ EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry
 )
 """Embeddings of a field of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the
 field of the batch that it `reads`, which is called as the embedding is unless it says otherwise; E is
-`config.embedding_width`. In a model its name is `embedding.NAME`. Positions, segments, norm, dropout and projection
-are not its concern."""
+`config.embedding_width`. One that `takes_sequence` is given the SequenceMetadata, too. In a model its name is
+`embedding.NAME`. Positions, segments, norm, dropout and projection are not its concern."""
 
 
 @EMBEDDINGS.register("tokens")
@@ -109,7 +109,8 @@ class InputEmbedding(nn.Module):
         self, inputs_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None
     ) -> Tensor:
         """[B, T, D], of the field that it `reads`. Without `segments`, all is in segment 0."""
-        x_BTE = self.first(inputs_BT)
+        first = self.first
+        x_BTE = first(inputs_BT, sequence) if getattr(first, "takes_sequence", False) else first(inputs_BT)
         if self.scale != 1.0:
             x_BTE = x_BTE * self.scale
         if self.positions is not None:

@@ -76,6 +76,14 @@ ALPHA, LIMIT = 1.702, 7.0
 """The factor within the sigmoid, with which it is close to GELU's; and where both outputs are clamped."""
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x σ(1.702 x), GELU's approximation in OpenAI's CLIP."""
+    return x * torch.sigmoid(ALPHA * x)
+
+
+QUICK_GELU = ACTIVATIONS.register("quick_gelu")(Activation(quick_gelu))
+
+
 def clamped_swish(x: Tensor) -> Tensor:
     """x σ(1.702 x), of x up to 7."""
     x = x.clamp(max=LIMIT)

@@ -72,9 +72,9 @@ class AuxiliaryCollector:
         return BlockOutput(x, self.losses, self.statistics) if self.losses or self.statistics else x
 
 
-def add_by_name(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def add_by_name(ones: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both, the values of the same name added."""
     both = dict(ones)
-    for name, value in others.items():
+    for name, value in more.items():
         both[name] = both[name] + value if name in both else value
     return both

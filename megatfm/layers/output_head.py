@@ -41,10 +41,39 @@ class CrossEntropy(nn.Module):
         self.variant = variant
 
     def forward(
-        self, hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, bias_V: Tensor | None
+        self,
+        hidden_ME: Tensor,
+        weight_VE: Tensor,
+        targets_M: Tensor,
+        bias_V: Tensor | None,
+        losses_M: Tensor | None = None,
     ) -> Tensor:
+        """The sum; losses_M is filled with the tokens' losses."""
         variant = self.variant if self.training else replace(self.variant, smoothing=0.0)
-        return cross_entropy(hidden_ME, weight_VE, targets_M, bias_V, variant)
+        return cross_entropy(hidden_ME, weight_VE, targets_M, bias_V, variant, losses_M=losses_M)
+
+
+class RowLossRecorder:
+    """The losses of the rows of micro-batches at a head over the vocabulary, besides their sum; without gradients."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Tensor, Tensor | None, Tensor]] = []
+
+    def new_losses(self, targets_BT: Tensor, at_M: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return a tensor [M] for the losses of a call. at_M: the places of its tokens; None: all of [B, T]."""
+        losses_M = targets_BT.new_zeros(targets_BT.numel() if at_M is None else len(at_M), dtype=dtype)
+        self._calls.append((targets_BT, at_M, losses_M))
+        return losses_M
+
+    def row_losses(self, targets_BT: Tensor) -> Tensor | None:
+        """Return the summed losses [B] of the call with these targets, in float64; None where there was none."""
+        for recorded_BT, at_M, losses_M in self._calls:
+            if recorded_BT.data_ptr() == targets_BT.data_ptr():
+                losses_M = losses_M.double()
+                if at_M is not None:
+                    losses_M = losses_M.new_zeros(targets_BT.numel()).index_copy_(0, at_M, losses_M)
+                return losses_M.view(targets_BT.shape).sum(1)
+        return None
 
 
 class PredictionHeadTransform(nn.Module):
@@ -75,6 +104,9 @@ class LMHead(nn.Module):
 
     cp_plan = "local"
 
+    recorder: RowLossRecorder | None = None
+    """Set while the losses of rows are asked for."""
+
     def __init__(self, config: ModelConfig, tied_to: Embedding | None, *, sparse: bool = False) -> None:
         super().__init__()
         initial, width, vocabulary = initialiser(config), config.embedding_width, config.vocab_size or 0
@@ -103,12 +135,17 @@ class LMHead(nn.Module):
             hidden = hidden_BTD if token_mask_BT is None else hidden_BTD[token_mask_BT]
             logits = F.linear(self._last(hidden), self.weight, self.bias)
             return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
-        hidden_MD, targets_M = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        hidden_MD, targets_M, at_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None
         if self.sparse:
             # By places that the host finds, since it has to know how many they are.
             at_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
             hidden_MD, targets_M = hidden_MD[at_M], targets_M[at_M]
-        return self.loss(self._last(hidden_MD), self.weight, targets_M, self.bias)
+        hidden_ME = self._last(hidden_MD)
+        if self.recorder is None:
+            return self.loss(hidden_ME, self.weight, targets_M, self.bias)
+        precise = torch.promote_types(hidden_ME.dtype, torch.float32)
+        losses_M = self.recorder.new_losses(targets_BT, at_M, precise)
+        return self.loss(hidden_ME, self.weight, targets_M, self.bias, losses_M)
 
     def _last(self, hidden: Tensor) -> Tensor:
         hidden = hidden if self.transform is None else self.transform(hidden)
@@ -120,8 +157,10 @@ HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Reg
 )
 """Heads besides the one over the vocabulary. Made as `head(config, section, tokens)`: tokens is the table of tokens, if
 there is one. A head is a module that takes hidden vectors [B, T, D] and the fields of the batch that it `reads`, where
-the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise);
-without them it gives what it predicts, if it `predicts`."""
+the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise), or a
+dict of several terms;
+without them it gives what it predicts, if it `predicts`. Fields that it `may_read` are passed by keyword where the
+batch has them, and `sequence`, the SequenceMetadata, to a head that `takes_sequence`."""
 
 
 @HEADS.register("sentence")

@@ -30,12 +30,16 @@ class PositionEncoding:
     score_bias: made once a stack and shared by its layers, (sequence, causal) → [N, T + S − 1] by distance
     (`megatfm.ops.attention.relative_bias`) or [1, N, T, S], added to the scores.
     attention: made in every self-attention in place of the plain core; see `layers.attention.dot_product`.
+    window_bias: made in every windowed attention, (windows, sequence) → [N, S, S], added to the scores of a window.
+    axis_bias: made in every attention with pooled queries and keys, called with queries and the sides of keys' map.
     """
 
     absolute: Make | None = None
     rotary: Make | None = None
     score_bias: Make | None = None
     attention: Callable[..., nn.Module] | None = None
+    window_bias: Make | None = None
+    axis_bias: Callable[..., nn.Module] | None = None
 
 
 POSITIONS: Registry[PositionEncoding] = Registry("position")

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.dropout import Dropout, DropPath
-from megatfm.layers.initialisation import StackKind, deepnorm_constants
+from megatfm.layers.initialisation import Constant, StackKind, deepnorm_constants
 from megatfm.layers.norm import make_norm
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
@@ -27,18 +28,34 @@ RESIDUALS: Registry[Callable[[ModelConfig, str, StackKind], Residual]] = Registr
 """Made as `RESIDUALS.get(name)(config, place, stack)`; `place` names the sublayer, for its dropout."""
 
 
-class ResidualDropout(nn.Module):
-    """Dropout and stochastic depth on a sublayer's output, before it is added."""
+class LayerScale(nn.Module):
+    """A learned factor for each channel (CaiT; Touvron et al. 2021, section 2.1)."""
 
-    tp_plan = (("dropout", "local_token_dropout"),)
+    def __init__(self, width: int, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.initial = {"weight": Constant(start)}
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD * self.weight
+
+
+class ResidualDropout(nn.Module):
+    """Dropout, layer scale and stochastic depth on a sublayer's output, before it is added."""
+
+    tp_plan = (("dropout", "local_token_dropout"), ("layer_scale", "sequence_parallel"))
 
     def __init__(self, config: ModelConfig, place: str) -> None:
         super().__init__()
         self.dropout = Dropout(config.dropout, place)
+        self.layer_scale = LayerScale(config.d_model, config.layer_scale) if config.layer_scale else None
         self.drop_path = DropPath(place)
 
     def forward(self, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
-        return self.drop_path(self.dropout(y_BTD, sequence), sequence)
+        y_BTD = self.dropout(y_BTD, sequence)
+        if self.layer_scale is not None:
+            y_BTD = self.layer_scale(y_BTD)
+        return self.drop_path(y_BTD, sequence)
 
 
 @RESIDUALS.register("none")
@@ -82,6 +99,17 @@ class PostNorm(NoNorm):
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         return self.norm(x_BTD + self.branch(y_BTD, sequence))
+
+
+@RESIDUALS.register("res_post")
+class ResidualPostNorm(PreNorm):
+    """x + N(S(x)) (Swin-V2: Liu et al. 2022, section 3.2)."""
+
+    def input_norm(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return x_BTD + self.branch(self.norm(y_BTD), sequence)
 
 
 @RESIDUALS.register("sandwich")

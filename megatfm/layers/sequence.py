@@ -35,7 +35,8 @@ class SequenceMetadata:
     document sees. rng_keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
     these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32,
     where documents begin in rows laid end to end (`megatfm.ops.attention.cu_seqlens_from_documents`), for kernels
-    that ask for it.
+    that ask for it. grid: int32 [B, T, 4] or None, row, column, height and width of a patch in its image's grid of
+    patches; of special tokens the row is −1 and the column their number.
 
     Tokens of one document stand next to one another, so that distances in a document are distances in the row.
     """
@@ -51,8 +52,9 @@ class SequenceMetadata:
         past_documents: Tensor | None = None,
         memory: "SequenceMetadata | None" = None,
         starts: Tensor | None = None,
+        grid: Tensor | None = None,
     ) -> None:
-        self.cu_seqlens = starts
+        self.cu_seqlens, self.grid = starts, grid
         self.positions, self.documents, self.prefix = positions, documents, prefix
         self._rng_keys, self._depth = rng_keys, -1
         self.cached_length, self.cached_documents, self.memory = past, past_documents, memory
@@ -63,7 +65,7 @@ class SequenceMetadata:
         self.n_initial_kept = 0
         self.tokens: Tensor | None = None
         """int64 [B, T], the tokens themselves, where that is what the model reads."""
-        self._made: dict[Hashable, object] = {}
+        self._cache: dict[Hashable, object] = {}
 
     @property
     def rng_keys(self) -> Tensor | None:
@@ -107,7 +109,7 @@ class SequenceMetadata:
             return self
         layer = copy.copy(self)
         layer.n_evicted, layer.n_initial_kept = forgotten, first
-        layer._made = self.cached(("forgotten", forgotten, first), dict)
+        layer._cache = self.cached(("forgotten", forgotten, first), dict)
         return layer
 
     def on_host(self) -> "SequenceMetadata":
@@ -117,8 +119,8 @@ class SequenceMetadata:
 
     def _on_host(self) -> "SequenceMetadata":
         host = copy.copy(self)
-        host._made, host._rng_keys, host.skip_rate, host.tokens = {}, None, None, None
-        for name in ("positions", "documents", "prefix", "cached_documents", "cu_seqlens"):
+        host._cache, host._rng_keys, host.skip_rate, host.tokens = {}, None, None, None
+        for name in ("positions", "documents", "prefix", "cached_documents", "cu_seqlens", "grid"):
             values = getattr(self, name)
             setattr(host, name, None if values is None else to_host(values))
         host.memory = None if self.memory is None else self.memory.on_host()
@@ -196,9 +198,9 @@ class SequenceMetadata:
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what all layers share, e.g. the rotary table; `make` is called the first time for each key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]  # type: ignore[return-value]
 
     def mask(
         self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, rows: slice | None = None
@@ -315,6 +317,7 @@ class SequenceShard(SequenceMetadata):
             None if row.documents is None else row.documents[:, places],
             rng_keys=row.rng_keys,
             memory=memory,
+            grid=None if row.grid is None else row.grid[:, places],
         )
         self.full_sequence, self.token_indices = row, places
         self.key_token_indices: Tensor | None = None
@@ -342,7 +345,7 @@ class SequenceShard(SequenceMetadata):
     def with_keys_at(self, key: Hashable, places: Tensor) -> Self:
         """Return a copy with keys at these token indices alone. key: by which layers that look there share it."""
         part = copy.copy(self)
-        part.key_token_indices, part._made = places, self.cached(("looking at", key), dict)
+        part.key_token_indices, part._cache = places, self.cached(("looking at", key), dict)
         return part
 
     def with_queries_at(self, key: Hashable, places: Tensor) -> Self:

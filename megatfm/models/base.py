@@ -7,12 +7,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, PatchEmbeddingConfig
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Embedding
 from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.output_head import SpanBoundaryHead as SpanBoundaryHead
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.task_heads import TextClassifier as TextClassifier
 from megatfm.registry import Registry, did_you_mean
 from megatfm.split_points import SplitPoint
 
@@ -40,7 +42,7 @@ class Output(NamedTuple):
     """Summed loss in nats of each term, if the batch has targets of a head."""
     predictions: dict[str, Tensor] | None = None
     """Predictions of `model.extra_heads` by name, if the batch has no targets of any head: of "sentence" logits [B,
-    C]."""
+    C], of "classifier" [images, C], one after another as they stand in the rows."""
     carry: dict[str, Tensor] | None = None
     """Hidden vectors besides `hidden` that a later pipeline stage reads, by name: "encoder_hidden" [B, S, D]."""
 
@@ -66,10 +68,11 @@ class Model(nn.Module):
         self.accepted: frozenset[str] = frozenset()
         self.target_fields: tuple[tuple[str, ...], ...] = (("targets",),)
 
-    def add_heads(self, table: Embedding | None) -> None:
-        """Add the heads of `config.extra_heads` as modules of their names. table: the embedding of tokens."""
+    def add_heads(self, table: Embedding | None, config: ModelConfig | None = None) -> None:
+        """Add the heads of `config.extra_heads` as modules of their names. table: the embedding of tokens. config:
+        that of the hidden vectors which heads read, where it is not the model's."""
         for name, section in self.config.extra_heads.items():
-            self.add_module(name, HEADS.get(section.name)(self.config, section, table))
+            self.add_module(name, HEADS.get(section.name)(config or self.config, section, table))
         self.extra_heads = list(self.config.extra_heads)
 
     def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:
@@ -77,16 +80,23 @@ class Model(nn.Module):
         heads read, each also under its name for full rows (context parallelism), and random keys."""
         of_heads = [tuple(getattr(self, name).reads) for name in self.extra_heads]
         self.target_fields = (*((name,) for name in targets), *of_heads)
-        known = {*fields, *(name for names in self.target_fields for name in names)}
+        optional = {
+            field for name in self.extra_heads for field in getattr(getattr(self, name), "may_read", ())
+        }
+        known = {*fields, *optional, *(name for names in self.target_fields for name in names)}
         sides = {side_of(name) for name in known}
-        full = {f"{side_of(name)}row_{name.removeprefix(side_of(name))}" for name in known}
-        self.accepted = frozenset(known | full | {f"{side}places" for side in sides} | {"keys"})
+        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known}
+        self.accepted = frozenset(known | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
         """Return the fields of a batch that are not None. Raise TypeError for one that the model would not look at."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            known = [name for name in sorted(self.accepted) if "row_" not in name and "places" not in name]
+            known = [
+                name
+                for name in sorted(self.accepted)
+                if "full_row_" not in name and "token_indices" not in name
+            ]
             near = OTHER_NAMES.get(name, "")
             hint = f" (did you mean {near!r}?)" if near in self.accepted else did_you_mean(name, known)
             raise TypeError(
@@ -106,22 +116,29 @@ class Model(nn.Module):
         losses: Mapping[str, Tensor],
         logits: Tensor | None = None,
         carry: Mapping[str, Tensor | None] | None = None,
+        sequence: SequenceMetadata | None = None,
     ) -> Output:
         """Run the additional heads and return the output: losses if the batch has targets, else what is predicted.
 
         hidden_BTD: a tensor, or None in a pipeline stage before the stack whose vectors it is. carry: see Output.
+        sequence: where its tokens stand, for heads that say `takes_sequence`.
         """
         has_targets, predictions = self.has_targets(batch), dict[str, Tensor]()
         for name in self.extra_heads:
             head: Any = getattr(self, name)
+            options: dict[str, Any] = {
+                field: batch[field] for field in getattr(head, "may_read", ()) if field in batch
+            }
+            if getattr(head, "takes_sequence", False):
+                options["sequence"] = sequence
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
-                full_rows = [batch.get(f"row_{field}") for field in getattr(head, "full_row_fields", ())]
-                losses = add_by_name(
-                    losses, {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows)}
-                )
+                full_rows = [batch.get(f"full_row_{field}") for field in getattr(head, "full_row_fields", ())]
+                result = head(hidden_BTD, *fields, *full_rows, **options)
+                terms = result if isinstance(result, dict) else {str(getattr(head, "term", name)): result}
+                losses = add_by_name(losses, terms)
             elif getattr(head, "predicts", False) and not has_targets:
-                predictions[name] = head(hidden_BTD)
+                predictions[name] = head(hidden_BTD, **options)
         handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
         kept = dict(losses) if losses and has_targets else None
         return Output(hidden_BTD, logits, kept, predictions or None, handed_on or None)
@@ -140,8 +157,10 @@ def targets_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def sequence_fields(config: ModelConfig) -> tuple[str, ...]:
-    """Return the fields that say where tokens stand, and the embedding's segments if it has some."""
-    return ("positions", "documents", "cu_seqlens", *(["segments"] if config.embedding.n_segments else []))
+    """Return the fields that say where tokens stand: also segments, if the embedding has some, and patches' grid."""
+    segments = ["segments"] if config.embedding.n_segments else []
+    grid = ["grid"] if isinstance(config.embedding, PatchEmbeddingConfig) else []
+    return ("positions", "documents", "cu_seqlens", *segments, *grid)
 
 
 def side_of(field: str) -> str:

@@ -219,7 +219,7 @@ def generator_config(config: ModelConfig) -> ModelConfig:
     if config.generator is None:
         raise UsageError("model.family = 'electra' needs model.generator")
     generator = config.generator
-    heads = {"n_heads": generator.n_heads, "head_dim": None}
+    heads = {"n_heads": generator.n_heads, config.attention.head_dim_key: None}
     if isinstance(config.attention, GQAAttentionConfig):
         heads["n_kv_heads"] = None
     return config.model_copy(

@@ -20,16 +20,16 @@ BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.")
 
 def fp8_linears(model: nn.Module) -> dict[str, Linear]:
     """Return the linear layers to run in float8, by path. Call it before the model is cut into shards or stages."""
-    found: dict[str, tuple[str, int, Linear]] = {}
+    linears: dict[str, tuple[str, int, Linear]] = {}
     for path, module in model.named_modules():
         if isinstance(module, Linear) and (block := BLOCK.match(path)):
-            found[path] = block["stack"], int(block["number"]), module
+            linears[path] = block["stack"], int(block["number"]), module
     last: dict[str, int] = {}
-    for stack, number, _ in found.values():
+    for stack, number, _ in linears.values():
         last[stack] = max(number, last.get(stack, 0))
     return {
         path: module
-        for path, (stack, number, module) in found.items()
+        for path, (stack, number, module) in linears.items()
         if 0 < number < last[stack] and not any(dim % ALIGNMENT for dim in module.weight.shape)
     }
 

@@ -137,34 +137,35 @@ def has_position_bias(config: ModelConfig, depth: int) -> bool:
     Raises UsageError for blocks that would need a stack's encoding of their own.
     """
     position = config.layer_config(depth).position
-    made = POSITIONS.get(position.name)
-    if position != config.position and (made.absolute or made.score_bias):
+    encoding = POSITIONS.get(position.name)
+    if position != config.position and (encoding.absolute or encoding.score_bias):
         raise UsageError(
             f"model.layer_type.{config.layer_type_at(depth)}.position: {position.name} is made once for all blocks "
             "of a stack: set "
             "it as model.position, and position.name = 'none' for blocks without it"
         )
-    return made.score_bias is not None
+    return encoding.score_bias is not None
 
 
 class FullRow(NamedTuple):
     """The metadata of full rows, for a rank that holds some of their tokens (context parallelism).
 
-    token_indices int64 [T]: those that are here. The others cover all tokens of the rows, [B, S].
+    token_indices int64 [T]: those that are here. The others cover all tokens of the rows, [B, S] or [B, S, 4].
     """
 
     token_indices: Tensor
     positions: Tensor
     documents: Tensor | None
     prefix: Tensor | None
+    grid: Tensor | None
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
         """Return that of one side of a batch; None if the batch holds all tokens of its rows."""
-        if f"{side}places" not in batch:
+        if f"{side}token_indices" not in batch:
             return None
-        documents, prefix = batch.get(f"{side}row_documents"), batch.get(f"{side}row_prefix")
-        return cls(batch[f"{side}places"], needed(batch, f"{side}row_positions"), documents, prefix)
+        optional = (batch.get(f"{side}full_row_{name}") for name in ("documents", "prefix", "grid"))
+        return cls(batch[f"{side}token_indices"], needed(batch, f"{side}full_row_positions"), *optional)
 
 
 def make_sequence(
@@ -185,7 +186,9 @@ def make_sequence(
     full_row = FullRow.of(batch, side)
     positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")
     if full_row is not None:
-        full = SequenceMetadata(full_row.positions, full_row.documents, prefix=full_row.prefix, rng_keys=keys)
+        full = SequenceMetadata(
+            full_row.positions, full_row.documents, prefix=full_row.prefix, rng_keys=keys, grid=full_row.grid
+        )
         return _with_tokens(SequenceShard(full, full_row.token_indices, memory), inputs_BT)
     past = _length_of(cache) if cache else 0
     if positions_BT is None:
@@ -203,6 +206,7 @@ def make_sequence(
         past_documents=past_documents,
         memory=memory,
         starts=batch.get(f"{side}cu_seqlens"),
+        grid=batch.get(f"{side}grid"),
     )
     return _with_tokens(sequence, inputs_BT)
 

@@ -92,7 +92,7 @@ class Decoder(Model):
                 losses[f"future_{n}"] = self.head(y_BTD, _future_targets(batch, int(n)))
         elif self.head is not None and self.runs_head and not self.has_targets(batch):
             logits = self.head(x_BTD)
-        return self.output(batch, x_BTD, losses, logits)
+        return self.output(batch, x_BTD, losses, logits, sequence=sequence)
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs the split points of these names alone, for a pipeline stage."""
@@ -152,7 +152,7 @@ class Encoder(Model):
                 losses["masked"] = self.head(x_BTD, targets)
             elif not self.has_targets(batch):
                 logits = self.head(x_BTD)
-        return self.output(batch, x_BTD, losses, logits)
+        return self.output(batch, x_BTD, losses, logits, sequence=sequence)
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs the split points of these names alone, for a pipeline stage."""
@@ -312,5 +312,5 @@ def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
     full_row = FullRow.of(batch)
     if full_row is None:
         return shifted_targets(batch["targets"], batch.get("documents"), n)
-    full_targets = needed(batch, "row_targets")
+    full_targets = needed(batch, "full_row_targets")
     return shifted_targets(full_targets, full_row.documents, n)[:, full_row.token_indices]

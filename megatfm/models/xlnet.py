@@ -185,8 +185,8 @@ class TwoStreamStack(nn.Module):
             is_last = query_stream is not None and depth == len(self.order) - 1
             of_content = None if is_last else content_stream.at_layer(depth, skip_rate)
             of_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
-            made = block(x_BTD, g_BQD, table_RD, of_content, of_query)
-            (x_BTD, g_BQD), losses = unpack(block, made, losses)
+            outputs = block(x_BTD, g_BQD, table_RD, of_content, of_query)
+            (x_BTD, g_BQD), losses = unpack(block, outputs, losses)
         if self.dropout is not None:  # the stage with the end of the stack
             if query_stream is None:
                 x_BTD = self._finish(x_BTD, content_stream.sequence)
@@ -275,8 +275,8 @@ class TwoStreamBlock(nn.Module):
             z_BQD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(y_BQD), stream.sequence))
             return self.ffn_residual.add(y_BQD, z_BQD, stream.sequence)
 
-        made = run_stream(x_BTD, content), run_stream(g_BQD, query)
-        return extras.wrap(made)
+        outputs = run_stream(x_BTD, content), run_stream(g_BQD, query)
+        return extras.wrap(outputs)
 
 
 def streams_of(
@@ -284,7 +284,7 @@ def streams_of(
 ) -> tuple[QueryStream, QueryStream | None]:
     """Return the content stream, in which tokens see those up to their own rank, and the query stream at tokens that
     are predicted, which sees lower ranks. Without order and targets all see all, and there are no queries."""
-    targets, row_positions = batch.get("targets"), batch.get("row_positions")
+    targets, row_positions = batch.get("targets"), batch.get("full_row_positions")
     zeros = torch.zeros_like(sequence.positions)
     full_zeros = zeros if row_positions is None else torch.zeros_like(row_positions)
 
@@ -292,7 +292,7 @@ def streams_of(
         if name not in batch:
             return LocalAndFull(zeros, full_zeros)
         return LocalAndFull(
-            batch[name], batch[name] if row_positions is None else needed(batch, f"row_{name}")
+            batch[name], batch[name] if row_positions is None else needed(batch, f"full_row_{name}")
         )
 
     segments = both("segments")

@@ -1,8 +1,11 @@
 """Training objectives: which inputs, targets and terms of the loss are made of documents. Importing registers them."""
 
+from megatfm.objectives import classification as classification
 from megatfm.objectives import denoising as denoising
 from megatfm.objectives import masked as masked
+from megatfm.objectives import masked_image as masked_image
 from megatfm.objectives import permutation as permutation
+from megatfm.objectives import supervised as supervised
 from megatfm.objectives.base import (
     OBJECTIVES,
     Example,

@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import ImagesConfig, ModelConfig
+from megatfm.config.objective import ImageObjective
+from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.layers.block import auxiliary_losses
@@ -119,6 +121,8 @@ class Objective(Protocol):
     """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
     reads_text: bool = True
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
+    metrics: tuple[str, ...] = ()
+    """Terms of weight 0, each a count of what is right: accuracies, which evaluation reports beside the loss."""
     likelihood_term: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
     predicts_tokens: bool = False
@@ -141,6 +145,17 @@ class Objective(Protocol):
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         """The fields of one piece's sequence, as long as `lengths` told; a pure function."""
+
+    def for_evaluation(self) -> "Objective":
+        """The objective of validation sets, where it is another: images aren't changed at random."""
+        return self
+
+    def prepare_rows(self, rows: RowDataset, turn: int) -> RowDataset:
+        """The training rows, changed where that takes more than one of them, as mixing images does.
+
+        turn: how many rows of a stream follow one another.
+        """
+        return rows
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         """A random piece on which layouts are compared, where that is more than random tokens."""
@@ -181,6 +196,10 @@ class ObjectiveWithAuxiliaryLosses:
             raise AttributeError(name)
         return getattr(self._objective, name)
 
+    def for_evaluation(self) -> "ObjectiveWithAuxiliaryLosses":
+        """The same terms beside those of the objective for evaluation."""
+        return ObjectiveWithAuxiliaryLosses(self._objective.for_evaluation(), self._terms)
+
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         """The objective's, and the tokens or rows of the micro-batch for each term of the blocks."""
         n_tokens, n_rows = (
@@ -200,7 +219,8 @@ class ObjectiveWithAuxiliaryLosses:
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective")
 """Made as `objective(special: SpecialTokens, config, model: ModelConfig, row_lengths: tuple[int, ...])`, with the
-config's section of its name, and one row length for each side."""
+config's section of its name, and one row length for each side. One whose section is an `ImageObjective` gets
+`[data.images]` as a fifth argument."""
 
 
 def reads_text(name: str) -> bool:
@@ -216,18 +236,24 @@ def target_fraction(config: Any) -> float | None:
 
 
 def build_objective(
-    config: Any, model: ModelConfig, special: SpecialTokens | None, row_lengths: tuple[int, ...]
+    config: Any,
+    model: ModelConfig,
+    special: SpecialTokens | None,
+    row_lengths: tuple[int, ...],
+    images: ImagesConfig | None = None,
 ) -> Objective:
     """The objective of a config's section, checked against the model.
 
     special: None where there is no tokenizer. row_lengths: data.sequence_length and, where it is set,
-    data.target_length. Raises UsageError if the model or the tokenizer lacks what it needs.
+    data.target_length. images: `[data.images]`, for objectives of images.
+    Raises UsageError if the model or the tokenizer lacks what it needs.
     """
     if special is None and reads_text(config.name):
         raise UsageError(
             f"objective.name = {config.name!r} reads text: set data.tokenizer to the one beside the corpus"
         )
-    objective = OBJECTIVES.get(config.name)(special, config, model, row_lengths)
+    inputs = [images or ImagesConfig()] if isinstance(config, ImageObjective) else []
+    objective = OBJECTIVES.get(config.name)(special, config, model, row_lengths, *inputs)
     if model.family not in objective.model_families:
         raise UsageError(
             f"objective.name = {config.name!r} does not train model.family = {model.family!r}, but "

@@ -64,13 +64,14 @@ def cross_entropy(
     chunk: int | None = None,
     vocab_start: int = 0,
     all_gather: AllGather | None = None,
+    losses_M: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
     The gradients that are wanted are made in the forward pass, where the logits were (as in Liger, Hsu et al. 2024),
     and only scaled in the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD`
     holds the rows from `first` on and `join` brings the parts together: every part then gives the whole loss, and its
-    own share of the gradient to `hidden`.
+    own share of the gradient to `hidden`. losses_M: is filled with the tokens' losses, 0 for those that don't count.
     """
     chunk = chunk or default_chunk(hidden_MD, len(weight_WD))
     # A function knows of a parameter that it requires gradients, and not whether any are wanted.
@@ -78,7 +79,7 @@ def cross_entropy(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
     return _ChunkedCrossEntropy.apply(
-        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, wanted
+        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, wanted, losses_M
     )
 
 
@@ -109,6 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab_start: int,
         all_gather: AllGather | None,
         wanted: tuple[bool, bool, bool],
+        losses_M: Tensor | None,
     ) -> Tensor:
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
@@ -123,7 +125,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             hidden = hidden_MD[part]
             logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
-            total += _to_gradient(logits, targets_M[part], variant, vocab_start, all_gather)
+            losses = None if losses_M is None else losses_M[part]
+            total += _to_gradient(logits, targets_M[part], variant, vocab_start, all_gather, losses)
             gradient = logits
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ weight_WD
@@ -149,7 +152,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if saved is None else torch.mul(saved, gradient.to(saved.dtype), out=None if kept else saved)
             for saved in ctx.saved_tensors
         )
-        return *scaled, None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -172,24 +175,37 @@ def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, into: Tens
 
 
 def _to_gradient(
-    logits: Tensor, targets_M: Tensor, variant: LogitOptions, vocab_start: int, all_gather: AllGather | None
+    logits: Tensor,
+    targets_M: Tensor,
+    variant: LogitOptions,
+    vocab_start: int,
+    all_gather: AllGather | None,
+    losses_M: Tensor | None,
 ) -> Tensor:
     """Loss of a chunk; the logits [M, W] become its gradient. On a GPU by one kernel; on a CPU by a few rows at a time,
     so that what is made on the way stays in its cache. Parts of a vocabulary are joined once a chunk."""
     if all_gather is None and (in_place := _kernel(logits)):
-        return in_place(
+        losses = in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
-        ).sum()
+        )
+        if losses_M is not None:
+            losses_M.copy_(losses)
+        return losses.sum()
     all_at_once = all_gather is not None or logits.device.type != "cpu"
     step = len(logits) if all_at_once else max(1, AT_ONCE // logits.shape[1])
-    losses = []
-    for rows, targets in zip(logits.split(step), targets_M.split(step), strict=True):
+    sums = []
+    for start in range(0, len(logits), step):
+        rows, targets = logits[start : start + step], targets_M[start : start + step]
         values = rows.to(_precise(rows))
-        loss, gradient = _chunk(values, targets[:, None], variant, vocab_start, all_gather or _single_shard)
+        losses_M1, gradient = _chunk(
+            values, targets[:, None], variant, vocab_start, all_gather or _single_shard
+        )
         if gradient is not rows:
             rows.copy_(gradient)
-        losses.append(loss)
-    return torch.stack(losses).sum()
+        if losses_M is not None:
+            losses_M[start : start + step] = losses_M1[:, 0]
+        sums.append(losses_M1.sum())
+    return torch.stack(sums).sum()
 
 
 def _single_shard(values: Tensor) -> Tensor:
@@ -221,7 +237,8 @@ def has_triton() -> bool:
 def _chunk(
     logits: Tensor, targets_M1: Tensor, variant: LogitOptions, vocab_start: int, all_gather: AllGather
 ) -> tuple[Tensor, Tensor]:
-    """Loss of a chunk and its gradient with respect to the logits [M, W], which are overwritten."""
+    """Losses [M, 1] of a chunk, and the gradient of their sum with respect to the logits [M, W], which are
+    overwritten."""
     counted = targets_M1 != IGNORE
     local = targets_M1 - vocab_start
     held = (local >= 0) & (local < logits.shape[1])
@@ -244,7 +261,7 @@ def _chunk(
     top = largest_P.amax(0)
     below_P = largest_P - top
     normaliser = (below_P.exp() * sums_P).sum(0)
-    target_logit, found = (target_P + held_P * below_P).sum(0), held_P.sum(0)
+    target_logit, target_count = (target_P + held_P * below_P).sum(0), held_P.sum(0)
     spread: Tensor | float = 0.0
     if variant.smoothing:
         logits_P, rows_P = rest_P
@@ -252,14 +269,14 @@ def _chunk(
         spread = variant.smoothing / vocabulary
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
     # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
-    losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
+    losses = (normaliser.log() - target_logit).where(target_count > 0, torch.nan)
     gradient = exponentials.mul_(counted * (largest - top).exp() / normaliser)
     if variant.smoothing:
         gradient -= spread * counted
     gradient.scatter_add_(1, local, (variant.smoothing - 1) * (held & counted).to(gradient.dtype))
     if slope is not None:
         gradient *= slope
-    return losses.where(counted, 0).sum(), gradient
+    return losses.where(counted, 0), gradient
 
 
 def _precise(tensor: Tensor) -> torch.dtype:

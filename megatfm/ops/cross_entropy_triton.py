@@ -67,8 +67,8 @@ def kernel(
     spread = smoothing / vocabulary
     loss = lse - (1 - smoothing) * at_target - spread * together
     # A target beyond the vocabulary is found nowhere: not a number, rather than a wrong one.
-    found = (target >= 0) & (target < vocabulary)
-    tl.store(losses_M + row, tl.where(found, loss, float("nan")))
+    is_valid = (target >= 0) & (target < vocabulary)
+    tl.store(losses_M + row, tl.where(is_valid, loss, float("nan")))
 
     for start in range(0, vocabulary, BLOCK):
         at = start + columns

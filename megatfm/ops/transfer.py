@@ -67,11 +67,11 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
     return remember_host_copy(pinned.to(device, non_blocking=True), pinned)
 
 
-def remember_host_copy(there: Tensor, here: Tensor) -> Tensor:
+def remember_host_copy(tensor: Tensor, host_copy: Tensor) -> Tensor:
     """A tensor of which the host has a copy that nobody writes."""
-    if not there.is_inference():
-        _HOST_COPIES[there] = here, there._version
-    return there
+    if not tensor.is_inference():
+        _HOST_COPIES[tensor] = host_copy, tensor._version
+    return tensor
 
 
 def is_on_host(tensor: Tensor) -> bool:
@@ -86,5 +86,5 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     if torch.compiler.is_compiling():
         return tensor.cpu()
-    here, version = _HOST_COPIES.get(tensor, (None, 0))
-    return tensor.cpu() if here is None or tensor._version != version else here
+    host_copy, version = _HOST_COPIES.get(tensor, (None, 0))
+    return tensor.cpu() if host_copy is None or tensor._version != version else host_copy

@@ -54,7 +54,7 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
             in_bf16=config.newton_schulz_dtype == "bf16",
         )
 
-    matrices, others = split_block_matrices(parameters)
+    matrices, remaining = split_block_matrices(parameters)
     options = weight_decays(matrices, config.weight_decay)
     rates = lr_scales(matrices, config.matrix_lr / config.lr)
     stacked = stacked_names(matrices)
@@ -63,7 +63,7 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
     if stacked:
         several = [name for name in matrices if name in stacked]
         groups.append(OptimizerGroup(several, "whole_tensor", make_batched_muon, options, rates))
-    return [*groups, *adamw(config, others)]
+    return [*groups, *adamw(config, remaining)]
 
 
 class BatchedMuon(torch.optim.Optimizer):
@@ -142,7 +142,7 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
             groups, lr=config.lr, betas=config.betas, eps=config.eps, every=config.precondition_frequency
         )
 
-    matrices, others = split_block_matrices(parameters)
+    matrices, remaining = split_block_matrices(parameters)
     decays = weight_decays(matrices, config.weight_decay)
     options = {
         name: {**decays[name], "rotated": tuple(size <= config.max_precond_dim for size in p.shape[-2:])}
@@ -150,7 +150,7 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
     }
     names, rates = list(matrices), lr_scales(matrices)
     group = OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",))
-    return [group, *adamw(config, others)]
+    return [group, *adamw(config, remaining)]
 
 
 class Soap(torch.optim.Optimizer):

@@ -147,10 +147,10 @@ class _AllKeysAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, lse = partial_attention(q, k, v, bias, dropout_keys, plan)
         packed = torch.cat([out.to(lse.dtype), lse], -1)[None]
-        (out, lse), *others = (
+        (out, lse), *more_parts = (
             part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, contexts.group)
         )
-        for other in others:
+        for other in more_parts:
             out, lse = merge_partial(out, lse, *other)
         out, lse = block_sparse.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
         ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)

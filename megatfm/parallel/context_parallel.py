@@ -108,7 +108,17 @@ def _grow(patterns: Sequence[Any], length: int) -> bool:
 SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
 
-OF_ROWS = ("positions", "documents", "prefix", "targets", "order", "segments", "span_left", "span_right")
+OF_ROWS = (
+    "positions",
+    "documents",
+    "prefix",
+    "targets",
+    "order",
+    "segments",
+    "span_left",
+    "span_right",
+    "grid",
+)
 """Fields that every rank keeps of whole rows: which tokens it needs, and which others need, follows from them."""
 
 Batch = dict[str, Tensor]
@@ -125,7 +135,7 @@ def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch
         if positions is None:
             continue
         length = positions.shape[1]
-        here = moved(contexts.token_indices(length)[contexts.rank], positions.device)
+        local_indices = moved(contexts.token_indices(length)[contexts.rank], positions.device)
         for name, field in batch.items():
             if field.dim() < 2 or name.startswith("encoder_") != bool(side):
                 continue
@@ -134,11 +144,11 @@ def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch
                     f"parallel.cp > 1: the objective's field {name!r} {list(field.shape)} has not one place for each "
                     f"of {length} tokens, and can't be cut with them: use parallel.cp = 1"
                 )
-            split[name] = field[:, here]
-        split[f"{side}places"] = here
+            split[name] = field[:, local_indices]
+        split[f"{side}token_indices"] = local_indices
         for name in OF_ROWS:
             if side + name in batch:
-                split[f"{side}row_{name}"] = batch[side + name]
+                split[f"{side}full_row_{name}"] = batch[side + name]
     return split
 
 

@@ -271,8 +271,8 @@ def _rendezvous_over_mpi(
             f"started by mpirun, but mpi4py can't be used ({_first_line(error)}): "
             "pip install 'megatfm[mpi]', with an MPI library on the system"
         ) from error
-    ours = not MPI.Is_initialized()
-    if ours:
+    is_started_here = not MPI.Is_initialized()
+    if is_started_here:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", RuntimeWarning
@@ -295,7 +295,7 @@ def _rendezvous_over_mpi(
         except (MegatfmError, RuntimeError) as error:
             problem = _first_line(error)
     address, port, problem = world.bcast((address, port, problem))
-    if ours:
+    if is_started_here:
         MPI.Finalize()
     if problem is not None:
         raise MegatfmError(f"rank 0 on {places[0][1]} can't wait for the others: {problem}")
@@ -310,23 +310,23 @@ def _own_address(places: Sequence[tuple[str, str]]) -> str:
     The address under which this host is seen from another, which need not be what its own name resolves to. Raises
     MegatfmError where it can't be found and MASTER_ADDR isn't set.
     """
-    (here, name), *_ = places
-    others = {host for env, host in places if env != here}
-    if not others:
+    (own_machine, name), *_ = places
+    other_hosts = {host for machine, host in places if machine != own_machine}
+    if not other_hosts:
         return "127.0.0.1"
     reason = ""
-    for other in sorted(others - {name}):
+    for other in sorted(other_hosts - {name}):
         try:
-            for family, kind, _, _, env in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
+            for family, kind, _, _, socket_address in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
                 with socket.socket(family, kind) as probe:
-                    probe.connect(env)  # UDP: picks the route, sends nothing
-                    found = str(probe.getsockname()[0])
-                if not found.startswith("fe80:"):  # which is of one cable, and needs an interface with it
-                    return found
+                    probe.connect(socket_address)  # UDP: picks the route, sends nothing
+                    address = str(probe.getsockname()[0])
+                if not address.startswith("fe80:"):  # which is of one cable, and needs an interface with it
+                    return address
         except OSError as error:
             reason = reason or f"{other}: {error.strerror or error}"
-    if address := os.environ.get("MASTER_ADDR"):
-        return address
+    if master_address := os.environ.get("MASTER_ADDR"):
+        return master_address
     raise MegatfmError(
         f"it can't find the others by name ({reason or f'all are called {name}'}): set MASTER_ADDR to the name or "
         "address under which they reach it, and have mpirun pass it on"

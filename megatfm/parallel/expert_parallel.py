@@ -7,7 +7,7 @@ some of a row's tokens: numbers that follow from whole rows, and slots that are 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -171,15 +171,8 @@ register_style(replace(LOCAL_TOKENS, name="split_choices", expert_tp_overrides={
 """Keeps the choices of a rank's own tokens if tp is folded into ep."""
 
 
-class RowHooks(NamedTuple):
-    """Names of a mixture's part, and of the modules in it that gather numbers of a row, and that split these again."""
-
-    owner: str
-    gather: str
-    split: str
-
-
-ROW_HOOKS = RowHooks("experts", "whole", "own"), RowHooks("router", "row", "part")
+OWNERS_OF_ROW_SEAMS = ("experts", "router")
+"""Parts of a mixture that may have `gather_row`, which gathers numbers of a row, and `split_row`, its reverse."""
 
 
 def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
@@ -189,11 +182,11 @@ def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
     for the row (K integers a token; of experts that choose, a probability of each expert), and each keeps its own
     tokens' part. No gradient goes back.
     """
-    for hooks in ROW_HOOKS:
-        module = moe.get_submodule(hooks.owner)
-        if hasattr(module, hooks.split):
-            replace_forward(module.get_submodule(hooks.gather), partial(_gather_row, contexts))
-            replace_forward(module.get_submodule(hooks.split), _local_tokens)
+    for owner in OWNERS_OF_ROW_SEAMS:
+        module: Any = moe.get_submodule(owner)
+        if hasattr(module, "split_row"):
+            replace_forward(module.gather_row, partial(_gather_row, contexts))
+            replace_forward(module.split_row, _local_tokens)
     replace_forward(moe.get_submodule("counted"), partial(reduce_from_group, group=contexts.group))
 
 
@@ -216,8 +209,8 @@ def install_soft_moe(mixture: nn.Module, contexts: ContextParallel) -> None:
     """
     mixture_: Any = mixture
     padding_expert = mixture_.experts.n_experts
-    replace_forward(mixture_.means, partial(_merge_slots, contexts, padding_expert))
-    replace_forward(mixture_.made, partial(_gather_slots, contexts))
+    replace_forward(mixture_.gather_slots, partial(_merge_slots, contexts, padding_expert))
+    replace_forward(mixture_.return_slots, partial(_gather_slots, contexts))
 
 
 def slots_per_rank(slots: int, ranks: int) -> int:

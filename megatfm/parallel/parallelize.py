@@ -213,10 +213,10 @@ def matches(name: str, pattern: str) -> bool:
 def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
     if not patterns:
         return not names
-    first, *others = patterns
+    first, *later_patterns = patterns
     if first == "**":
-        return any(_matches_segments(names[i:], others) for i in range(len(names) + 1))
-    return bool(names) and fnmatchcase(names[0], first) and _matches_segments(names[1:], others)
+        return any(_matches_segments(names[i:], later_patterns) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], first) and _matches_segments(names[1:], later_patterns)
 
 
 def _missing(model: nn.Module, path: str, key: str) -> str:
@@ -290,9 +290,9 @@ def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> Non
 
 def disable_compile_of_attention(block: nn.Module) -> None:
     """Exclude attention from a block that is compiled: its communication, and the blocks of keys that it visits, depend
-    on the batch. Modules that set `eager_when_long`, which look at long rows in pieces, are excluded, too."""
+    on the batch. Modules with `attends_in_chunks` are excluded, too."""
     for module in block.modules():
-        if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "eager_when_long", False):
+        if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "attends_in_chunks", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 

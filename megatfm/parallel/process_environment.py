@@ -142,7 +142,7 @@ def _numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:
 
 def _text(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
-        others = (
+        hints = (
             "RANK",
             "WORLD_SIZE",
             "MASTER_ADDR",
@@ -150,9 +150,9 @@ def _text(environment: Mapping[str, str], name: str) -> str:
             "SLURM_STEP_ID",
             "OMPI_COMM_WORLD_RANK",
         )
-        found = ", ".join(other for other in others if other in environment)
+        hints_set = ", ".join(other for other in hints if other in environment)
         raise UsageError(
-            f"{name} is not set, although the environment speaks of several processes ({found}): "
+            f"{name} is not set, although the environment speaks of several processes ({hints_set}): "
             "start with torchrun, srun, mpirun or `megatfm launch`, or unset those"
         )
     return environment[name]

@@ -37,6 +37,7 @@ Layouts = Mapping[str, TensorLayout]
 Communication = Literal[
     "input gathered",  # residual stream to replicated input of cut weights
     "output gathered",
+    "output gathered for tokens",  # residual stream to what every rank reads for its part of the tokens
     "output summed",  # partial output of cut weights to residual stream
     "input whole",  # for what every rank computes alike
     "output whole",
@@ -128,6 +129,11 @@ def _gather_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layou
     module.register_forward_hook(lambda _, __, output: ranks.gather_input(output))
 
 
+def _gather_for_tokens(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+    if ranks.sequence_parallel:
+        _gather_output(module, ranks, layouts)
+
+
 def _replicate_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     module.register_forward_hook(lambda _, __, output: ranks.gather_replicated(output))
 
@@ -193,9 +199,17 @@ def _vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layouts: Lay
     variant: LogitOptions = loss_module.variant  # type: ignore[assignment]
     (first, _), (vocabulary, _) = layouts["weight"].region[0], layouts["weight"].shape
 
-    def loss(hidden_MD: Tensor, weight_WD: Tensor, targets_M: Tensor, bias_W: Tensor | None) -> Tensor:
+    def loss(
+        hidden_MD: Tensor,
+        weight_WD: Tensor,
+        targets_M: Tensor,
+        bias_W: Tensor | None,
+        losses_M: Tensor | None = None,
+    ) -> Tensor:
         used = variant if loss_module.training else replace(variant, smoothing=0.0)
-        return vocab_parallel_cross_entropy(hidden_MD, weight_WD, targets_M, bias_W, used, first, ranks.group)
+        return vocab_parallel_cross_entropy(
+            hidden_MD, weight_WD, targets_M, bias_W, used, first, ranks.group, losses_M=losses_M
+        )
 
     def whole_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         if not output.dim():  # a loss
@@ -222,6 +236,10 @@ def _local_shard_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts:
     module.part = ranks.rank  # type: ignore[assignment]
 
 
+def _local_channels(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+    module.part, module.parts = ranks.rank, ranks.group.size()  # type: ignore[assignment]
+
+
 def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int) -> Tensor:
     """Rows of the tokens on this rank, from `vocab_start` on, and zeros for the others: a partial [..., D]
     (Shoeybi et al. 2019, section 3)."""
@@ -240,9 +258,10 @@ def vocab_parallel_cross_entropy(
     vocab_start: int,
     group: ProcessGroup,
     chunk: int = 1024,
+    losses_M: Tensor | None = None,
 ) -> Tensor:
     """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. vocab_start: this rank's first
-    row."""
+    row. losses_M: is filled with the tokens' losses."""
     return cross_entropy(
         hidden_MD,
         weight_WD,
@@ -252,6 +271,7 @@ def vocab_parallel_cross_entropy(
         chunk=chunk,
         vocab_start=vocab_start,
         all_gather=lambda values: all_gather_no_grad(values, group),
+        losses_M=losses_M,
     )
 
 
@@ -288,6 +308,16 @@ register_style(
     ParallelStyle("gather_output", apply=_gather_output, is_listed=True, communication=("output gathered",))
 )
 """A module whose output is gathered once for all the columns that use it."""
+
+register_style(
+    ParallelStyle(
+        "gather_output_for_tokens",
+        apply=_gather_for_tokens,
+        is_listed=True,
+        communication=("output gathered for tokens",),
+    )
+)
+"""A module whose output is gathered once, of which every rank then looks up what its part of the sequence needs."""
 
 SEQUENCE = register_style(ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=()))
 """Weights on the residual stream that are not cut, e.g. a norm's."""
@@ -363,3 +393,6 @@ register_style(ParallelStyle("local_token_dropout", apply=_local_token_dropout, 
 
 register_style(ParallelStyle("local_shard_dropout", apply=_local_shard_dropout, communication=()))
 """Keyed dropout of cut heads or channels."""
+
+register_style(ParallelStyle("local_channels", apply=_local_channels, communication=()))
+"""A module that passes on the channels which are the input of cut weights, of an input that every rank has whole."""

@@ -42,8 +42,13 @@ class Comparison:
     def differences(self) -> list[tuple[str, list[str]]]:
         """Settings that are not the same in all runs, with each run's."""
         settings = [dict(leaves(run.config)) for run in self.runs]
-        keys = dict.fromkeys(key for each in settings for key in each if not key.startswith(IGNORED_SETTINGS))
-        rows = [(key, [[each[key]] if key in each else [] for each in settings]) for key in keys]
+        keys = dict.fromkeys(
+            key for run_settings in settings for key in run_settings if not key.startswith(IGNORED_SETTINGS)
+        )
+        rows = [
+            (key, [[run_settings[key]] if key in run_settings else [] for run_settings in settings])
+            for key in keys
+        ]
         return [
             (key, [text(cell[0]) if cell else MISSING for cell in cells])
             for key, cells in rows

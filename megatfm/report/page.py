@@ -38,13 +38,13 @@ class Headline:
     note: str = ""
 
 
-def write_report(folder: str | Path, others: Sequence[str | Path] = ()) -> Path:
+def write_report(folder: str | Path, compared: Sequence[str | Path] = ()) -> Path:
     """Write `report.html` into a run directory, whatever the run has reached, and return its path.
 
-    others: runs whose curves lie behind this one's. The page is one file without any outside reference. Raises
+    compared: runs whose curves lie behind this one's. The page is one file without any outside reference. Raises
     UsageError when a folder is not a run.
     """
-    run, behind = Run(Path(folder)), [Run(Path(other)) for other in others]
+    run, behind = Run(Path(folder)), [Run(Path(other)) for other in compared]
     path = run.folder / "report.html"
     try:
         atomic_write(path, render(run, behind))
@@ -53,15 +53,15 @@ def write_report(folder: str | Path, others: Sequence[str | Path] = ()) -> Path:
     return path
 
 
-def render(run: Run, others: Sequence[Run] = ()) -> str:
+def render(run: Run, compared: Sequence[Run] = ()) -> str:
     """The page of a run as text."""
     differing = non_default_settings(run.config)
-    _, *names = unique_names([run.folder, *(other.folder for other in others)])
-    behind = dict(zip(names, others, strict=True))
+    _, *names = unique_names([run.folder, *(other.folder for other in compared)])
+    behind = dict(zip(names, compared, strict=True))
     notes = [*run.notes, *(f"{name}: {note}" for name, other in behind.items() for note in other.notes)]
     return render_page(
         "report.html",
-        [run, *others],
+        [run, *compared],
         name=run.config.get("name", run.folder.name),
         subtitle=subtitle(run.config),
         status=status(run),

@@ -57,9 +57,10 @@ class Run:
         self.folder = folder
         self.notes: list[str] = []
         self.config = self._config()
+        self.samples: list[dict[str, Any]] = []
         self.curves = self._curves()
         self.events = list(self._lines("events.jsonl"))
-        self.samples = list(self._lines("samples.jsonl"))
+        self.samples += self._lines("samples.jsonl")
         self.environment = self._table("environment.json")
         self.baselines = self._table("baselines.json")
         self.plan = self._text("plan.txt")
@@ -158,12 +159,18 @@ class Run:
             self.notes.append(f"{name}: {torn} line(s) left out that can't be read")
 
     def _curves(self) -> dict[tuple[str, ...], Curve]:
-        """Every number of `metrics.jsonl` as a curve; arrays, since a run may have a million steps."""
+        """Every number of `metrics.jsonl` as a curve, in arrays, since a run may have a million steps; the samples that
+        stand there are added to `samples`."""
         columns: dict[tuple[str, ...], tuple[array[int], array[float]]] = {}
         for record in self._lines("metrics.jsonl"):
             step = record.get("step")
             if not isinstance(step, int):
                 continue
+            samples = record.pop("samples", [])
+            if isinstance(samples, list):
+                self.samples += [
+                    {**sample, "step": step} for sample in samples if isinstance(sample, Mapping)
+                ]
             for path, value in _numbers(record):
                 steps, values = columns.setdefault(path, (array("q"), array("d")))
                 steps.append(step)
@@ -257,12 +264,12 @@ def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return kept
 
 
-def _restore_names(kept: dict[str, Any], whole: Mapping[str, Any]) -> None:
+def _restore_names(kept: dict[str, Any], full: Mapping[str, Any]) -> None:
     for key, value in kept.items():
-        if isinstance(value, dict) and isinstance(whole[key], Mapping):
-            _restore_names(value, whole[key])
-            if value and "name" in whole[key] and "name" not in value:
-                kept[key] = {"name": whole[key]["name"], **value}
+        if isinstance(value, dict) and isinstance(full[key], Mapping):
+            _restore_names(value, full[key])
+            if value and "name" in full[key] and "name" not in value:
+                kept[key] = {"name": full[key]["name"], **value}
 
 
 def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -74,24 +74,24 @@ class TimeShare:
     colour: int
 
 
-def charts(run: Run, others: Mapping[str, Run] | None = None) -> list[Chart]:
-    """The curves that the run has, the loss first. others: name → a run whose curves lie behind."""
-    others = others or {}
+def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
+    """The curves that the run has, the loss first. compared: name → a run whose curves lie behind."""
+    compared = compared or {}
 
     def behind(*path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
-        curves = [(other, run.curve(*path)) for other, run in others.items()]
+        curves = [(other, run.curve(*path)) for other, run in compared.items()]
         return [
             Line(other + name, smooth(curve) if is_smooth else curve, 6 - i % 5, "other", i + 1)
             for i, (other, curve) in enumerate(curves)
         ]
 
-    def evaluated(key: str) -> list[Line]:
+    def evaluated(*key: str) -> list[Line]:
         lines = [
-            Line(name, run.curve("evaluation", name, key), 2 + i % 5, "dots")
+            Line(name, run.curve("evaluation", name, *key), 2 + i % 5, "dots")
             for i, name in enumerate(run.evaluated)
         ]
         return lines + [
-            line for name in run.evaluated for line in behind("evaluation", name, key, name=f", {name}")
+            line for name in run.evaluated for line in behind("evaluation", name, *key, name=f", {name}")
         ]
 
     def smoothed(name: str, key: str) -> list[Line]:
@@ -107,7 +107,10 @@ def charts(run: Run, others: Mapping[str, Run] | None = None) -> list[Chart]:
     drawn = (
         chart("Loss", "nats per token", [*smoothed("training", "loss"), *evaluated("loss")]),
         chart("Terms of the loss", "mean over their targets", terms),
+        source_chart(run),
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
+        chart("Accuracy", "share of held-out images", evaluated("metrics", "top1")),
+        chart("Top-5 accuracy", "share of held-out images", evaluated("metrics", "top5")),
         *position_charts(run),
         chart("Gradient norm", "before clipping", smoothed("gradient norm", "grad_norm")),
         chart("Learning rate", "", [Line("learning rate", run.curve("lr")), *behind("lr")], from_zero=True),
@@ -157,6 +160,13 @@ def mixture_chart(run: Run) -> Chart | None:
 
     lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
     return chart("Mixture", "% of the rows", lines, from_zero=True)
+
+
+def source_chart(run: Run) -> Chart | None:
+    """Training loss of each corpus of a mixture."""
+    names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
+    lines = [Line(name, smooth(run.curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
+    return chart("Training loss by source", "nats per token", lines)
 
 
 def position_charts(run: Run) -> list[Chart | None]:
@@ -230,7 +240,7 @@ def baselines(run: Run, name: str) -> list[ReferenceLine]:
 
 def layer_charts(run: Run) -> list[Chart | None]:
     """One chart for each kind; None where the run has recorded none (see `log.layer_stats_every`)."""
-    return [_layer_chart(run, kind, *said) for kind, said in KINDS.items()]
+    return [_layer_chart(run, kind, *labels) for kind, labels in KINDS.items()]
 
 
 def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
@@ -244,8 +254,8 @@ def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
         lines.append(
             Line(short_name(path[1]), run.curve(*path), colour, "line" if path in colours else "raw")
         )
-    some = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
-    return chart(f"{title} by layer", f"{unit}{some}", lines, from_zero=kind == "dropped")
+    shown_share = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
+    return chart(f"{title} by layer", f"{unit}{shown_share}", lines, from_zero=kind == "dropped")
 
 
 def evenly_spaced(paths: Sequence[Item], most: int) -> list[Item]:
@@ -286,11 +296,11 @@ def expert_load_maps(run: Run) -> list[HeatMap]:
     """One for each layer with experts, or for some of many, evenly spread (see `log.layer_stats_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
     drawn = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
-    some = f" · {len(drawn)} of {len(layers)} layers" if len(drawn) < len(layers) else ""
-    return [_map(run, layer, some) for layer in drawn]
+    shown_share = f" · {len(drawn)} of {len(layers)} layers" if len(drawn) < len(layers) else ""
+    return [_map(run, layer, shown_share) for layer in drawn]
 
 
-def _map(run: Run, layer: str, some: str) -> HeatMap:
+def _map(run: Run, layer: str, shown_share: str) -> HeatMap:
     keys = sorted(
         (path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3])
     )
@@ -309,7 +319,7 @@ def _map(run: Run, layer: str, some: str) -> HeatMap:
     ]
     return HeatMap(
         title=f"Load of experts, {short_name(layer)}",
-        unit=f"choices, as a multiple of the mean{some}",
+        unit=f"choices, as a multiple of the mean{shown_share}",
         picture=png([[colour(value) for value in row] for row in rows]),
         x_ticks=[Tick(100 * (across(step) + 0.5) / columns, format_number(step)) for step in steps],
         y_ticks=[Tick(100 * (place + 0.5) / height, str(place)) for place in named],
@@ -328,7 +338,7 @@ def _means(curve: Curve, columns: int, places: Sequence[int]) -> list[float]:
 
 
 def _summarize_loads(curves: Sequence[Curve]) -> str:
-    def said(which: str, value: float, expert: int, step: int) -> str:
+    def describe_load(which: str, value: float, expert: int, step: int) -> str:
         return f"{which}: expert {expert} with {format_number(value)} at step {step:,}"
 
     every = [
@@ -339,7 +349,7 @@ def _summarize_loads(curves: Sequence[Curve]) -> str:
     ]
     if not every:
         return "nothing finite"
-    return "; ".join((said("Busiest", *max(every)), said("idlest", *min(every))))
+    return "; ".join((describe_load("Busiest", *max(every)), describe_load("idlest", *min(every))))
 
 
 def colour(load: float) -> tuple[int, int, int, int]:

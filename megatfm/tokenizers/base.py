@@ -38,7 +38,7 @@ SPACE_MARK = "\u2581"
 
 @dataclass(frozen=True)
 class Special:
-    """Ids that never come from text. `others` are reserved, too, for something that megatfm has no use for."""
+    """Ids that never come from text. `unused` are reserved, too, for something that megatfm has no use for."""
 
     bos: int
     eos: int
@@ -49,13 +49,13 @@ class Special:
     sep: int | None = None
     sentinels: tuple[int, ...] = ()
     modes: Mapping[str, int] = field(default_factory=dict)
-    others: tuple[int, ...] = ()
+    unused: tuple[int, ...] = ()
 
     @property
     def reserved(self) -> frozenset[int]:
         """Return all of them."""
         roles = {getattr(self, role) for role in ROLES} - {None}
-        return frozenset([*roles, *self.sentinels, *self.modes.values(), *self.others])
+        return frozenset([*roles, *self.sentinels, *self.modes.values(), *self.unused])
 
 
 def reserved_names(sentinels: int, modes: bool, without: tuple[str, ...] = ()) -> list[str]:
@@ -84,11 +84,11 @@ def find_special_tokens(tokens: Mapping[str, int], named: Mapping[str, str], whe
     assert pad is not None
     # GPT-2's <|endoftext|> is called its unknown token as well, though it has none.
     unk = roles["unk"] if roles["unk"] not in (bos, eos) else None
-    found = Special(
+    special = Special(
         bos, eos, pad, unk, roles["mask"], roles["cls"], roles["sep"], _sentinels(tokens), _modes(tokens)
     )
-    others = tuple(sorted(set(tokens.values()) - found.reserved))
-    return Special(**{**vars(found), "others": others})
+    unused = tuple(sorted(set(tokens.values()) - special.reserved))
+    return Special(**{**vars(special), "unused": unused})
 
 
 def special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
@@ -101,8 +101,8 @@ def _first_present(tokens: Mapping[str, int], wanted: tuple[str, ...]) -> int | 
     return next((tokens[name] for name in wanted if name in tokens), None)
 
 
-def _first_known(*found: int | None) -> int | None:
-    return next((token for token in found if token is not None), None)
+def _first_known(*tokens: int | None) -> int | None:
+    return next((token for token in tokens if token is not None), None)
 
 
 def _sentinels(tokens: Mapping[str, int]) -> tuple[int, ...]:
@@ -119,8 +119,8 @@ def _sentinels(tokens: Mapping[str, int]) -> tuple[int, ...]:
 
 def _modes(tokens: Mapping[str, int]) -> dict[str, int]:
     """Return all three mode tokens, or none."""
-    found = {letter: _first_present(tokens, usual) for letter, usual in MODES.items()}
-    named = {letter: token for letter, token in found.items() if token is not None}
+    mode_tokens = {letter: _first_present(tokens, usual) for letter, usual in MODES.items()}
+    named = {letter: token for letter, token in mode_tokens.items() if token is not None}
     return named if len(named) == len(MODES) else {}
 
 

@@ -51,9 +51,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.lossless = self._bytes is not None
         self._skipped_ids = self.special.reserved - {self.special.unk}
         # A unigram model may hold </s> among its pieces, and would find it in HTML.
-        found = {token: self._tokenizer.model.id_to_token(token) for token in self._skipped_ids}
+        pieces = {token: self._tokenizer.model.id_to_token(token) for token in self._skipped_ids}
         self._escape_reserved = ReservedTokenEscaper(
-            {token: self._character_ids(piece) for token, piece in found.items() if piece}, self.vocab_size
+            {token: self._character_ids(piece) for token, piece in pieces.items() if piece}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
@@ -86,14 +86,31 @@ class HuggingFaceTokenizer(Tokenizer):
             return None
         pieces = [self.id_to_piece(token) for token in range(self.vocab_size)]
         starts = np.array(list(map(begins, pieces)), np.bool_)
-        for token, each in self._added().items():
-            starts[token] = each.content[:1].isspace() or begins(each.content)
+        for token, added_token in self._added().items():
+            starts[token] = added_token.content[:1].isspace() or begins(added_token.content)
         starts[list(self.special.reserved)] = True
         return starts
 
+    def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+        """The special tokens before, between and after two texts, as the file's post-processor adds them; None if it
+        adds none, or stands them elsewhere."""
+        first, second = (self._tokenizer.encode("a", add_special_tokens=False) for _ in range(2))
+        if not first.ids or self._tokenizer.post_processor is None:
+            return None
+        n = len(first.ids)
+        pair = self._tokenizer.post_process(first, second, add_special_tokens=True)
+        at = [place for place, is_special in enumerate(pair.special_tokens_mask) if not is_special]
+        if len(pair.ids) == 2 * n or len(at) != 2 * n:
+            return None
+        before, between, after = pair.ids[: at[0]], pair.ids[at[n - 1] + 1 : at[n]], pair.ids[at[-1] + 1 :]
+        single = self._tokenizer.post_process(first, add_special_tokens=True).ids
+        return (
+            (tuple(before), tuple(between), tuple(after)) if single == [*before, *first.ids, *after] else None
+        )
+
     def _encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [self._escape_reserved(np.array(each.ids, np.int32)) for each in encodings]
+        return [self._escape_reserved(np.array(encoding.ids, np.int32)) for encoding in encodings]
 
     def _find_special(self, named: Mapping[str, str], name: str) -> tuple[Special, bytes]:
         """The reserved ids, and what of them is known from elsewhere than the file, to be hashed with it."""
@@ -115,7 +132,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return special, b"" if special == from_file else json.dumps(vars(special), sort_keys=True).encode()
 
     def _special_tokens(self) -> dict[str, int]:
-        return {each.content: token for token, each in self._added().items() if each.special}
+        return {
+            added_token.content: token for token, added_token in self._added().items() if added_token.special
+        }
 
     def _added(self) -> dict[int, tokenizers.AddedToken]:
         """Tokens that are no pieces of the model, and pieces that are found in text before all else."""
@@ -133,14 +152,18 @@ class HuggingFaceTokenizer(Tokenizer):
     def _character_ids(self, piece: str) -> list[int]:
         """The ids of a piece's characters, one by one."""
         characters = "".join(_BYTE_CHARACTERS[byte] for byte in piece.encode()) if self._is_bytes else piece
-        return [token.id for each in characters for token in self._tokenizer.model.tokenize(each)]
+        return [token.id for character in characters for token in self._tokenizer.model.tokenize(character)]
 
     def _all_bytes(self) -> list[bytes] | None:
         """The bytes of each id, if the whole way from text to ids and back keeps every byte; else None."""
         model = self._file["model"]
         has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         steps = self._components("pre_tokenizer")
-        added = {token: each for token, each in self._added().items() if token not in self.special.reserved}
+        added = {
+            token: added_token
+            for token, added_token in self._added().items()
+            if token not in self.special.reserved
+        }
         if (
             model["type"] != "BPE"
             or has_affixes
@@ -148,9 +171,11 @@ class HuggingFaceTokenizer(Tokenizer):
             or not all(map(_keeps_text, steps))
             or [step["type"] for step in steps].count("ByteLevel") != 1
             or [step["type"] for step in self._components("decoder")] != ["ByteLevel"]
-            or any(self._tokenizer.model.token_to_id(each) is None for each in _BYTE_CHARACTERS)
-            or any(each.lstrip or each.rstrip for each in added.values())
-            or any(self._tokenizer.decode([token]) != each.content for token, each in added.items())
+            or any(self._tokenizer.model.token_to_id(character) is None for character in _BYTE_CHARACTERS)
+            or any(added_token.lstrip or added_token.rstrip for added_token in added.values())
+            or any(
+                self._tokenizer.decode([token]) != added_token.content for token, added_token in added.items()
+            )
         ):
             return None
         result = []
@@ -185,17 +210,17 @@ class HuggingFaceTokenizer(Tokenizer):
 def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
     """The library's tokenizer, with all switched off that makes more or less of a text than its ids."""
     try:
-        found = tokenizers.Tokenizer.from_buffer(data)
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises nothing more special
         raise UsageError(
             f"{name}: not a tokenizer.json of the tokenizers library ({error}): give one, or a tokenizer.model"
         ) from None
-    found.no_truncation()
-    found.no_padding()
-    found.encode_special_tokens = True  # a text that spells </s> does not end there
-    if getattr(found.model, "dropout", None):
-        found.model.dropout = None
-    return found
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # a text that spells </s> does not end there
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def _roles_from_config(config: bytes | None, name: str) -> dict[str, str]:

@@ -33,13 +33,13 @@ def encode_between_metaspaces(
     therefore spelled in byte pieces, as SentencePiece itself spells every rare character.
     """
     parts = iter(encode([part for text in texts for part in text.split(SPACE_MARK)]))
-    found = []
+    ids_by_text = []
     for text in texts:
         ids = [next(parts)]
         for _ in range(text.count(SPACE_MARK)):
             ids += [mark, next(parts)]
-        found.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
-    return found
+        ids_by_text.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
+    return ids_by_text
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -79,8 +79,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
         if not self.lossless:
             return [self._spelled(ids) for ids in self._encode(texts, threads)]
-        found = encode_between_metaspaces(texts, lambda parts: self._encode(parts, threads), self._space_mark)
-        return [self._spelled(ids) for ids in found]
+        ids_by_text = encode_between_metaspaces(
+            texts, lambda parts: self._encode(parts, threads), self._space_mark
+        )
+        return [self._spelled(ids) for ids in ids_by_text]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._sp.decode(self.validate_ids(ids)))

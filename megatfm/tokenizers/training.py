@@ -230,11 +230,11 @@ def train_wordpiece(
     # The trainer would number the characters that continue a word as it meets them, in an order that changes from run
     # to run, and break ties between pairs by these numbers. Taken for special tokens they have an order of their own.
     inside = [
-        each
-        for each in alphabet
-        if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + each))) == 1
+        character
+        for character in alphabet
+        if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + character))) == 1
     ]
-    continuing = [CONTINUING_PREFIX + each for each in inside]
+    continuing = [CONTINUING_PREFIX + character for character in inside]
     learner = Tokenizer(models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX))
     learner.pre_tokenizer = pre_tokenizer
     trainer = trainers.WordPieceTrainer(
@@ -300,7 +300,7 @@ def _alphabet(texts: list[str]) -> list[str]:
     counts = Counter[str]()
     for text in texts:
         counts.update(text)
-    for space in [each for each in counts if each.isspace()]:
+    for space in [character for character in counts if character.isspace()]:
         del counts[space]
     left = CHARACTER_COVERAGE * counts.total()
     kept = []

@@ -107,6 +107,9 @@ class RunLog:
                 record["grad_norm"],
                 self._eta(record["step"]),
             )
+            if by_source := record.get("loss_by_source"):
+                losses = ", ".join(f"{name} {loss:.4f}" for name, loss in by_source.items())
+                log.info("step %d  loss by source: %s", record["step"], losses)
 
     def _eta(self, step: int) -> str:
         """The time that the steps to come will take if they go as those since the start went; nothing at the end."""

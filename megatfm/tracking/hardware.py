@@ -173,10 +173,10 @@ def _by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:
     return [machines["kinds"][number] for number in machines["of_rank"]]
 
 
-def _change(key: str, was: str, here: str) -> str:
+def _change(key: str, was: str, now: str) -> str:
     if key != "instruction sets":
-        return f"{key}: {was} → {here}"
-    before, after = set(was.split()), set(here.split())
+        return f"{key}: {was} → {now}"
+    before, after = set(was.split()), set(now.split())
     less = [f"without {' '.join(sorted(before - after))}"] if before - after else []
     more = [f"with {' '.join(sorted(after - before))}"] if after - before else []
     return f"{key}: {', '.join(less + more)}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write, open_nofollow
 from megatfm.registry import Registry
@@ -106,6 +107,13 @@ class MetricsLog:
         self._sinks = [make(run) for make in makers]
         with _naming(self._path):
             self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
+
+    @classmethod
+    def of_config(cls, config: Config, folder: Path, first_step: int, is_branch: bool) -> Self:
+        """Return the log of a run with the sinks of its config."""
+        stored = config.model_dump(mode="json")
+        run = RunInfo(folder, first_step, stored, config.log.wandb_project, is_branch)
+        return cls(run, config.log.sinks)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append the record of one step; a training record holds at least `step`, `tokens` and `loss`.

@@ -1,10 +1,8 @@
 """The run directory: what a run leaves on disk, and which of it goes again when the run is refused."""
 
-import contextlib
 import json
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +14,7 @@ from megatfm import tokenizers
 from megatfm.config import Config, to_toml
 from megatfm.config.section import check_path
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write
+from megatfm.files import NewPaths, atomic_write
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.tracking import hardware
 from megatfm.tracking.metrics import EVENTS, log_event
@@ -36,13 +34,14 @@ class RunDirectory:
 
     A run that is refused (UsageError) before `keep` was called removes what it made itself, if the folder was not there
     before: what others put there stays.
+
+    new_paths: what the command made for this run before, the folder perhaps among it.
     """
 
     folder: Path
     rank: int
+    new_paths: NewPaths = field(default_factory=NewPaths, repr=False)
     _lock: RunLock = field(init=False, repr=False)
-    _new_folders: list[Path] = field(default_factory=list, init=False, repr=False)
-    _new_files: list[Path] = field(default_factory=list, init=False, repr=False)
     _is_kept: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,8 +68,9 @@ class RunDirectory:
         Raises LockedError on all ranks if another process trains in this folder, MegatfmError if it can't be written.
         """
         try:
-            self._new_folders = run_on_rank_0_raising(lambda: self._open() if self.is_main else [])
+            new_folders = run_on_rank_0_raising(lambda: self._open() if self.is_main else [])
             if not self.is_main:
+                self.new_paths.folders = new_folders
                 self.log.parent.mkdir(parents=True, exist_ok=True)
                 self._lock.remember_file()
         except OSError as error:
@@ -85,17 +85,16 @@ class RunDirectory:
         self._lock.release()
 
     def _open(self) -> list[Path]:
-        """Make the folder and take the lock; returns the folders that were made, the outermost first."""
+        """Make the folder and take the lock; returns the folders that are new, the outermost first."""
         self._check_links()
-        folders = [path for path in (self.log.parent, *self.log.parent.parents) if not path.exists()][::-1]
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.new_paths.make_folder(self.log.parent)
         try:
             self._lock.acquire()
         except BaseException:
-            _remove_if_empty(folders)
+            self.new_paths.remove_folders()
             raise
-        self._new_files.append(self._lock.path)
-        return folders
+        self.new_paths.files.append(self._lock.path)
+        return self.new_paths.folders
 
     def _check_links(self) -> None:
         """Refuse links that lead nowhere, or into another run: its checkpoints would be purged as this run's own."""
@@ -117,25 +116,24 @@ class RunDirectory:
 
     def will_write(self, path: Path) -> None:
         """Note a file that this process is about to write: a refused run removes it if it is new."""
-        if not os.path.lexists(path):
-            self._new_files.append(path)
+        self.new_paths.will_write(path)
 
     def keep(self) -> None:
         """Keep everything from now on, however the run ends: the first step is about to be taken."""
         self._is_kept = True
+        self.new_paths.keep()
 
     def _remove_new(self) -> None:
-        """Remove this process's files from a folder that the run made; the last rank to leave removes the folder.
+        """Remove this process's files from a folder that is new; the last rank to leave removes the folder.
 
         Rank 0 removes the lock as its last file: before that, other ranks may still be starting there.
         """
-        if self.folder not in self._new_folders:
-            return  # its log tells the reason there
-        with contextlib.suppress(OSError):
-            for path in reversed(self._new_files):
-                path.unlink(missing_ok=True)
+        if not self.new_paths.is_new(self.folder):
+            self.new_paths.files.clear()  # its log tells the reason there
+            return
+        self.new_paths.remove_files()
         if not self._lock.path.exists():
-            _remove_if_empty(self._new_folders)
+            self.new_paths.remove_folders()
 
     def check_not_moved(self) -> None:
         """Raise MegatfmError if this is no longer the folder that was entered: another run may own it now."""
@@ -195,10 +193,3 @@ class RunDirectory:
                 self.write(name, content)
         for name in set(tokenizers.TOKENIZER_FILENAMES) - files.keys():
             (self.folder / name).unlink(missing_ok=True)
-
-
-def _remove_if_empty(folders: Sequence[Path]) -> None:
-    """Remove the empty ones of nested folders, which are given with the outermost first."""
-    with contextlib.suppress(OSError):
-        for folder in reversed(folders):
-            folder.rmdir()

@@ -105,6 +105,12 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
     )
 
 
+def describe_size(engine: Engine) -> str:
+    """Return the number of parameters and the layout in words."""
+    n_parameters = sum(torch.Size(weight.shape).numel() for weight in engine.layout.values())
+    return f"{n_parameters:,} parameters, {engine.mesh.describe()}"
+
+
 def choose_precision(name: str, device: torch.device) -> str:
     """Resolve "auto", on all ranks together: bf16 where matrix products are faster in it, else fp32."""
     if name != "auto":

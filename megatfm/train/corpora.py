@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatfm import tokenizers
 from megatfm.config import Config
+from megatfm.config.objective import ImageObjective
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
@@ -121,7 +122,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
     data = config.data
     row_lengths = tuple(n for n in (data.sequence_length, data.target_length) if n is not None)
     special = special_tokens(tokenizer) if tokenizer else None
-    objective = build_objective(config.objective, config.model, special, row_lengths)
+    objective = build_objective(config.objective, config.model, special, row_lengths, data.images)
     if data.attend_across_documents and not objective.allows_cross_document_attention:
         raise UsageError(
             f"data.attend_across_documents: with objective.name = {config.objective.name!r} a document's targets would "
@@ -130,7 +131,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
 
     opener = _CorpusOpener(config, tokenizer, objective)
     validation: dict[str, SizedRowDataset] = {
-        name: opener.rows(path, shuffle=False) for name, path in data.validation.items()
+        name: opener.rows(path, shuffle=False, objective=opener.objective.for_evaluation())
+        for name, path in data.validation.items()
     }
     for name, rows in validation.items():
         if not len(rows):
@@ -139,7 +141,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
                 "another corpus"
             )
     note = note_few_streams(config)
-    return Corpora(tokenizer, objective, opener.train(), batch_schedule(config), validation, note)
+    train = objective.prepare_rows(opener.train(), opener.streams.turn)
+    return Corpora(tokenizer, objective, train, batch_schedule(config), validation, note)
 
 
 def note_few_streams(config: Config) -> str:
@@ -209,6 +212,7 @@ class _CorpusOpener:
         path: str,
         *,
         shuffle: bool,
+        objective: Objective | None = None,
         seed: int | None = None,
         quarantine: Sequence[str] = (),
         turn: int = 1,
@@ -220,7 +224,7 @@ class _CorpusOpener:
             corpus.check_tokenizer(self.tokenizer.hash)
         return PackedDataset(
             corpus,
-            self.objective,
+            objective or self.objective,
             sequence_length=data.sequence_length,
             target_length=data.target_length,
             seed=config.train.seed if seed is None else seed,
@@ -265,4 +269,9 @@ class _CorpusOpener:
             return None
         objective = config.objective.model_dump(mode="json")
         tokenizer = self.tokenizer.hash if self.tokenizer else NO_TOKENIZER
-        return json.dumps([__version__, config.model.family, objective, tokenizer])
+        inputs = (
+            [config.data.images.model_dump(mode="json"), config.model.embedding.model_dump(mode="json")]
+            if isinstance(config.objective, ImageObjective)
+            else []
+        )
+        return json.dumps([__version__, config.model.family, objective, tokenizer, *inputs])

@@ -2,22 +2,28 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from megatfm.config import Config
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX
-from megatfm.engines.interface import Engine
+from megatfm.engines.interface import Engine, RunsModel
 from megatfm.objectives import Objective
+from megatfm.tasks.predictions import collect_predictions, model_of
+from megatfm.tokenizers import Tokenizer
 from megatfm.train.corpora import Corpora
 
 log = logging.getLogger("megatfm")
+T = TypeVar("T")
 
 
 def evaluate(
@@ -32,10 +38,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate one set, on all ranks together: loss, tokens that the first term counts, and rows.
 
-    With an objective of several terms also "terms", the mean of each. Where a term is the text's likelihood also bits
-    per byte of text, and bytes: every text is coded from its first byte to its end, the mark at its end included, so
-    that bits per byte compare with a file compressor's; what lies before the start of a row is not seen, which can
-    only make the figure worse.
+    With an objective of several terms also "terms", the mean of each, and of one with metrics "metrics". Where a term
+    is the text's likelihood also bits per byte of text, and bytes: every text is coded from its first byte to its end,
+    the mark at its end included, so that bits per byte compare with a file compressor's; what lies before the start of
+    a row is not seen, which can only make the figure worse.
 
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
     on_batch: called at each batch.
@@ -56,13 +62,16 @@ def evaluate(
 
         result = engine.evaluate(batches(), objective)
     engine.mesh.all_reduce_(n_bytes, engine.mesh.data_axes)
-    found: dict[str, Any] = {"loss": result.loss}
+    results: dict[str, Any] = {"loss": result.loss}
     if objective.likelihood_term and measured is not None:
         bits = result.sums[objective.likelihood_term] / math.log(2)
-        found |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
-    if result.terms:
-        found["terms"] = result.terms
-    return found | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
+        results |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
+    terms = {term: mean for term, mean in result.terms.items() if term not in objective.metrics}
+    if len(terms) > 1:
+        results["terms"] = terms
+    if objective.metrics:
+        results["metrics"] = {name: result.terms[name] for name in objective.metrics}
+    return results | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
 
 
 def loss_by_position(
@@ -117,10 +126,57 @@ def _loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_positio
 def summary(result: Mapping[str, Any]) -> str:
     """A result in words: loss 1.2345, 1.650 bits per byte."""
     words = [f"loss {result['loss']:.4f}"]
-    words += [f"{name} {value:.4f}" for name, value in result.get("terms", {}).items()]
+    named = {**result.get("terms", {}), **result.get("metrics", {})}
+    words += [f"{name} {value:.4f}" for name, value in named.items()]
     if "bits_per_byte" in result:
         words.append(f"{result['bits_per_byte']:.3f} bits per byte")
     return ", ".join(words)
+
+
+class Sampler(Protocol):
+    """Continues the prompts of a config, as `megatfm.inference.samples.PromptSampler` does."""
+
+    def check(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config) -> None:
+        """Raise UsageError for a prompt that the model can't continue."""
+
+    def generate(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int) -> list[str]:
+        """Return the continuation of each prompt. A collective."""
+
+
+class Evaluator:
+    """Evaluates the validation sets of a run, and continues its prompts. Raises UsageError for one that can't be.
+
+    sampler: needed where the config has prompts.
+    """
+
+    def __init__(self, engine: Engine, corpora: Corpora, config: Config, sampler: Sampler | None) -> None:
+        self._engine, self._corpora, self._config = engine, corpora, config
+        self._sampler = sampler if config.evaluate.sample_prompts else None
+        if config.evaluate.sample_prompts and not sampler:
+            raise ValueError("evaluate.sample_prompts: give `train` a sampler")
+        if self._sampler:
+            check = self._sampler.check
+            self._run_model(lambda model: check(model, corpora.tokenizer, config))
+
+    def record(self, step: int, on_batch: Callable[[], None]) -> dict[str, Any]:
+        """Evaluate; returns the fields of metrics.jsonl. A collective."""
+        start = time.perf_counter()
+        results = evaluate_sets(self._engine, self._corpora, self._config, step, on_batch)
+        record = {"evaluation": results, "evaluation_seconds": time.perf_counter() - start}
+        return record | ({"samples": self._samples(step)} if self._sampler else {})
+
+    def _samples(self, step: int) -> list[dict[str, str]]:
+        assert self._sampler
+        generate, tokenizer, config = self._sampler.generate, self._corpora.tokenizer, self._config
+        texts = self._run_model(lambda model: generate(model, tokenizer, config, step))
+        prompts = config.evaluate.sample_prompts
+        for prompt, text in zip(prompts, texts, strict=True):
+            log.info("step %d  sample: %s", step, repr(prompt + text)[1:-1])
+        return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+    def _run_model(self, function: Callable[[nn.Module], T]) -> T:
+        assert isinstance(self._engine, RunsModel)  # declared among its features
+        return self._engine.run_model(function)
 
 
 def evaluate_sets(
@@ -129,15 +185,18 @@ def evaluate_sets(
     """Evaluate every validation set of a config; name → what `evaluate` returns."""
     results = {}
     for name, rows in corpora.validation.items():
-        results[name] = evaluate(
-            engine,
-            rows,
-            corpora.objective,
-            corpora.byte_lengths,
-            micro_batch=config.train.micro_batch,
-            max_rows=config.evaluate.max_rows,
-            on_batch=on_batch,
-        )
+        with collect_predictions(model_of(engine)) if config.task else nullcontext() as collector:
+            results[name] = evaluate(
+                engine,
+                rows,
+                corpora.objective.for_evaluation(),
+                corpora.byte_lengths,
+                micro_batch=config.train.micro_batch,
+                max_rows=config.evaluate.max_rows,
+                on_batch=on_batch,
+            )
+        if config.task and collector:
+            results[name]["metrics"] = collector.gather(config.task).metrics()
         log.info("step %d  %s: %s", step, name, summary(results[name]))
         if (n_buckets := config.evaluate.position_buckets) and corpora.objective.likelihood_term:
             results[name]["loss_by_position"] = loss_by_position(

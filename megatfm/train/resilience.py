@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatfm.checkpoint import ShardedTensor, file_io
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, loss_scale_of
+from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources, loss_scale_of
 from megatfm.errors import MegatfmError
 from megatfm.files import open_nofollow
 from megatfm.object_collectives import gather_errors, run_on_rank_0_raising
@@ -247,6 +247,7 @@ def forward_backward_with_replay(
     *,
     replay_every: int,
     collect_statistics: bool = False,
+    sources: RowSources | None = None,
 ) -> LossTotals:
     """Run the engine's `forward_backward`; every so many steps (0: never) twice, to compare. A collective.
 
@@ -254,14 +255,21 @@ def forward_backward_with_replay(
     step and sample, and global generators, which plugins may draw from, are set back, so the two agree wherever the
     kernels are deterministic.
     """
+
+    def forward_backward() -> LossTotals:
+        options = {"sources": sources} if sources else {}
+        return engine.forward_backward(
+            microbatches, objective, record_activations=collect_statistics, **options
+        )
+
     if replay_every == 0 or step % replay_every:
-        return engine.forward_backward(microbatches, objective, record_activations=collect_statistics)
+        return forward_backward()
     rng_state = rng_state_dict(0, engine.device)
-    stats = engine.forward_backward(microbatches, objective, record_activations=collect_statistics)
+    stats = forward_backward()
     before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
-    again = engine.forward_backward(microbatches, objective, record_activations=collect_statistics)
+    again = forward_backward()
     differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
     if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")

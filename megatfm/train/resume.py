@@ -36,7 +36,7 @@ LARGEST = 2**63 - 1
 """Upper bound of a step, a count of tokens or a position: what 64 bits hold."""
 LOCAL_ID = "local-id"
 ALLOWABLE_CHANGES = {
-    "data": ("data.",),
+    "data": ("data.", "config.data.images."),
     "tokenizer": ("tokenizer",),
     "seed": ("config.train.seed",),
     "schedule": ("config.lr_schedule.", "config.train.steps"),
@@ -44,7 +44,8 @@ ALLOWABLE_CHANGES = {
     "model": ("config.model.", "config.objective.", "config.train.freeze"),
     "batch": ("config.train.global_batch",),
 }
-"""Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely."""
+"""Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely. A checkpoint
+without any of the first prefix, such as a converted one, never had the group."""
 KEY_OF_FACT = {
     "data.warmup": "data.rampup",
     "data.streams": "data.read_streams",
@@ -131,6 +132,12 @@ def find_resume_point(
     return ResumePoint(nodes.folder / f"step-{local.step:08d}", local.metadata(nodes.folder).state, local)
 
 
+def precision(config: Config, start: ResumePoint | None) -> str:
+    """Return the precision to train in: "auto" is that of the checkpoint that the run starts from."""
+    name = config.train.precision
+    return str(start.state["precision"]) if start and name == "auto" else name
+
+
 def branch_point(words: str) -> ResumePoint:
     """Return the checkpoint that `RUN@STEP` means, all files verified. A collective. Raises as `find_resume_point`."""
 
@@ -169,8 +176,8 @@ def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
         if not path.exists():
             run.write(LOCAL_ID, secrets.token_hex(8) + "\n")
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            if re.fullmatch(r"[0-9a-f]{16}\n", found := path.read_text()):
-                return found.strip()
+            if re.fullmatch(r"[0-9a-f]{16}\n", run_id := path.read_text()):
+                return run_id.strip()
         raise MegatfmError(
             f"{path}: can't be read, or is damaged: remove it; what the nodes hold of this run is then not found"
         )
@@ -186,23 +193,28 @@ def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
 
 
 def check_compatible(
-    found: ResumePoint, current: Mapping[str, Any], allow: list[str], unfit: str = "", *, own: bool = True
+    point: ResumePoint,
+    current: Mapping[str, Any],
+    allow: list[str],
+    unfit: str = "",
+    *,
+    same_run: bool = True,
 ) -> list[str]:
     """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
 
     Raises UsageError with the diff when something differs whose group is not in `resume.allow`, and for another
     optimizer, precision of what is stored, or weights that don't fit (`unfit` says which), in any case: no allowance
-    makes them go on. own: whether it is the run's own checkpoint, and not that of a run which it branches from.
+    makes them go on. same_run: whether it is the run's own checkpoint, and not that of a run which it branches from.
     """
-    instead = "give the run another name" if own else "leave train.branch_from out"
+    instead = "give the run another name" if same_run else "leave train.branch_from out"
     try:
-        reject_renamed_keys(found.state["config"]["model"])
+        reject_renamed_keys(point.state["config"]["model"])
     except ValueError as error:
         raise UsageError(
-            f"{found.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
-            f"or {instead}, and start from these weights with train.init_from={found.path}"
+            f"{point.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
+            f"or {instead}, and start from these weights with train.init_from={point.path}"
         ) from None
-    saved, after = _flat(found.state), _flat(current)
+    saved, after = _flat(point.state), _flat(current)
     for facts in (saved, after):
         _put_numbers(facts)
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
@@ -210,14 +222,14 @@ def check_compatible(
     was, now_is = (facts.get("config.optimizer.name") for facts in (saved, after))
     if was != now_is:
         raise UsageError(
-            f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: {instead}, "
-            f"and start from these weights with {shlex.quote(f'train.init_from={found.path}')}"
+            f"{point.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: {instead}, "
+            f"and start from these weights with {shlex.quote(f'train.init_from={point.path}')}"
         )
-    precision = _precision_change(found, current, instead)
+    precision = _precision_change(point, current, instead)
     unknown = {
         name
         for name, prefixes in ALLOWABLE_CHANGES.items()
-        if not any(key.startswith(prefixes) and saved[key] is not None for key in saved)
+        if not any(key.startswith(prefixes[0]) and saved[key] is not None for key in saved)
     }
     changed: dict[str, list[str]] = {}
     for key in sorted(saved.keys() | after.keys()):
@@ -235,30 +247,30 @@ def check_compatible(
     if unfit:
         changes = "; ".join([*(line for lines in refused.values() for line in lines), *allowed])
         raise UsageError(
-            f"{found.path}: was saved by a run that differs: {changes}, so that its weights don't fit ({unfit}), and "
+            f"{point.path}: was saved by a run that differs: {changes}, so that its weights don't fit ({unfit}), and "
             f"no resume.allow makes them: {instead}"
         )
     if refused:
         changes = "; ".join(line for lines in refused.values() for line in lines)
         raise UsageError(
-            f"{found.path}: was saved by a run that differs: {changes}. "
-            f"{'Give the run another name, or accept' if own else 'Accept'} the change with "
+            f"{point.path}: was saved by a run that differs: {changes}. "
+            f"{'Give the run another name, or accept' if same_run else 'Accept'} the change with "
             f"resume.allow={','.join(sorted([*allow, *refused]))}"
         )
     return [*allowed, *precision]
 
 
-def _precision_change(found: ResumePoint, now: Mapping[str, Any], instead: str) -> list[str]:
+def _precision_change(point: ResumePoint, now: Mapping[str, Any], instead: str) -> list[str]:
     """Describe another precision for the log. Raises UsageError where its weights and state have another type."""
-    was, now_is = found.state["precision"], now["precision"]
+    was, now_is = point.state["precision"], now["precision"]
     if was == now_is:
         return []
     if was in PRECISIONS and PRECISIONS[was].param_dtype != PRECISIONS[now_is].param_dtype:
         stored, current = (str(PRECISIONS[name].param_dtype).removeprefix("torch.") for name in (was, now_is))
         raise UsageError(
-            f"{found.path}: was saved with train.precision = {was!r}, whose weights and optimizer state are {stored}; "
+            f"{point.path}: was saved with train.precision = {was!r}, whose weights and optimizer state are {stored}; "
             f"those of {now_is!r} are {current}: go on with train.precision={was}, or {instead}, and start from these "
-            f"weights with {shlex.quote(f'train.init_from={found.path}')}"
+            f"weights with {shlex.quote(f'train.init_from={point.path}')}"
         )
     return [f"precision: {was} → {now_is}"]
 
@@ -302,9 +314,9 @@ def first_shape_mismatch(stored: Mapping[str, Sequence[int]], wanted: Mapping[st
     return ""
 
 
-def hardware_changes(found: ResumePoint, machines: HardwareByRank) -> list[str]:
+def hardware_changes(point: ResumePoint, machines: HardwareByRank) -> list[str]:
     """List for the log other processors, threads or libraries than a checkpoint was saved with, if it tells them."""
-    changes = diff_hardware(found.state.get("machines", machines), machines)
+    changes = diff_hardware(point.state.get("machines", machines), machines)
     if not changes:
         return []
     return [

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 
@@ -17,6 +16,7 @@ from megatfm.config import Config
 from megatfm.data.loader import DataLoader, check_global_batch
 from megatfm.engines.interface import PRECISIONS, Engine
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
+from megatfm.files import NewPaths
 from megatfm.optim.lr_schedules import schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
@@ -24,20 +24,21 @@ from megatfm.registry import import_plugins
 from megatfm.tracking import hardware
 from megatfm.tracking.console import RunLog
 from megatfm.tracking.hardware import FlopsPerToken, Utilization
-from megatfm.tracking.metrics import MetricsLog, RunInfo, StepTimes, check_sinks
+from megatfm.tracking.metrics import MetricsLog, StepTimes, check_sinks
 from megatfm.tracking.run_directory import RunDirectory, run_folder
 from megatfm.train import resume
-from megatfm.train.build import build_engine, choose_precision
+from megatfm.train.best_checkpoint import BestCheckpoint
+from megatfm.train.build import build_engine, choose_precision, describe_size
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate_sets
+from megatfm.train.evaluation import Evaluator, Sampler
 from megatfm.train.init_from import load_weights, origin_of
+from megatfm.train.loss_by_source import MixtureSources
 from megatfm.train.profiling import (
     StepProfile,
     explain_out_of_memory,
     keep_freed_memory,
     memory_bytes,
-    record_allocations,
-    should_record_allocations,
+    record_allocations_if_asked,
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
@@ -50,15 +51,22 @@ from megatfm.version import __version__
 log = logging.getLogger("megatfm")
 
 
-def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
+def train(
+    config: Config,
+    flops_per_token: FlopsPerToken | None = None,
+    sampler: Sampler | None = None,
+    new_paths: NewPaths | None = None,
+) -> int:
     """Train or resume the run of a config; called on every rank. Returns the exit code.
 
-    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics.
+    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics. sampler: continues
+    `evaluate.sample_prompts`. new_paths: what the command made for this run; a run that is refused removes it.
     """
     import_plugins(config.plugins)
     check_sinks(config.log.sinks)  # before there is anything on the disk
     config, tokenizer = open_tokenizer(config)
-    start_flight_recorder(run_folder(config), config.train.device)
+    folder, new_paths = run_folder(config), new_paths or NewPaths()
+    start_flight_recorder(folder, config.train.device)
     hang = config.train.hang_seconds
     with (
         distributed.distributed_session(
@@ -68,31 +76,27 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         StopSignals(rank.device) as signals,
     ):
         monitor.progress = progress
-        if rank.device.type == "cpu":
-            keep_freed_memory()
+        keep_freed_memory(rank.device)
         requested, config = config, elastic_config(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         for batch in batch_schedule(config).batches:
             check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         monitor.tick(0, "start")
-        with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as run_log:
+        with RunDirectory(folder, rank.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
             monitor.attach_run_log(run.log, run.log_failure)
-            is_recorded = should_record_allocations(run.folder, config.log.memory_snapshot)
-            if rank.device.type == "cuda" and is_recorded:
-                record_allocations()
+            record_allocations_if_asked(run.folder, rank.device, config.log.memory_snapshot)
             decisions, nodes = DecisionLog.of_run(run), resume.discover_nodes(config, run)
             latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
             check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
             branch_from = None if latest else config.train.branch_from
             branch = resume.branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
-            name, start = config.train.precision, latest or branch
-            name = start.state["precision"] if start and name == "auto" else name
-            precision = choose_precision(name, rank.device)
+            precision = choose_precision(resume.precision(config, latest or branch), rank.device)
             with explain_out_of_memory(run.folder, rank.rank, rank.device):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
+            trainer.evaluator = Evaluator(engine, corpora, config, sampler)
             trainer.requested_config, trainer.launcher = requested, rank.launcher
             if flops_per_token and run.is_main:
                 peak = hardware.get_peak_flops(rank.device, PRECISIONS[precision].compute_dtype)
@@ -123,6 +127,7 @@ class Trainer:
         self.nodes = nodes
         self.step, self.tokens, self.position = 0, 0, 0
         self.origin: JsonValue = None
+        self.mixture_sources = MixtureSources(config, corpora)
         self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, decisions)
         self.hardware = hardware.gather_hardware(engine.device)
         self.saver = checkpoint.Saver(
@@ -133,16 +138,16 @@ class Trainer:
             read_back=config.checkpoint.verify_after_write,
             local_dir=nodes.folder if nodes else None,
         )
+        self.best = BestCheckpoint(config.task, run.checkpoints)
         monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.requested_config = config
         """The config before its layout was fitted to the processes that there are: a later start may have all again."""
+        self.evaluator: Evaluator
         self.utilization: Utilization | None = None
         self.launcher = "none"
         self.is_branch = False
         self._save_seconds: float | None = None  # of the last checkpoint, for the next line of metrics
-
-    # ------------------------------------------------------------------------------------------------ the loop
 
     def train(self, signals: StopSignals) -> int:
         """Take steps until the run ends or a signal asks to stop. Returns the exit code."""
@@ -171,14 +176,17 @@ class Trainer:
                 if "skipped" not in record and self._roll_back_after_spike(record["loss"]):
                     break
                 if self._is_due(config.evaluate.every):
-                    record |= self._evaluate()
+                    tick = partial(self.monitor.tick, self.step, "evaluation")
+                    record |= self.evaluator.record(self.step, tick)
+                    self.best.update(self.step, record["evaluation"])
                 if metrics:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
                 stop, is_saving = signals.agreed(self.saver.step_in_progress is not None)
                 if not is_saving:
                     self.saver.wait_for_save()  # on all ranks at the same step, so that all end with its error
-                shared, local = stop or self._is_due(config.checkpoint.every), config.checkpoint.local_every
+                shared = stop or self._is_due(config.checkpoint.every) or self.best.step == self.step
+                local = config.checkpoint.local_every
                 if shared or (local and self.step % local == 0):
                     self.monitor.tick(self.step, "save")
                     if metrics:
@@ -199,13 +207,15 @@ class Trainer:
         every = config.log.layer_stats_every
         collect_statistics = every > 0 and (self.step + 1) % every == 0
         with times.measure("passes"):
+            microbatches = next(loader)
             stats = forward_backward_with_replay(
                 engine,
-                next(loader),
+                microbatches,
                 self.corpora.objective,
                 self.step + 1,
                 replay_every=checks.replay_every,
                 collect_statistics=collect_statistics,
+                sources=self.mixture_sources.of_rows(loader),
             )
         self.step, self.position = self.step + 1, loader.position
         norms = engine.layer_statistics() if collect_statistics else None
@@ -222,7 +232,12 @@ class Trainer:
         self.tokens += loader.step_tokens
         seconds = times.stop(loader.wait_seconds - waited)
         speed = loader.step_tokens / seconds["step_seconds"]
-        of_some_steps = {"save_seconds": self._save_seconds, "terms": stats.terms, "norms": norms}
+        of_some_steps = {
+            "save_seconds": self._save_seconds,
+            "terms": stats.terms,
+            "loss_by_source": stats.loss_by_source,
+            "norms": norms,
+        }
         self._save_seconds = None
         return {
             "step": self.step,
@@ -243,17 +258,9 @@ class Trainer:
     def _loader(self) -> DataLoader:
         return self.corpora.train_loader(self.config, self.engine.mesh, self.step, self.position)
 
-    def _evaluate(self) -> dict[str, Any]:
-        start, tick = time.perf_counter(), partial(self.monitor.tick, self.step, "evaluation")
-        losses = evaluate_sets(self.engine, self.corpora, self.config, self.step, tick)
-        return {"evaluation": losses, "evaluation_seconds": time.perf_counter() - start}
-
     def _open_metrics(self) -> MetricsLog | None:
-        if not self.run.is_main:
-            return None
-        stored, log_config = self.config.model_dump(mode="json"), self.config.log
-        info = RunInfo(self.run.folder, self.step, stored, log_config.wandb_project, self.is_branch)
-        return MetricsLog(info, log_config.sinks)
+        folder, is_main = self.run.folder, self.run.is_main
+        return MetricsLog.of_config(self.config, folder, self.step, self.is_branch) if is_main else None
 
     def _is_due(self, every: int) -> bool:
         """Return whether something that is done every so many steps, and at the last one, is to be done now."""
@@ -262,8 +269,6 @@ class Trainer:
     def _log_event(self, event: str, detail: str) -> None:
         log.info("%s: %s", event, detail)
         self.run.log_event(event, detail, self.step)
-
-    # ------------------------------------------------------------------------------------- start, resume, roll back
 
     def restore(self, latest: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
         """Load the newest checkpoint, or start; leave the run's description on disk.
@@ -286,18 +291,10 @@ class Trainer:
             self.run.write_run_files(self.requested_config, layout.table, device, facts)
             checkpoint.remove_leftovers(self.run.checkpoints)
         self.run.announce_links()
-        log.info(
-            "%s: %s parameters, %s, %s, step %d of %d",
-            self.run.folder,
-            f"{sum(torch.Size(p.shape).numel() for p in self.engine.layout.values()):,}",
-            self.engine.mesh.describe(),
-            self.precision,
-            self.step,
-            config.train.steps,
-        )
-        if self.utilization:
-            log.info("utilization (MFU) is of %s", self.utilization.peak)
-        for note in self.corpora.warnings:
+        what = f"{describe_size(self.engine)}, {self.precision}"
+        log.info("%s: %s, step %d of %d", self.run.folder, what, self.step, config.train.steps)
+        peak = f"utilization (MFU) is of {self.utilization.peak}" if self.utilization else ""
+        for note in filter(None, [peak, *self.corpora.warnings, self.mixture_sources.note]):
             log.info("%s", note)
 
     def _start(self, branch: resume.ResumePoint | None) -> list[str]:
@@ -324,7 +321,7 @@ class Trainer:
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
         mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)
         allowed = resume.check_compatible(
-            point, current, list(self.config.resume.allow), mismatch, own=same_run
+            point, current, list(self.config.resume.allow), mismatch, same_run=same_run
         )
         if same_run:
             self.decisions.read()
@@ -357,6 +354,7 @@ class Trainer:
         self.position = self.decisions.data_resume_positions.get(self.step, position)
         self.loss_guard.load(point.state.get("trouble", {}))
         self.origin = point.state.get("origin")
+        self.best.load(point.state)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
         """Return whether the loss spiked and the run went back to a checkpoint, to skip the data since then."""
@@ -375,11 +373,9 @@ class Trainer:
         self._load_checkpoint(point)
         return True
 
-    # --------------------------------------------------------------------------------------------------- saving
-
     def _save(self, loader: DataLoader, local: bool = False) -> None:
         """Write a checkpoint, or begin to: nothing of it may change before `saver.wait_for_staging`. A collective."""
-        start = time.perf_counter()
+        start, self.saver.pinned = time.perf_counter(), self.best.path
         tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
         self.saver.save(self.step, tensors, self._run_state(loader), wait_for_staging=False, local=local)
         self._save_seconds = time.perf_counter() - start
@@ -388,6 +384,7 @@ class Trainer:
         """Return the JSON state of a checkpoint."""
         return {
             **({} if self.origin is None else {"origin": self.origin}),
+            **self.best.state(),
             "step": self.step,
             "tokens": self.tokens,
             "precision": self.precision,

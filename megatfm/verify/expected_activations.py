@@ -44,6 +44,9 @@ def add_activations(
                 ledger.reduce_scatter(TENSOR, gathered_bytes, times=call.has_gradient)
             else:
                 ledger.all_reduce(TENSOR, gathered_bytes, times=call.has_gradient)
+        if "output gathered for tokens" in sends and sequence:
+            ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
+            ledger.reduce_scatter(TENSOR, output_bytes, times=call.has_gradient)
         if "output summed" in sends:
             if sequence:
                 ledger.reduce_scatter(TENSOR, output_bytes, times=sums)
@@ -114,19 +117,19 @@ def add_experts(
     dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, place.peers
     for calls in zip(*among, strict=True):
         call, experts = calls[me], calls[me].n_experts // parts
-        here = experts // dealt
+        local_experts = experts // dealt
         chosen = [_rows_by_expert(config, one, at, cut) for one, at in zip(calls, peers, strict=True)]
 
         def rows(source: int, target: int, chosen: list[list[int]] = chosen, n: int = experts) -> int:
             first = target * n + (place.tp * (n // dealt) if dealt > 1 else 0)
             return sum(chosen[source][first : first + n // dealt])
 
-        others = [rank for rank in range(parts) if rank != me]
+        other_ranks = [rank for rank in range(parts) if rank != me]
         width = call.input_numel // call.n_tokens * size
-        sent = sum(rows(me, other) for other in others) * width
-        received = sum(rows(other, me) for other in others) * width
+        sent = sum(rows(me, other) for other in other_ranks) * width
+        received = sum(rows(other, me) for other in other_ranks) * width
         forward, _ = forwards(call, config.train.recompute)
-        ledger.all_to_all(EXPERT, (parts - 1) * here * 8, times=forward)  # how many rows will come
+        ledger.all_to_all(EXPERT, (parts - 1) * local_experts * 8, times=forward)  # how many rows will come
         ledger.all_to_all(EXPERT, sent, times=forward + call.has_gradient)
         ledger.all_to_all(EXPERT, received, times=forward + call.given_has_gradient)
 

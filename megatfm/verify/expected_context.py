@@ -34,12 +34,11 @@ from megatfm.verify.expected_keys import (
     sees_more_later,
     sees_runs_alone,
 )
-from megatfm.verify.module_calls import Call
+from megatfm.verify.module_calls import Call, Shape, known_shapes, qkv_of_latents
 from megatfm.verify.module_cuts import is_a
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 
-Shape = tuple[int, ...]
 Places = NDArray[Any]
 
 SIDES = ("", "encoder_")
@@ -53,7 +52,7 @@ class ContextShards:
 
     def __init__(self, config: Config, model: nn.Module, batch: Arrays) -> None:
         parallel = config.parallel
-        self._config, self._model, self._whole = config, model, batch
+        self._config, self._model, self._batch = config, model, batch
         multiple_of = parallel.tp if parallel.sequence_parallel else 1
         self._positions_by_rank = {
             side: deal(length, parallel.cp, multiple_of, folded=self._is_folded(length))
@@ -116,8 +115,8 @@ class ContextShards:
     ) -> None:
         """Keys and values, or the latents that they are made of."""
         latents = is_a(module, "LatentCore")
-        qkv = _made_of_latents(call) if latents else _known(call.inputs[:3])
-        sent = _known(call.inputs[1:2]) if latents else qkv[1:]
+        qkv = qkv_of_latents(call) if latents else known_shapes(call.inputs[:3])
+        sent = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
         side, numel_per_token = self._side(call), self._numel_per_token(sent)
         dealt = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
@@ -177,13 +176,13 @@ class ContextShards:
         for other, held in enumerate(dealt):
             if other == rank:
                 continue
-            given, taken = (
+            n_sent, n_received = (
                 len(np.intersect1d(*both)) for both in ((dealt[rank], needs[other]), (held, needs[rank]))
             )
-            for _ in range(self._forwards(call) if given else 0):
-                ledger.send(CONTEXT, given * numel_per_token * self._computed)
-            if taken and call.has_gradient:
-                ledger.send(CONTEXT, taken * numel_per_token * self._computed)
+            for _ in range(self._forwards(call) if n_sent else 0):
+                ledger.send(CONTEXT, n_sent * numel_per_token * self._computed)
+            if n_received and call.has_gradient:
+                ledger.send(CONTEXT, n_received * numel_per_token * self._computed)
 
     def _needs_of(self, microbatch: int, call: Call, module: nn.Module) -> list[Places]:
         """Places that each rank's queries need. Layers of one pattern and dense mask share them."""
@@ -192,8 +191,8 @@ class ContextShards:
         rows, key = self._rows(microbatch, side), (pattern, side, microbatch, causal)
         if getattr(module.pattern, "differs_by_head", False) or key not in self._needs:
             self._needs[key] = [
-                np.flatnonzero(needed(pattern, module, rows, here, causal=causal))
-                for here in self._positions_by_rank[side]
+                np.flatnonzero(needed(pattern, module, rows, positions, causal=causal))
+                for positions in self._positions_by_rank[side]
             ]
         return self._needs[key]
 
@@ -203,13 +202,13 @@ class ContextShards:
         """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
         c, (n, k) = len(dealt), self._heads(*qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
-        here = rows * len(dealt[rank]) * (c - 1)
-        others = rows * sum(len(places) for i, places in enumerate(dealt) if i != rank)
+        local_rows = rows * len(dealt[rank]) * (c - 1)
+        remote_rows = rows * sum(len(places) for i, places in enumerate(dealt) if i != rank)
         for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
             for _ in range(self._forwards(call)):
-                ledger.all_to_all(CONTEXT, (here if to_heads else others) * width * self._computed)
+                ledger.all_to_all(CONTEXT, (local_rows if to_heads else remote_rows) * width * self._computed)
             if call.has_gradient:
-                ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * self._computed)
+                ledger.all_to_all(CONTEXT, (remote_rows if to_heads else local_rows) * width * self._computed)
 
     def _by_heads(self, qkv: Sequence[Shape], numel_per_token: int, share: Fraction | None) -> bool:
         """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring three
@@ -226,7 +225,7 @@ class ContextShards:
     def _wide(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
-        self._wide_queries(ledger, microbatch, call, _known(call.inputs[1:4]))
+        self._wide_queries(ledger, microbatch, call, known_shapes(call.inputs[1:4]))
 
     def _wide_queries(
         self, ledger: ExpectedTraffic, microbatch: int, call: Call, qkv: Sequence[Shape]
@@ -297,7 +296,7 @@ class ContextShards:
         dealt = self._positions_by_rank[""]
         everywhere = [np.sort(np.concatenate(dealt))] * len(dealt)
         self._point_to_point(
-            ledger, rank, call, dealt, everywhere, self._numel_per_token(_known(call.inputs[:2]))
+            ledger, rank, call, dealt, everywhere, self._numel_per_token(known_shapes(call.inputs[:2]))
         )
 
     def _around(
@@ -307,17 +306,28 @@ class ContextShards:
         rank."""
         count, dealt = self._config.train.micro_batch, self._positions_by_rank[""]
         first = microbatch * count
-        left, right = (self._whole[name][first : first + count] for name in ("span_left", "span_right"))
+        left, right = (self._batch[name][first : first + count] for name in ("span_left", "span_right"))
         needs = []
-        for here in dealt:
+        for positions in dealt:
             wanted: set[int] = set()
             for row in range(len(left)):
-                for place in here.tolist():
+                for place in positions.tolist():
                     if left[row, place] > 0:
                         wanted |= {place - int(left[row, place]), place + int(right[row, place])}
             needs.append(np.array(sorted(wanted), np.int64))
-        (hidden,) = _known(call.inputs[:1])
+        (hidden,) = known_shapes(call.inputs[:1])
         self._point_to_point(ledger, rank, call, dealt, needs, hidden[0] * hidden[2])
+
+    def _image_sums(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """Sums of each image's tokens; rows of fewer images are filled up to the most."""
+        documents = self._rows(microbatch, self._side(call)).documents
+        images = 1 if documents is None else max(int(documents.max()) + 1, 1)
+        (rows, _, width) = call.inputs[0] or (0, 0, 0)
+        ledger.all_reduce(
+            CONTEXT, rows * images * width * self._at_least_float32, times=1 + call.has_gradient
+        )
 
     def _experts(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -359,7 +369,7 @@ class ContextShards:
 
     def _rows(self, microbatch: int, side: str) -> Rows:
         count = self._config.train.micro_batch
-        return Rows.of(self._whole, side, microbatch * count, count)
+        return Rows.of(self._batch, side, microbatch * count, count)
 
     def _heads(self, q: Shape, k: Shape) -> tuple[int, int]:
         """Query and key heads of a tensor-parallel rank."""
@@ -379,6 +389,7 @@ class ContextShards:
         "ShawCore": _core,
         "GatherKV": _keys,
         "SpanBoundaryGather": _around,
+        "ImageMean": _image_sums,
         "LinformerAttention": _of_linformer,
         "CompressedAttention": _of_compressed,
         "SoftMoE": _slots,
@@ -386,15 +397,3 @@ class ContextShards:
         "ExpertChoiceRouter": _expert_choice,
     }
     """Class → what its calls send; a derived class before the one that it is derived from."""
-
-
-def _known(shapes: Sequence[Shape | None]) -> list[Shape]:
-    found = [shape for shape in shapes if shape is not None]
-    assert len(found) == len(shapes)
-    return found
-
-
-def _made_of_latents(call: Call) -> list[Shape]:
-    """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
-    q, of_values = _known([call.inputs[0], call.inputs[3]])
-    return [q, q, (*q[:3], of_values[0] // q[1])]

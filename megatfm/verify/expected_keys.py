@@ -70,8 +70,8 @@ def block_of(config: Config, path: str) -> ModelConfig:
     """The config of the block in which a module lies. Blocks that predict further tokens come after the stack's."""
     if further := re.match(r"future\.(\d+)\.", path):
         return config.model.layer_config(config.model.n_layers + int(further[1]) - 1)
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
-    return config.model.layer_config(int(found[1]) if found else 0)
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
+    return config.model.layer_config(int(match[1]) if match else 0)
 
 
 def pattern_of(config: Config, path: str) -> Section:
@@ -168,14 +168,14 @@ def wide_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
 
 
 def needed(
-    pattern: Section, module: nn.Module, rows: Rows, here: NDArray[Any], *, causal: bool
+    pattern: Section, module: nn.Module, rows: Rows, query_positions: NDArray[Any], *, causal: bool
 ) -> NDArray[Any]:
-    """Boolean [S]: tokens in any of the rows that queries at places `here` need, by the closed form or by the mask.
+    """Boolean [S]: tokens in any of the rows that queries at `query_positions` need, by the closed form or by the mask.
     Padding needs nothing."""
     wanted = np.zeros(rows.length, np.bool_)
     for row, begin, end in rows.bounds():
         length = end - begin
-        queries = here[(here >= begin) & (here < end)] - begin
+        queries = query_positions[(query_positions >= begin) & (query_positions < end)] - begin
         if not len(queries) or rows.is_padding(row, begin):
             continue
         seen = np.zeros(length, np.bool_)
@@ -225,9 +225,9 @@ def deal(length: int, ranks: int, multiple_of: int, *, folded: bool) -> list[NDA
     from the end, so that causal attention is equally much work on all.
     """
     runs, units = ranks * (2 if folded else 1), length // multiple_of
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    positions_by_rank: list[list[int]] = [[] for _ in range(ranks)]
     for token in range(length):
         at = min(token // multiple_of, units - 1)
         run = max(i for i in range(runs) if i * units // runs <= at)
-        found[min(run, runs - 1 - run) if folded else run].append(token)
-    return [np.array(places) for places in found]
+        positions_by_rank[min(run, runs - 1 - run) if folded else run].append(token)
+    return [np.array(places) for places in positions_by_rank]

@@ -106,8 +106,8 @@ def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[floa
     costs = []
     for point in points:
         tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
-        found = total_cost((model.get_submodule(path) for path in point.modules), tokens)
-        costs.append(found.matmul_macs + found.attention_macs)
+        cost = total_cost((model.get_submodule(path) for path in point.modules), tokens)
+        costs.append(cost.matmul_macs + cost.attention_macs)
     return costs
 
 

@@ -66,8 +66,8 @@ class RankParameters:
             shape[0] //= self.parallel.ep
         dim, parts = self._cut_dim(name), self.parallel.tp
         if dim is not None and parts > 1:
-            each = -(-shape[dim] // parts)
-            shape[dim] = max(0, min(each, shape[dim] - each * place.tp))
+            part_size = -(-shape[dim] // parts)
+            shape[dim] = max(0, min(part_size, shape[dim] - part_size * place.tp))
         return tuple(shape)
 
     def is_expert(self, name: str) -> bool:
@@ -120,8 +120,8 @@ class RankParameters:
         place = place or self.position
         shape, parts = self.shape_at(name, place), self.shards(name) if self.zero else 1
         size = shape[self._data_dim(name)]
-        each, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
-        return max(0, min(each, size - each * (part if parts > 1 else 0))) * (prod(shape) // size)
+        part_size, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
+        return max(0, min(part_size, size - part_size * (part if parts > 1 else 0))) * (prod(shape) // size)
 
     def padded_numel(self, name: str) -> int:
         """Elements when each data rank's rows are filled up to equally many."""
@@ -206,10 +206,10 @@ def _replica_axes(shard: str) -> tuple[str, ...]:
 
 
 def _by_shard_axis(held: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
+    names_by_axis: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        found[held.shard_axis(name)].append(name)
-    return found
+        names_by_axis[held.shard_axis(name)].append(name)
+    return names_by_axis
 
 
 def _fully_sharded(
@@ -279,12 +279,12 @@ def _trains(held: RankParameters, stage: Stage) -> bool:
 
 def _tied_parameters(held: RankParameters) -> dict[tuple[int, ...], list[str]]:
     """Pipeline ranks → the parameters that these and no others hold."""
-    found: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in held.trained if held.pipeline else ():
         assert held.pipeline is not None
         if len(ranks := held.pipeline.holders[name]) > 1:
-            found[ranks].append(name)
-    return found
+            names_by_ranks[ranks].append(name)
+    return names_by_ranks
 
 
 def _whole_tensors(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:

@@ -1,6 +1,6 @@
 """Calls of the plain model's modules in a forward pass: the shapes from which traffic is computed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -14,6 +14,8 @@ from megatfm.split_points import Splittable
 from megatfm.verify.expected_pipeline import Stages
 from megatfm.verify.module_cuts import block_paths, is_a
 from megatfm.verify.shrink import Arrays, objective_for
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Call:
     expert_index: Tensor | None = None
     n_experts: int = 0
     n_tokens: int = 0
-    inputs: tuple[tuple[int, ...] | None, ...] = ()
+    inputs: tuple[Shape | None, ...] = ()
 
 
 class ModuleCallRecorder:
@@ -150,3 +152,16 @@ def record_module_calls(
             yield recorder.pop_calls()
 
     return list(micro_batches())
+
+
+def known_shapes(shapes: Sequence[Shape | None]) -> list[Shape]:
+    """Shapes of arguments, each of which is a tensor."""
+    known = [shape for shape in shapes if shape is not None]
+    assert len(known) == len(shapes)
+    return known
+
+
+def qkv_of_latents(call: Call) -> list[Shape]:
+    """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
+    q, of_values = known_shapes([call.inputs[0], call.inputs[3]])
+    return [q, q, (*q[:3], of_values[0] // q[1])]

@@ -47,6 +47,7 @@ KINDS: Mapping[str, ModuleCut] = {
     "gather_input": ModuleCut(sends=GATHERED),
     "gather_input_shard_heads": ModuleCut(dim=-2, sends=GATHERED),
     "gather_output": ModuleCut(sends=("output gathered",)),
+    "gather_output_for_tokens": ModuleCut(sends=("output gathered for tokens",)),
     "sequence_parallel": ModuleCut(gradient="partial_with_sp"),
     "split_output": OWN_OUTPUT,
     "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
@@ -61,6 +62,7 @@ KINDS: Mapping[str, ModuleCut] = {
     "vocab_parallel_head": ModuleCut(dim=0, sends=("input gathered", "loss over the vocabulary")),
     "local_token_dropout": ModuleCut(),
     "local_shard_dropout": ModuleCut(),
+    "local_channels": ModuleCut(),
     "expert_parallel": ModuleCut(dim=0, are_experts=True),
     "gather_expert_input": ModuleCut(sends=GATHERED),
     "reduce_expert_output": ModuleCut(sends=SUMMED),
@@ -89,7 +91,7 @@ NORM: Rows = (("norm", "sequence_parallel"),)
 PER_HEAD: Rows = (("", "shard_last_dim"),)
 SHARED: Rows = (("", "replicated_partial_grad"),)
 ROWS: Mapping[str, Rows] = {
-    "HeadsAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
+    "GroupedQueryAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
     "LatentAttention": (
         *QKV,
         *(
@@ -109,6 +111,16 @@ ROWS: Mapping[str, Rows] = {
         ("wk_position", "colwise"),
         ("wo", "rowwise"),
     ),
+    "WindowedAttention": QKV,
+    "RelativeBias2d": PER_HEAD,
+    "PooledAttention": QKV,
+    "MapPool": (("", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
+    "AxisBias": SHARED,
+    "PooledBlock": (("attn_skip", "sequence_parallel"), ("ffn_skip", "sequence_parallel")),
+    "MaxPool": (("before", "gather_output_for_tokens"), ("after", "split_output")),
+    "OverlappingPatches": (("", "split_output"),),
+    "LogRelativeBias2d": (("hidden", "replicated_partial_grad"), ("out", "colwise")),
+    "CosineScale": PER_HEAD,
     "Sinks": PER_HEAD,
     "FFN": (
         ("", "gather_input"),
@@ -126,12 +138,12 @@ ROWS: Mapping[str, Rows] = {
     "Experts": (
         ("", "expert_parallel"),
         ("gathered", "gather_expert_input"),
-        ("whole", "gather_choices"),
-        ("own", "split_choices"),
+        ("gather_row", "gather_choices"),
+        ("split_row", "split_choices"),
         ("taken", "split_kept_choices"),
         ("summed", "reduce_expert_output"),
     ),
-    "ExpertChoiceRouter": (("whole", "gather_output_replicated"), ("own", "split_output")),
+    "ExpertChoiceRouter": (("gather_tokens", "gather_output_replicated"), ("split_tokens", "split_output")),
     "TokenSum": (("", "sum_real_tokens"),),
     "Convolution": PER_HEAD,
     "SequenceProjection": SHARED,
@@ -144,7 +156,9 @@ ROWS: Mapping[str, Rows] = {
     "ShardedRMSNorm": (*PER_HEAD, ("total", "sum_over_shards")),
     "PreNorm": NORM,
     "PostNorm": NORM,
+    "ResidualPostNorm": NORM,
     "SandwichNorm": (*NORM, ("norm_out", "sequence_parallel")),
+    "ResidualDropout": (("layer_scale", "sequence_parallel"),),
     "LMHead": (("", "vocab_parallel_head"),),
     "SpanBoundaryHead": (
         ("", "vocab_parallel_head"),
@@ -161,11 +175,27 @@ ROWS: Mapping[str, Rows] = {
     ),
     "PredictionHeadTransform": (("dense", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
     "SentenceHead": (("", "gather_input_replicated"), ("*", "replicated")),
+    "ClassifierHead": (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated")),
+    "PatchEmbedding": (("", "split_output"), ("projection", "sequence_parallel")),
     "Discriminator": (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated")),
     "FutureHead": (("final_norm", "sequence_parallel"),),
     "Stack": NORM,
+    "PyramidStack": NORM,
+    "PatchMerging": (
+        ("", "gather_input"),
+        ("norm", "replicated_partial_grad"),
+        ("reduction", "rowwise"),
+        ("norm_out", "sequence_parallel"),
+    ),
     "TwoStreamStack": (*NORM, ("query", "split_output")),
     "EncoderDecoder": (("memory", "gather_output"),),
+    "MaskedAutoencoder": (("memory", "gather_output_for_tokens"),),
+    "VisibleTokens": (
+        ("", "split_output"),
+        ("projection", "sequence_parallel"),
+        ("positions", "sequence_parallel"),
+    ),
+    "PixelHead": (("", "gather_input_replicated"), ("*", "replicated")),
 }
 """Class → modules in it ("" for itself) and how they are cut."""
 
@@ -178,13 +208,13 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
             for inner, module in owner.named_modules():
                 if _matches(inner.split(".") if inner else [], pattern.split(".") if pattern else []):
                     spoken.setdefault(module, kind)
-    found = {}
+    cuts = {}
     for path, module in model.named_modules():
         if module in spoken:
-            found[path] = _fitted(spoken[module], module, parallel)
+            cuts[path] = _fitted(spoken[module], module, parallel)
         elif next(_own_tensors(module), None) is not None:
-            found[path] = ModuleCut()
-    return found
+            cuts[path] = ModuleCut()
+    return cuts
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:

@@ -264,11 +264,11 @@ class RankTeam:
 
 
 def _start() -> RankProcess:
-    ours, theirs = context().Pipe()
-    process = context().Process(target=run_rank, args=(theirs,), daemon=True)
+    parent_pipe, child_pipe = context().Pipe()
+    process = context().Process(target=run_rank, args=(child_pipe,), daemon=True)
     process.start()
-    theirs.close()  # so that the process's end is seen as the end of the line
-    return RankProcess(process, ours)
+    child_pipe.close()  # so that the process's end is seen as the end of the line
+    return RankProcess(process, parent_pipe)
 
 
 def _collect(processes: Sequence[RankProcess], seconds: float) -> list[Any]:

@@ -157,10 +157,10 @@ def _step(
         for part, of_part in zip(split[name], parts(name, gradient), strict=True):
             part.grad = of_part.clone()
     if isinstance(optimizer, NeedsShardLocations):
-        whole = (0,) * 8
+        origin = (0,) * 8
         optimizer.set_shard_locations(
             {
-                weight: ShardLocation(name, tuple(weight.shape), whole[: weight.dim()])
+                weight: ShardLocation(name, tuple(weight.shape), origin[: weight.dim()])
                 for name, weight in weights.items()
             }
         )

@@ -18,10 +18,12 @@ from megatfm.config import (
     Config,
     FixedPatternConfig,
     GQAAttentionConfig,
+    LearnedPosition2dConfig,
     LinformerAttentionConfig,
     LongformerPatternConfig,
     MLAAttentionConfig,
     ModelConfig,
+    PatchEmbeddingConfig,
     StridedPatternConfig,
     WindowPatternConfig,
     invalid,
@@ -34,6 +36,7 @@ from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD, axis_sizes
+from megatfm.verify.shrink_stages import shrunk_rows, shrunk_stages
 
 MAX_RANKS = 16
 """Processes that one machine is asked to start."""
@@ -79,6 +82,10 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         key: length and _shrunk_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
         for key, length in before.items()
     }
+    images: dict[str, Any] = {}
+    if config.model.stages is not None:
+        lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
+        images = {"images": config.data.images.model_copy(update={"size": side})}
     rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
     try:
         model = _model(
@@ -96,7 +103,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),
-            "data": config.data.model_copy(update=lengths),
+            "data": config.data.model_copy(update=lengths | (images or _smaller_images(config, model))),
             "train": config.train.model_copy(
                 update={
                     "micro_batch": MICRO_BATCH,
@@ -142,9 +149,10 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         "distinct_layers": distinct,
         "d_model": heads * head_dim if is_square else _shrunk_size(model.d_model, WIDTH, shards),
         "attention.n_heads": heads,
-        "attention.head_dim": model.attention.head_dim and head_dim,
+        f"attention.{model.attention.head_dim_key}": model.attention.head_dim_or_none and head_dim,
         "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
     }
+    changes |= shrunk_stages(model, heads_over, HEAD_DIM)
     if isinstance(model.attention, GQAAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
     for key, size in _sizes(model.attention, rows.length, shards).items():
@@ -160,8 +168,49 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
             "d_ff": _shrunk_size(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
+    changes |= _patches(model)
+    if (decoder := model.pixel_decoder) is not None:
+        n_heads = min(decoder.n_heads, 2 * heads_over)
+        width = min(decoder.d_model // decoder.n_heads, HEAD_DIM)
+        smaller = {
+            "d_model": n_heads * width,
+            "n_heads": n_heads,
+            "d_ff": _shrunk_size(decoder.d_ff, WIDTH, shards),
+        }
+        changes["pixel_decoder"] = {**smaller, "n_layers": min(decoder.n_layers, layers)}
     changes["layer_type"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.layer_type}
     return model.with_changes(changes)
+
+
+PLAIN_FAMILIES = ("encoder", "masked_autoencoder")
+"""Families that read images of any size."""
+PATCH_SIZE, PATCHES = 4, 4
+"""Sides of a small patch, in pixels, and of a small image, in patches: a row holds several images."""
+
+
+def _patches(model: ModelConfig) -> dict[str, Any]:
+    """Sizes of an encoder's patches and of its table of positions, which is interpolated to images of `PATCHES`."""
+    if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
+        return {}
+    changes: dict[str, Any] = {
+        "vocab_size": None,
+        "embedding.patch_size": min(model.embedding.patch_size, PATCH_SIZE),
+    }
+    if isinstance(model.position, LearnedPosition2dConfig):
+        rows, columns = model.position.grid
+        changes["position.grid"] = (min(rows, PATCHES - 1), min(columns, PATCHES + 1))
+    return changes
+
+
+def _smaller_images(config: Config, model: ModelConfig) -> dict[str, Any]:
+    """The section of images, of `PATCHES` patches a side of the small model."""
+    if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
+        return {}
+    size = min(config.data.images.size // getattr(config.model.embedding, "patch_size", 1), PATCHES)
+    sizes = {"size": size * model.embedding.patch_size}
+    if (most := config.data.images.max_patches) is not None:
+        sizes["max_patches"] = min(most, PATCHES**2)
+    return {"images": config.data.images.model_copy(update=sizes)}
 
 
 def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
@@ -173,12 +222,12 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
             "q_lora_rank": attention.q_lora_rank and _shrunk_size(attention.q_lora_rank, RANK, shards),
             "qk_rope_head_dim": _shrunk_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
             # Of another width than keys have, where it was.
-            "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.head_dim else 2)),
+            "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.qk_nope_head_dim else 2)),
         }
     if isinstance(attention, LinformerAttentionConfig):
         return {
-            "length": min(attention.max_length, length),
-            "rank": min(attention.projected_length, max(1, length // 8)),
+            "max_length": min(attention.max_length, length),
+            "projected_length": min(attention.projected_length, max(1, length // 8)),
         }
     if isinstance(attention, CompressedAttentionConfig):
         return {"factor": min(attention.factor, max(1, length // 8))}
@@ -229,10 +278,10 @@ def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Ro
     if "d_ff" in keys.get("ffn", {}):
         keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(layer.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
-    if {"n_heads", "n_kv_heads", "head_dim"} & attention.keys():
+    if {"n_heads", "n_kv_heads", layer.attention.head_dim_key} & attention.keys():
         kv_heads = min(layer.attention.kv_heads, 2 * heads_over)
         heads = kv_heads * (layer.attention.n_heads // layer.attention.kv_heads)
-        attention |= {"n_heads": heads, "head_dim": min(layer.head_width, HEAD_DIM)}
+        attention |= {"n_heads": heads, layer.attention.head_dim_key: min(layer.head_width, HEAD_DIM)}
         if isinstance(layer.attention, GQAAttentionConfig):
             attention["n_kv_heads"] = kv_heads
     sizes = _sizes(layer.attention, rows.length, shards)
@@ -287,7 +336,7 @@ def objective_for(config: Config) -> Objective:
     """The objective, with special tokens that every vocabulary has: a third of it are sentinels."""
     size = config.model.vocab_size
     if size is None and not reads_text(config.objective.name):
-        return build_objective(config.objective, config.model, None, side_lengths(config))
+        return build_objective(config.objective, config.model, None, side_lengths(config), config.data.images)
     assert size is not None
     special = SpecialTokens(
         bos=1,
@@ -300,7 +349,7 @@ def objective_for(config: Config) -> Objective:
         sentinels=range(size - 1, size - 1 - size // 3, -1),
         word_starts=np.arange(size) % 3 > 0,
     )
-    return build_objective(config.objective, config.model, special, side_lengths(config))
+    return build_objective(config.objective, config.model, special, side_lengths(config), config.data.images)
 
 
 def side_lengths(config: Config) -> tuple[int, ...]:

@@ -127,17 +127,17 @@ def traffic_mismatches_of(
     answers: Sequence[RankResult], by_rank: Sequence[TrafficTable], without: Collection[str] = ()
 ) -> list[str]:
     """A line for each flow of a rank that is not what it should be. without: axes that are not looked at."""
-    found = []
+    mismatches = []
     for rank, (answer, expected) in enumerate(zip(answers, by_rank, strict=True)):
         counted = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
         for axis, collective in sorted(counted.keys() | expected.keys()):
             has, should = (flows.get((axis, collective), (0, 0)) for flows in (counted, expected))
             if has != should and axis not in without:
-                found.append(
+                mismatches.append(
                     f"rank {rank}, {collective} over {axis}: {has[1]:,} bytes in {has[0]} calls, expected "
                     f"{should[1]:,} in {should[0]}"
                 )
-    return found
+    return mismatches
 
 
 def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
@@ -156,13 +156,13 @@ def gradient_differences(
     A block that several ranks hold counts with the worst of them; an element that no rank holds counts as NaN.
     """
     everything = ReferenceStep(0.0, expected).grad_norm
-    found = []
+    differences = []
     for name, gradient in expected.items():
         norm = float(gradient.norm())
         distance = _distance(gradient, [answer.blocks.get(name, []) for answer in answers])
         error = _relative(distance, max(norm, limits.relative_floor * everything))
-        found.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
-    return _worst_first(found)
+        differences.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
+    return _worst_first(differences)
 
 
 def update_differences(config: Config, answers: Sequence[RankResult], limits: Limits) -> list[Difference]:
@@ -180,25 +180,25 @@ def update_differences(config: Config, answers: Sequence[RankResult], limits: Li
     updates = {name: after[name] - weight for name, weight in before.items()}
     everything = ReferenceStep(0.0, updates).grad_norm
     last_place = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
-    found = []
+    differences = []
     for name, update in updates.items():
         norm = float(update.norm())
         distance = _distance(after[name], [answer.weights.get(name, []) for answer in answers])
         size = max(norm, limits.relative_floor * everything, 4 * last_place * float(after[name].norm()))
-        found.append(
+        differences.append(
             Difference(
                 f"update of {name}", _relative(distance, size), norm, tuple(update.shape), limits.bound
             )
         )
-    return _worst_first(found)
+    return _worst_first(differences)
 
 
 def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
     """A whole tensor from the blocks that ranks hold of it; NaN where none has any."""
-    whole = torch.full_like(like, float("nan"))
+    assembled = torch.full_like(like, float("nan"))
     for box, block in (one for blocks in by_rank for one in blocks):
-        whole[_slices(box)] = torch.from_numpy(block).to(whole)
-    return whole
+        assembled[_slices(box)] = torch.from_numpy(block).to(assembled)
+    return assembled
 
 
 def _distance(expected: Tensor, by_rank: Iterable[BlocksOfOne]) -> float:

@@ -15,8 +15,9 @@ import pytest
 from megatfm import cli
 from megatfm.commands import quickstart
 from megatfm.errors import EXIT_OK
-from tests.e2e.test_training import curve, run_training
 from tests.support.forked_commands import ForkedCommand, last_of_each_key, megatfm
+from tests.support.small_runs import SMALL_CONFIG
+from tests.support.training_runs import run_training, training_curve
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,33 +25,31 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped by a signal to the launcher, and resumed."""
-    from tests.e2e.conftest import SMALL
-
     folder = tmp_path_factory.mktemp("run")
-    (folder / "small.toml").write_text(SMALL.format(corpus=corpus))
+    (folder / "small.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
     settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
     launch = ForkedCommand([*words, "train.steps=300"], folder / "said", folder)
     launch.until_lines(folder / "run/metrics.jsonl", 3)
     os.kill(launch.pid, signal.SIGTERM)
     assert launch.wait(60) == 75, launch.output
-    stopped_at = len(curve(folder / "run"))
+    stopped_at = len(training_curve(folder / "run"))
     assert 3 <= stopped_at < 300
     more = [f"train.steps={stopped_at + 3}", 'resume.allow=["schedule"]']
-    said = megatfm(*words, *more, said=folder / "said again", cwd=folder)
-    assert "Traceback" not in said
-    assert "Warning" not in said
-    assert [line["step"] for line in curve(folder / "run")] == list(range(1, stopped_at + 4))
+    output = megatfm(*words, *more, output=folder / "said again", cwd=folder)
+    assert "Traceback" not in output
+    assert "Warning" not in output
+    assert [line["step"] for line in training_curve(folder / "run")] == list(range(1, stopped_at + 4))
     return folder / "run"
 
 
 def test_what_a_user_does_with_a_run(trained, tmp_path):
-    said = tmp_path / "said"
-    sampled = megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1, said=said)
+    output = tmp_path / "said"
+    sampled = megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1, output=output)
     assert sampled.startswith("def ")
-    assert "bits per byte" in megatfm("evaluate", trained, "--baselines", said=said)
+    assert "bits per byte" in megatfm("evaluate", trained, "--baselines", output=output)
     results = json.loads((trained / "evaluation.json").read_text())["sets"]
-    in_training = curve(trained)[-1]["evaluation"]
+    in_training = training_curve(trained)[-1]["evaluation"]
     for name, result in results.items():
         assert result["bits_per_byte"] == pytest.approx(in_training[name]["bits_per_byte"], rel=1e-5)
     baselines = json.loads((trained / "baselines.json").read_text())["held-out"]
@@ -58,7 +57,7 @@ def test_what_a_user_does_with_a_run(trained, tmp_path):
         f"{tool} -9, {way}" for tool in ("gzip", "xz") for way in ("per document", "joined")
     }
     assert baselines["xz -9, joined"] < baselines["gzip -9, joined"] < baselines["gzip -9, per document"]
-    megatfm("report", trained, said=said)
+    megatfm("report", trained, output=output)
     page = (trained / "report.html").read_text()
     assert "held-out" in page
     assert "def " in page
@@ -73,14 +72,16 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
         "train.steps=40",
         "evaluate.every=1000",
     ]
-    told = megatfm("quickstart", "--nproc", 1, "--corpus", texts, *tiny, said=tmp_path / "said", cwd=tmp_path)
-    assert "Traceback" not in told
-    assert "Warning" not in told
-    stages = [line for line in told.splitlines() if line.startswith("$ megatfm ")]
+    message = megatfm(
+        "quickstart", "--nproc", 1, "--corpus", texts, *tiny, output=tmp_path / "said", cwd=tmp_path
+    )
+    assert "Traceback" not in message
+    assert "Warning" not in message
+    stages = [line for line in message.splitlines() if line.startswith("$ megatfm ")]
     assert [stage.split()[2] for stage in stages] == [
         *("prep", "launch", "launch", "generate", "generate", "evaluate", "report"),
     ]
-    for said in (
+    for output in (
         "bits per byte",
         "gzip -9, per document",
         "xz -9, joined",
@@ -88,9 +89,9 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
         "report.html",
         "Next",
     ):
-        assert said in told[told.index("What came out") :]
+        assert output in message[message.index("What came out") :]
     run = tmp_path / "runs/quickstart-my-texts"
-    assert [line["step"] for line in curve(run)] == list(range(1, 41))
+    assert [line["step"] for line in training_curve(run)] == list(range(1, 41))
     assert (run / "report.html").is_file()
     assert "stopped" in (run / "events.jsonl").read_text()
     with subprocess.Popen(["true"]) as started_again:
@@ -133,8 +134,10 @@ def test_the_commands_of_the_tutorials_run_in_their_order_in_one_folder(texts, t
         for words in lines:
             less = [] if "--dry-run" in words else LESS.get(words[0], "").split()
             folder = [] if words[1:2] != ["quickstart-data"] else ["read.folder=my-texts"]
-            said = megatfm(*last_of_each_key([*words, *folder, *less]), said=tmp_path / "said", cwd=tmp_path)
-            assert "Traceback" not in said
+            output = megatfm(
+                *last_of_each_key([*words, *folder, *less]), output=tmp_path / "said", cwd=tmp_path
+            )
+            assert "Traceback" not in output
     assert (tmp_path / "runs/quickstart/report.html").is_file()
     assert (tmp_path / "runs/mine/metrics.jsonl").is_file()
 
@@ -146,13 +149,15 @@ def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):
 
     tokenizer = tokenizers.load(corpus / "tokenizer.model")
     held_out = Corpus.open(corpus / "validation")
-    ours = compressors(held_out, tokenizer)
+    actual = compressors(held_out, tokenizer)
     blocks = (held_out.read_block(number) for number in range(held_out.n_blocks))
     text = b"".join(tokenizer.decode(tokens).encode() for block in blocks for _, tokens in block)
     # zlib, which Python has, finds other matches than the gzip program: up to half a percent more bytes.
     for tool, tolerance in {"gzip": 0.01, "xz": 0.001}.items():
-        theirs = subprocess.run([tool, "-9", "--stdout"], input=text, capture_output=True, check=True).stdout
-        assert ours[f"{tool} -9, joined"] == pytest.approx(8 * len(theirs) / len(text), rel=tolerance)
+        reference = subprocess.run(
+            [tool, "-9", "--stdout"], input=text, capture_output=True, check=True
+        ).stdout
+        assert actual[f"{tool} -9, joined"] == pytest.approx(8 * len(reference) / len(text), rel=tolerance)
 
 
 @pytest.mark.slow  # tests/unit/engines/native/test_compile.py has the same numbers without the command
@@ -167,13 +172,15 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
     command = [sys.executable, "-m", "megatfm", "launch", config_file, "--nproc", "2", *words, *more]
     compiled = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert compiled.returncode == 0, compiled.stderr
-    for line, other in zip(curve(tmp_path / "eager"), curve(tmp_path / "compiled"), strict=True):
+    for line, other in zip(
+        training_curve(tmp_path / "eager"), training_curve(tmp_path / "compiled"), strict=True
+    ):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-9)
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["train", "nowhere.toml"], 2, "nowhere.toml"),
         (["train", "quickstart", "train.stepz=3"], 2, "did you mean 'steps'"),
@@ -185,16 +192,16 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, monkeypatch, capfd, words, code, said):
+def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, monkeypatch, capfd, words, code, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
     with pytest.raises(SystemExit) as left:
         cli.main(words)
-    told = capfd.readouterr().err
-    assert left.value.code == code, told
-    assert said in told
-    assert "Traceback" not in told
-    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    printed = capfd.readouterr().err
+    assert left.value.code == code, printed
+    assert message in printed
+    assert "Traceback" not in printed
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 or words[0] == "launch"
     assert not (tmp_path / "runs/quickstart/checkpoints").exists()
 

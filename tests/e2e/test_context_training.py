@@ -10,7 +10,7 @@ from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
 from megatfm.inference.evaluate import evaluate_run
 from megatfm.parallel import context_attention
-from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
+from tests.support.training_runs import assert_bitwise_equal, assert_nearly_equal, run_training, run_until
 from tests.support.workers import Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
@@ -23,14 +23,15 @@ def run_told_nothing(config: Config) -> int:
 
 
 def evaluate_alone(run: Path) -> float:
-    found = evaluate_run(run, {}, False)
-    assert found is not None
-    return float(found[0]["sets"]["held-out"]["loss"])
+    actual = evaluate_run(run, {}, False)
+    assert actual is not None
+    return float(actual[0]["sets"]["held-out"]["loss"])
 
 
-def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_their_number(
+def test_context_ranks_train_like_one_process(
     workers: Workers, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
+    """Two ranks train like one process, stop and resume bit for bit, and change their number."""
     assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
     config = make_config("parallel.cp=2", run="cut")
     assert workers.run(run_told_nothing, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
@@ -52,12 +53,5 @@ def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_th
     # Whatever a run was laid over, one process evaluates it.
     losses = [workers.run(evaluate_alone, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    lines = curve(tmp_path / "whole")
     for run in ("cut", "moved"):
-        others = curve(tmp_path / run)
-        assert [line["step"] for line in others] == list(range(1, 13))
-        for line, other in zip(lines, others, strict=True):
-            assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
-            assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-        ends = (each[-1]["evaluation"]["held-out"]["bits_per_byte"] for each in (lines, others))  # type: ignore[index]
-        assert next(ends) == pytest.approx(next(ends), rel=1e-4)
+        assert_nearly_equal(tmp_path / "whole", tmp_path / run)

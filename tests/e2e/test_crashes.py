@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.crashes import LAYOUTS, PHASES, shares
+from tests.support.kill_series import LAYOUTS, PHASES, shares
 
 
 def run_series(corpus: Path, folder: Path, kills: dict[str, int]) -> dict[str, Any]:
     """In a process of its own: it forks, and so must have no thread."""
-    command = [sys.executable, "-m", "tests.e2e.crashes", str(corpus), str(folder), json.dumps(kills)]
+    command = [sys.executable, "-m", "tests.support.kill_series", str(corpus), str(folder), json.dumps(kills)]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=850
     )
@@ -33,7 +33,7 @@ def test_a_run_killed_in_each_phase_ends_as_if_it_never_had_been(corpus: Path, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine; it takes a tenth
-def test_so_do_runs_of_all_layouts_and_engines(corpus: Path, tmp_path: Path) -> None:
+def test_killed_runs_of_all_layouts_and_engines_end_alike(corpus: Path, tmp_path: Path) -> None:
     report = run_series(corpus, tmp_path / "runs", shares(23))
     assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
     by_layout = report["hits by layout"]

@@ -75,25 +75,41 @@ def cut_back(folder: Path, step: int) -> None:
 def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path: Path) -> None:
     exact = "train.precision=fp64"
     assert workers.run(run_training, 1, mixed(exact, run="whole")) == [EXIT_OK]
-    whole = lines(tmp_path / "whole")
-    assert [line["tokens"] for line in whole] == [256, 512, 768, 1280, 1792, 2304, 2816, 3328]
-    assert all(line["data_wait_seconds"] >= 0 for line in whole)
-    for line in whole:
+    full = lines(tmp_path / "whole")
+    assert [line["tokens"] for line in full] == [256, 512, 768, 1280, 1792, 2304, 2816, 3328]
+    assert all(line["data_wait_seconds"] >= 0 for line in full)
+    for line in full:
         assert all(seconds >= 0 for seconds in line["step_parts"].values()), line
         assert sum(line["step_parts"].values()) == pytest.approx(line["step_seconds"])
         assert line["step_parts"]["passes"] > 0.1 * line["step_seconds"]
+    see_sources(full, open_corpora(*open_tokenizer(mixed(run="opened"))).train)
     for step, ranks in ((2, 1), (4, 2)):
         cut_back(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
         again = lines(tmp_path / "whole")
-        assert [line["tokens"] for line in again] == [line["tokens"] for line in whole]
-        for one, other in zip(whole, again, strict=True):
+        assert [line["tokens"] for line in again] == [line["tokens"] for line in full]
+        for one, other in zip(full, again, strict=True):
             assert other["loss"] == pytest.approx(one["loss"], rel=0 if ranks == 1 else 1e-12, abs=0)
+            assert other["loss_by_source"] == pytest.approx(one["loss_by_source"], rel=1e-12, abs=0)
     cut_back(tmp_path / "whole", 5)
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.mixture: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.mixture.code.weight=2", run="whole"))
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.rampup: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.rampup=[]", run="whole"))
+
+
+def see_sources(lines: list[dict[str, Any]], mixture: Any) -> None:
+    """Each step tells the losses of the corpora that its rows are of, and they lie around the mean."""
+    first, seen = 0, set()
+    for line in lines:
+        end = line["tokens"] // 64
+        names = {mixture.place(position)[0] for position in range(first, end)}
+        losses = line["loss_by_source"]
+        assert set(losses) == names
+        assert min(losses.values()) <= line["loss"] * (1 + 1e-12)
+        assert line["loss"] <= max(losses.values()) * (1 + 1e-12)
+        first, seen = end, seen | names
+    assert seen == {"web", "code"}
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,19 @@ from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.train.trainer import train
-from tests.e2e.ranks import Fault, Start, free_port
-from tests.e2e.test_training import run_training, run_until
-from tests.e2e.test_trouble import curve, error_after, events, forget_after, same, watched, weights
 from tests.support.forked_commands import last_of_each_key
+from tests.support.rank_processes import Fault, Start, free_port
+from tests.support.training_runs import (
+    error_after,
+    forget_after,
+    run_events,
+    run_training,
+    run_until,
+    same_tensors,
+    stored_weights,
+    train_with_faults,
+    training_curve,
+)
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -57,25 +66,25 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not name.startswith("rng.") and not torch.equal(one[name], other[name])]
 
 
-def test_it_trains_as_native_does_and_either_goes_on_with_the_other(
+def test_deepspeed_trains_as_native_and_engines_can_change(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     def run(name: str, ranks: int, overrides: list[Any]) -> None:
         assert workers.run(train, ranks, make_config(*overrides, run=name), timeout=200) == [EXIT_OK] * ranks
 
-    native, ours = tmp_path / "native", tmp_path / "deepspeed"
+    native, actual = tmp_path / "native", tmp_path / "deepspeed"
     run("native", 2, NATIVE)
-    wanted, whole = losses(native), state(native)
+    wanted, full = losses(native), state(native)
     run("deepspeed", 2, deepspeed("parallel.zero=3"))
-    assert losses(ours) == pytest.approx(wanted, rel=1e-5)
-    end = state(ours)
-    assert end.keys() == whole.keys()
-    forget_the_end(ours)
+    assert losses(actual) == pytest.approx(wanted, rel=1e-5)
+    end = state(actual)
+    assert end.keys() == full.keys()
+    forget_the_end(actual)
     run("deepspeed", 2, deepspeed("parallel.zero=3"))
-    assert differing(end, state(ours)) == [], "a resume on the same layout is the same run to the bit"
-    forget_the_end(ours)
+    assert differing(end, state(actual)) == [], "a resume on the same layout is the same run to the bit"
+    forget_the_end(actual)
     run("deepspeed", 1, NATIVE)
-    assert losses(ours) == pytest.approx(wanted, rel=1e-5)
+    assert losses(actual) == pytest.approx(wanted, rel=1e-5)
     forget_the_end(native)
     run("native", 2, deepspeed("parallel.zero=2"))
     assert losses(native) == pytest.approx(wanted, rel=1e-5)
@@ -89,8 +98,8 @@ def test_stages_stopped_by_a_signal_are_the_run_never_stopped(
     config = make_config(*words, run="stopped")
     assert workers.run(run_until, 2, config, 2, signal.SIGUSR1, timeout=200) == [EXIT_REQUEUE] * 2
     assert workers.run(run_training, 2, config, timeout=200) == [EXIT_OK] * 2
-    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
-    assert same(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
+    assert training_curve(tmp_path / "stopped") == training_curve(tmp_path / "whole")
+    assert same_tensors(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
 
 
 TROUBLE = [
@@ -106,24 +115,28 @@ TROUBLE = [
 ]
 
 
-def test_steps_that_are_not_finite_are_skipped_and_spikes_gone_back_from_and_a_resume_repeats_both(
+def test_skipped_steps_and_rollbacks_under_deepspeed(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """Steps that are not finite are skipped, spikes are rolled back, and a resume repeats both."""
     words = deepspeed(*TROUBLE)
-    keys = [read for _, read in workers.run(watched, 2, make_config(*words, "train.steps=14", run="whole"))]
+    keys = [
+        read
+        for _, read in workers.run(train_with_faults, 2, make_config(*words, "train.steps=14", run="whole"))
+    ]
     faults = {rank[5]: "inf" for rank in keys} | {rank[9]: "spike" for rank in keys}
     config, run = make_config(*words), tmp_path / "run"
-    for (code, read), rank in zip(workers.run(watched, 2, config, faults), keys, strict=True):
+    for (code, read), rank in zip(workers.run(train_with_faults, 2, config, faults), keys, strict=True):
         assert code == EXIT_OK
         assert read == rank[:10] + rank[10:14], "back to step 8, and on after the data of the spike"
-    assert [line["step"] for line in curve(run) if line.get("skipped")] == [6]
-    assert [step for step, _ in events(run, "rolled back")] == [10]
-    before, last = curve(run), weights(run, 12)
+    assert [line["step"] for line in training_curve(run) if line.get("skipped")] == [6]
+    assert [step for step, _ in run_events(run, "rolled back")] == [10]
+    before, last = training_curve(run), stored_weights(run, 12)
     forget_after(run, 4)
-    for (code, read), rank in zip(workers.run(watched, 2, config), keys, strict=True):
+    for (code, read), rank in zip(workers.run(train_with_faults, 2, config), keys, strict=True):
         assert (code, read) == (EXIT_OK, rank[4:8] + rank[10:14])
-    assert curve(run) == before
-    assert same(weights(run, 12), last)
+    assert training_curve(run) == before
+    assert same_tensors(stored_weights(run, 12), last)
 
 
 def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
@@ -132,9 +145,11 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
     config = make_config(
         *deepspeed("train.steps=4", "resilience.replay_every=3", "parallel.dp_shard=2", "evaluate.every=0")
     )
-    said = workers.run(error_after, 2, config, "gradient", 1, 3)
-    assert len(set(said)) == 1
-    assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", said[0]), said[0]
+    errors = workers.run(error_after, 2, config, "gradient", 1, 3)
+    assert len(set(errors)) == 1
+    assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", errors[0]), (
+        errors[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,9 +171,10 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, p
 
 
 @pytest.mark.slow  # that it goes in and out of checkpoints to the bit is in tests/parity
-def test_a_killed_run_that_keeps_its_state_in_files_goes_on_to_the_bit_and_under_native(
+def test_a_killed_run_with_state_in_files_goes_on(
     start: Start, workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """The run goes on to the bit, and under the native engine."""
     (disk := tmp_path / "disk").mkdir()
     words = deepspeed(
         *("parallel.zero=3", "deepspeed.offload_optimizer=nvme", "deepspeed.offload_parameters=nvme"),
@@ -172,7 +188,7 @@ def test_a_killed_run_that_keeps_its_state_in_files_goes_on_to_the_bit_and_under
     assert (tmp_path / "run/checkpoints/step-00000002").exists()
     assert start(*words).wait(200) == [EXIT_OK] * 2
     assert left.isdisjoint(disk.glob(".megatfm-offload-*/*-*/")), "what the killed left"
-    assert same(state(tmp_path / "run"), state(tmp_path / "whole"))
+    assert same_tensors(state(tmp_path / "run"), state(tmp_path / "whole"))
     forget_the_end(tmp_path / "run")
     native = [word for word in words if not word.startswith(("parallel.engine", "deepspeed."))]
     assert workers.run(train, 2, make_config(*native, run="run"), timeout=200) == [EXIT_OK] * 2
@@ -189,7 +205,7 @@ def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.timeout(900)  # three processes import torch; on a busy machine
-def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
+def test_training_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
     launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=1"]
     words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
     done = subprocess.run(

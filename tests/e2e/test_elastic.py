@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.ranks import free_port
 from tests.support.forked_commands import megatfm
+from tests.support.rank_processes import free_port
 
 STEPS = 30
 # Three data ranks share a batch of twelve, and so can two.
@@ -99,10 +99,10 @@ def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tm
     for node in nodes[:2]:
         assert node.process.wait(300) == 0, node.said.read_text()
     words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
-    megatfm("train", *words, said=tmp_path / "said")
+    megatfm("train", *words, output=tmp_path / "said")
     of_nodes, of_one = losses(run), losses(tmp_path / "whole")
     assert [step for step, _ in of_nodes] == [step for step, _ in of_one] == list(range(1, STEPS + 1))
     assert [loss for _, loss in of_nodes] == pytest.approx([loss for _, loss in of_one], rel=1e-5)
-    said = (run / "logs" / "rank-0.log").read_text()
-    assert "dp_shard 3" in said
-    assert "dp_shard 2" in said
+    text = (run / "logs" / "rank-0.log").read_text()
+    assert "dp_shard 3" in text
+    assert "dp_shard 2" in text

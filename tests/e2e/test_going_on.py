@@ -16,7 +16,8 @@ from megatfm.commands.from_model import continue_from_config
 from megatfm.config import load_config
 from megatfm.convert.convert import convert
 from megatfm.errors import EXIT_OK, UsageError
-from tests.e2e.test_training import curve, final_state, run_training
+from tests.support import forked_commands
+from tests.support.training_runs import final_state, run_training, training_curve
 
 STILL = (
     "optimizer.lr=1e-12",
@@ -48,8 +49,8 @@ def same_weights(run: Path, wanted: torch.nn.Module) -> None:
 def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_path, monkeypatch):
     """Its architecture, tokenizer and weights; started again, it finds what it made of the folder."""
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
-    config, said = continue_from_config(foreign, None, words)
-    assert "LlamaForCausalLM" in said[0]
+    config, output = continue_from_config(foreign, None, words)
+    assert "LlamaForCausalLM" in output[0]
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     same_weights(tmp_path / "run", megatfm.load(foreign))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -113,6 +114,17 @@ def test_a_refused_config_leaves_no_folder(foreign, corpus, config_file, tmp_pat
     assert [path.name for path in run.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_run_that_its_ranks_refuse_leaves_nothing(foreign, corpus, config_file, tmp_path, launched):
+    """Neither what the ranks wrote nor the model that was converted for them, nor the config that they were given."""
+    words = [str(config_file), "--from", str(foreign), f"run_dir={tmp_path}/runs/a", "train.freeze=nothing"]
+    files = sorted(tmp_path.iterdir())
+    words = ["launch", *words, "--nproc", "3", "train.global_batch=12"] if launched else ["train", *words]
+    output = forked_commands.megatfm(*words, output=tmp_path.with_suffix(".said"), code=2)
+    assert "train.freeze: 'nothing' matches no weight" in output
+    assert sorted(tmp_path.iterdir()) == files
+
+
 def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
     """With its recipe; what was about the other run is not taken over."""
     workers.run(run_training, 1, make_config("train.steps=2", "data.workers=1", run="first"))
@@ -141,7 +153,7 @@ def test_the_command_takes_a_model_with_and_without_a_config(
     foreign, corpus, config_file, tmp_path, monkeypatch
 ):
     taken = []
-    monkeypatch.setattr("megatfm.train.trainer.train", lambda config, _: taken.append(config) or 0)
+    monkeypatch.setattr("megatfm.train.trainer.train", lambda config, *_: taken.append(config) or 0)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
     run, text = f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train"
     for words in (["--from", str(foreign), run, text], [str(config_file), run, "--from", str(foreign)]):
@@ -188,7 +200,7 @@ def test_a_branch_goes_on_as_the_run_did(workers, make_config, tmp_path, ranks):
     one, other = final_state(tmp_path / "trunk"), final_state(tmp_path / "branch")
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    assert curve(tmp_path / "branch") == curve(tmp_path / "trunk")[4:]
+    assert training_curve(tmp_path / "branch") == training_curve(tmp_path / "trunk")[4:]
     steps = [path.name for path in sorted((tmp_path / "branch/checkpoints").iterdir())]
     assert steps == ["step-00000008", "step-00000012"]
     assert f"from {tmp_path / 'trunk'}@4" in (tmp_path / "branch/logs/rank-0.log").read_text()

@@ -13,7 +13,7 @@ import pytest
 from megatfm import checkpoint
 from megatfm.checkpoint import file_format
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
-from tests.e2e.ranks import Fault, Start
+from tests.support.rank_processes import Fault, Start
 
 HOST = socket.gethostname()
 UNPRIVILEGED = Fault(-1, "meeting", "gives_up_its_privileges")
@@ -70,7 +70,7 @@ CLOSED = {
 def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=4")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
-    for name, said in CLOSED.items():
+    for name, message in CLOSED.items():
         closed.append(first.folder / name)
         mode = closed[-1].stat().st_mode
         closed[-1].chmod(0)
@@ -79,15 +79,15 @@ def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path])
         closed[-1].chmod(mode)
         for rank in range(2):
             last = again.said(rank).splitlines()[-1]
-            assert re.match(rf"error: .*{said.replace('RUN', str(first.folder))}", last), again.said(rank)
+            assert re.match(rf"error: .*{message.replace('RUN', str(first.folder))}", last), again.said(rank)
             assert "Traceback" not in again.said(rank)
 
 
 @pytest.mark.parametrize("successor", [False, True])
-def test_a_run_directory_that_is_taken_away_ends_the_run_and_is_not_made_again(
+def test_a_run_directory_that_is_taken_away_ends_the_run(
     start: Start, tmp_path: Path, successor: bool
 ) -> None:
-    """Whoever starts in a new folder of that name must be alone there."""
+    """The folder is not made again: whoever starts in a new folder of that name must be alone there."""
     run = start(*QUICK, "train.steps=10000")
     run.wait_for_step(3)
     aside = run.folder.with_name("aside")
@@ -118,9 +118,9 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Star
 def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:
     run = start(fault=Fault(-1, "startup", "asks_for_too_much"))
     assert run.wait(120) == [EXIT_FAILED, EXIT_FAILED]
-    said = run.said(0)
-    assert "is out of memory: it held" in said
-    assert "Traceback" not in said
+    output = run.said(0)
+    assert "is out of memory: it held" in output
+    assert "Traceback" not in output
 
 
 def test_a_checkpoint_of_a_step_that_is_no_number_is_one_line(start: Start) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
-from tests.e2e.test_training import curve, final_state, run_training, run_until
+from tests.support.training_runs import final_state, run_training, run_until, training_curve
 
 
 @pytest.mark.parametrize("name", ["schedule_free_adamw", pytest.param("soap", marks=pytest.mark.slow)])
@@ -15,12 +15,12 @@ def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_conf
     config = make_config(*options, run="stopped")
     assert workers.run(run_until, 2, config, 5) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
-    assert curve(tmp_path / "whole") == curve(tmp_path / "stopped")
-    whole, stopped = final_state(tmp_path / "whole"), final_state(tmp_path / "stopped")
-    assert whole.keys() == stopped.keys()
-    for key, tensor in whole.items():
+    assert training_curve(tmp_path / "whole") == training_curve(tmp_path / "stopped")
+    full, stopped = final_state(tmp_path / "whole"), final_state(tmp_path / "stopped")
+    assert full.keys() == stopped.keys()
+    for key, tensor in full.items():
         assert torch.equal(tensor, stopped[key]), key
     expected = {"schedule_free_adamw": {"z", "trained"}, "soap": {"left_basis", "right_basis"}}[name]
-    assert expected <= {key.rpartition(".")[2] for key in whole}
-    losses = [line["loss"] for line in curve(tmp_path / "whole")]
+    assert expected <= {key.rpartition(".")[2] for key in full}
+    losses = [line["loss"] for line in training_curve(tmp_path / "whole")]
     assert losses[-1] < losses[0]

@@ -4,11 +4,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
-from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
+from tests.support.training_runs import assert_bitwise_equal, assert_nearly_equal, run_training, run_until
 from tests.support.workers import Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
@@ -25,13 +23,7 @@ def test_two_pipeline_ranks_train_like_one_process_and_resume_without_stages(
     assert "pipeline  interleaved, 4 stages on 2 ranks" in plan
     assert "decoder.embedding.tokens.weight" in plan, "the tie, which both ranks hold"
     assert workers.run(run_training, 2, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
-    whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
-    assert [line["step"] for line in moved] == list(range(1, 13))
-    for line, other in zip(whole, moved, strict=True):
-        assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
-        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-    ends = (lines[-1]["evaluation"]["held-out"]["bits_per_byte"] for lines in (whole, moved))  # type: ignore[index]
-    assert next(ends) == pytest.approx(next(ends), rel=1e-4)
+    assert_nearly_equal(tmp_path / "whole", tmp_path / "moved")
 
 
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(

@@ -16,8 +16,8 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, LOCKED
-from tests.e2e.ranks import Fault, Ranks, Start
 from tests.support.forked_commands import ForkedCommand
+from tests.support.rank_processes import Fault, Ranks, Start
 
 HANG = 6.0
 HOST = socket.gethostname()
@@ -33,10 +33,10 @@ Case = tuple[str, tuple[int, str]]
 
 def grid(first: list[Case], faults: dict[str, list[tuple[int, str]]]) -> Any:
     """Cases side by side: the first, which have each way in some phase and each phase, and all others."""
-    others = [(how, fault) for how in faults for fault in faults[how] if (how, fault) not in first]
+    remaining = [(how, fault) for how in faults for fault in faults[how] if (how, fault) not in first]
     return pytest.mark.parametrize(
         "cases",
-        [pytest.param(first, id="each"), pytest.param(others, id="others", marks=pytest.mark.slow)],
+        [pytest.param(first, id="each"), pytest.param(remaining, id="others", marks=pytest.mark.slow)],
     )
 
 
@@ -53,38 +53,39 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: lis
         codes = run.wait(60)
         assert codes[1 - rank] == EXIT_FAILED, (phase, codes, run.said(1 - rank))
         assert codes[rank] == {"raises": EXIT_FAILED, "exits": 3, "is_killed": -9}[how], phase
-        said = run.said(1 - rank)
+        output = run.said(1 - rank)
         (failed,) = [event for event in run.events() if event["event"] == "failed"]
         if (how, phase) == ("raises", "save"):  # where the store lets all ranks fail alike, and says why
             assert (
                 f"error: checkpoint of step 3 not saved: rank {rank} on {HOST}: ZeroDivisionError: a planted fault\n"
-                == said
+                == output
             )
             assert failed["ranks"] == []
             continue
         what = "failed: ZeroDivisionError: a planted fault" if how == "raises" else "ended without a word"
-        seen = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {what}", said)
-        assert seen, (phase, said)
+        seen = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {what}", output)
+        assert seen, (phase, output)
         assert int(seen[1]) == STEPS[phase] if how == "raises" else int(seen[1]) <= STEPS[phase]
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST]), phase
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_stage_that_raises_in_the_middle_of_a_schedule_ends_all_at_once_and_is_named(
-    start: Start, ranks: int
-) -> None:
-    """While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for."""
+def test_a_stage_that_raises_in_a_schedule_is_named(start: Start, ranks: int) -> None:
+    """All ranks end at once.
+
+    While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for.
+    """
     layout, rank = ("parallel.pp=4", f"parallel.dp_shard={ranks // 4}"), ranks // 2 + 1
     run = start(*layout, ranks=ranks, fault=Fault(rank, "schedule", "raises"))
     run.processes[rank].join(120)
     ended = time.monotonic()
-    assert run.wait(30) == [EXIT_FAILED] * ranks, [run.said(each)[-300:] for each in range(ranks)]
+    assert run.wait(30) == [EXIT_FAILED] * ranks, [run.said(rank)[-300:] for rank in range(ranks)]
     assert time.monotonic() - ended < 20
     (failed,) = [event for event in run.events() if event["event"] == "failed"]
     assert failed["ranks"] == [rank]
     assert "ZeroDivisionError: a planted fault" in run.said(rank)
-    others = [run.said(each) for each in range(ranks) if each != rank]
-    assert all(f"error: rank {rank} on {HOST} at step " in said for said in others), others
+    remaining = [run.said(item) for item in range(ranks) if item != rank]
+    assert all(f"error: rank {rank} on {HOST} at step " in log_text for log_text in remaining), remaining
 
 
 @grid(
@@ -104,11 +105,11 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, ca
     for (how, (rank, phase)), run in runs.items():
         codes = run.wait(HANG + 60, without=[rank] if how == "is_stopped" else [])
         assert codes[1 - rank] == EXIT_FAILED, (phase, codes, run.said(1 - rank))
-        said = run.said(1 - rank)
+        output = run.said(1 - rank)
         what = "has not moved for" if how in ("sleeps", "sticks_in_c") else "no sign of life for"
         named = rf"error: rank {rank} on {HOST} at step \d+, {SEEN_IN[phase]}: {what} (\d+) s"
-        seen = re.search(named, said)
-        assert seen, (phase, said)
+        seen = re.search(named, output)
+        assert seen, (phase, output)
         assert HANG <= float(seen[1]) <= HANG + 20, "test_hang_detector.py has it to the second"
         (failed,) = [event for event in run.events() if event["event"] == "failed"]
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST])
@@ -128,8 +129,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED], run.said(0)
     refused = rf"rank 1 on {HOST}: cannot write \S+/rank-00001-000\.safetensors: File too large"
     for rank in range(2):
-        said = run.said(rank)
-        assert re.search(rf"^error: checkpoint of step 6 not saved: {refused}$", said, re.MULTILINE), said
+        output = run.said(rank)
+        assert re.search(rf"^error: checkpoint of step 6 not saved: {refused}$", output, re.MULTILINE), output
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000003"]
     checkpoint.verify(run.folder / "checkpoints" / "step-00000003")
     again = start("train.steps=7", 'resume.allow=["schedule"]')
@@ -144,8 +145,8 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
         "train.steps=16", "checkpoint.every=100", "evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]",
         "checkpoint.local_every=2", f"checkpoint.local_dir={tmp_path}/node-$RANK",
     )  # fmt: skip
-    whole = start(*often, run="whole")
-    assert whole.wait(90) == [EXIT_OK, EXIT_OK], whole.said(0)
+    full = start(*often, run="whole")
+    assert full.wait(90) == [EXIT_OK, EXIT_OK], full.said(0)
     run = start(
         *often, fault=Fault(-1, "tenth step", "is_killed")
     )  # when step 6 is saved for sure, and 8 perhaps
@@ -160,12 +161,12 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
     (resumed,) = [event["detail"] for event in again.events() if event["event"] == "resumed"]
     assert int(resumed.removeprefix("from step-")) >= 6
     last = "checkpoints/step-00000016"
-    first, second = (checkpoint.read_tensors(folder / last) for folder in (whole.folder, run.folder))
+    first, second = (checkpoint.read_tensors(folder / last) for folder in (full.folder, run.folder))
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     losses = [
         [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (whole.folder, run.folder)
+        for folder in (full.folder, run.folder)
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 16
@@ -176,8 +177,8 @@ def test_a_rank_that_never_comes_is_named(start: Start) -> None:
         "train.hang_seconds=5", ranks=3, absent=(1,), fault=Fault(-1, "meeting", "has_little_patience")
     )
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
-    said = "error: rank 1 of 3 did not start within 5 s: check its log or its node\n"
-    assert run.said(0).endswith(said)
+    output = "error: rank 1 of 3 did not start within 5 s: check its log or its node\n"
+    assert run.said(0).endswith(output)
 
 
 def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start) -> None:
@@ -251,9 +252,9 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
         program="torch.distributed.run",
     )
     assert torchrun.wait(120) != 0
-    said = torchrun.output
-    assert "never gets far" in said
-    assert "1 restarts in a row gained no checkpoint beyond step 0 (resilience.max_failures)" in said
+    output = torchrun.output
+    assert "never gets far" in output
+    assert "1 restarts in a row gained no checkpoint beyond step 0 (resilience.max_failures)" in output
 
 
 # ------------------------------------------------------------------------------------------------------ preflight
@@ -263,11 +264,11 @@ def ends_with(run: Ranks, *words: str) -> None:
     codes = run.wait(60)
     assert codes == [EXIT_FAILED] * len(codes)
     for rank in range(len(codes)):
-        said = run.said(rank)
-        assert "the check before training failed" in said
-        assert said.count("\n") == 1, "one line"
+        output = run.said(rank)
+        assert "the check before training failed" in output
+        assert output.count("\n") == 1, "one line"
         for word in words:
-            assert word in said
+            assert word in output
     assert not (run.folder / "checkpoints").exists()
 
 
@@ -280,9 +281,11 @@ def test_before_training_what_is_broken_is_named_with_its_rank(start: Start) -> 
     ends_with(memory, f"rank 1 on {HOST}", "gradients and optimizer state need")
     ends_with(total, f"rank 0 on {HOST}, rank 1 on {HOST}: a sum over the axis dp_shard came out wrong")
     assert slow.wait(60) == [EXIT_OK, EXIT_OK], "slow is no reason not to train"
-    said = [event["detail"] for event in slow.events() if event["event"] == "slow"]
+    output = [event["detail"] for event in slow.events() if event["event"] == "slow"]
     words = f"rank 1 on {HOST} is slow: writing and syncing a file took"
-    assert any(event.startswith(words) for event in said), said  # a busy machine may be slow elsewhere too
+    assert any(event.startswith(words) for event in output), (
+        output
+    )  # a busy machine may be slow elsewhere too
     assert not list(slow.folder.glob(".probe*"))
 
 

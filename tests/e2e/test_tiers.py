@@ -10,7 +10,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK
-from tests.e2e.test_training import curve, run_training
+from tests.support.training_runs import run_training, training_curve
 from tests.support.workers import Workers
 
 LAST = "step-00000012"
@@ -62,20 +62,20 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
         return make_config("parallel.dp_shard=2", "evaluate.every=0", *local, run=name)
 
     assert workers.run(run_training, 2, config("whole")) == [EXIT_OK, EXIT_OK]
-    whole = tmp_path / "whole"
+    full = tmp_path / "whole"
     assert len(on_nodes(tmp_path / "whole-nodes", 9)) == 2
     assert not on_nodes(tmp_path / "whole-nodes", 12), "both rules name it: it goes to the shared disk"
-    wanted = checkpoint.read_tensors(whole / "checkpoints" / LAST)
+    wanted = checkpoint.read_tensors(full / "checkpoints" / LAST)
     for number, (happens, step) in enumerate(ACCIDENTS):
         run, nodes = tmp_path / f"run-{number}", tmp_path / f"run-{number}-nodes"
-        shutil.copytree(whole, run)
+        shutil.copytree(full, run)
         shutil.copytree(tmp_path / "whole-nodes", nodes)
         happens(run / "checkpoints", nodes)
         assert workers.run(run_training, 2, config(run.name)) == [EXIT_OK, EXIT_OK], happens
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         (resumed,) = [event["detail"] for event in events if event["event"] == "resumed"]
         assert resumed == f"from step-{step:08d}", happens
-        assert curve(run) == curve(whole), happens
-        found = checkpoint.read_tensors(run / "checkpoints" / LAST)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items()), happens
+        assert training_curve(run) == training_curve(full), happens
+        tensors = checkpoint.read_tensors(run / "checkpoints" / LAST)
+        assert tensors.keys() == wanted.keys()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in wanted.items()), happens

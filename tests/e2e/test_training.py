@@ -5,69 +5,22 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
-from megatfm.tracking.metrics import MACHINE_DEPENDENT_KEYS
 from megatfm.train.trainer import train
-from tests.e2e.ranks import engine_class
+from tests.support.training_runs import (
+    assert_bitwise_equal,
+    final_state,
+    run_training,
+    run_until,
+    training_curve,
+)
 from tests.support.workers import THREADS, WorkerFailure
-
-
-def run_training(config: Config) -> int:
-    return train(config)
-
-
-def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) -> int:
-    """Train from the start; in the middle of that step, the last rank alone gets a signal."""
-    patched, begun = engine_class(config.parallel.engine), 0
-    genuine = patched.forward_backward
-
-    def asked(*args: Any, **how: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        stats = genuine(*args, **how)
-        if begun == step and dist.get_rank() == dist.get_world_size() - 1:
-            signal.raise_signal(name)
-        return stats
-
-    patched.forward_backward = asked
-    try:
-        return train(config)
-    finally:
-        patched.forward_backward = genuine
-
-
-def curve(folder: Path) -> list[dict[str, object]]:
-    """The metrics that don't depend on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines
-    ]
-
-
-def final_state(folder: Path) -> dict[str, torch.Tensor]:
-    newest = checkpoint.find_latest(folder / "checkpoints", hashes=True)
-    assert newest is not None
-    assert newest.name == "step-00000012"
-    return checkpoint.read_tensors(newest)
-
-
-def assert_bitwise_equal(first: Path, second: Path) -> None:
-    assert curve(first) == curve(second)
-    one, other = final_state(first), final_state(second)
-    assert one.keys() == other.keys()
-    assert any(name.endswith("momentum_buffer") for name in one)
-    assert any(name.endswith("exp_avg_sq") for name in one)
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-
 
 HALF = ["train.precision=fp16", "train.recompute=full", "log.layer_stats_every=4"]
 
@@ -88,12 +41,12 @@ def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_conf
     assert workers.run(run_until, 2, config, 5, name) == [EXIT_REQUEUE, EXIT_REQUEUE], (
         "both stop on one rank's signal"
     )
-    assert len(curve(tmp_path / "stopped")) == 5
+    assert len(training_curve(tmp_path / "stopped")) == 5
     newest = checkpoint.find_latest(tmp_path / "stopped/checkpoints", hashes=True)
     assert newest is not None
     assert newest.name == "step-00000005", "saved where it stopped"
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
-    assert [line["step"] for line in curve(tmp_path / "stopped")] == list(range(1, 13))
+    assert [line["step"] for line in training_curve(tmp_path / "stopped")] == list(range(1, 13))
     assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -120,13 +73,13 @@ def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, firs
     config = make_config(*dropout, run="moved")
     assert workers.run(run_until, first, config, 5) == [EXIT_REQUEUE] * first
     assert workers.run(run_training, second, config) == [EXIT_OK] * second
-    whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
+    full, moved = training_curve(tmp_path / "whole"), training_curve(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
-    for line, other in zip(whole, moved, strict=True):
+    for line, other in zip(full, moved, strict=True):
         assert other["tokens"] == line["tokens"]
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
-    last, other = (lines[-1]["evaluation"]["held-out"] for lines in (whole, moved))
+    last, other = (lines[-1]["evaluation"]["held-out"] for lines in (full, moved))
     assert other["bytes"] == last["bytes"]
     assert other["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-4)
 
@@ -146,8 +99,8 @@ def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_c
     assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
     assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
     assert workers.run(run_with_another_thread, 1, config) == [EXIT_OK]
-    here, elsewhere = resumes(tmp_path / "moved")
-    assert here == "from step-00000003", "the same machine is nothing to talk about"
+    local, elsewhere = resumes(tmp_path / "moved")
+    assert local == "from step-00000003", "the same machine is nothing to talk about"
     assert elsewhere == (
         f"from step-00000006; on another kind of machine (threads: {THREADS} → {THREADS + 1}): it goes on, but not to "
         "the bit as it would have there"
@@ -161,9 +114,9 @@ def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_c
 def test_a_finished_run_does_nothing_more(workers, make_config, tmp_path):
     config = make_config("train.steps=4", run="done")
     assert workers.run(run_training, 1, config) == [EXIT_OK]
-    before = curve(tmp_path / "done")
+    before = training_curve(tmp_path / "done")
     assert workers.run(run_training, 1, config) == [EXIT_OK]
-    assert curve(tmp_path / "done") == before
+    assert training_curve(tmp_path / "done") == before
 
 
 def error_of(config: Config) -> tuple[str, str]:
@@ -207,7 +160,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, tmp_path):
     config = make_config(run="hurt")
     workers.run(run_training, 1, config)
-    whole = final_state(tmp_path / "hurt")
+    full = final_state(tmp_path / "hurt")
     file = next((tmp_path / "hurt/checkpoints/step-00000012").glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
@@ -215,7 +168,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_c
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert "step-00000012 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
     again = final_state(tmp_path / "hurt")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    assert all(torch.equal(tensor, again[name]) for name, tensor in full.items())
 
 
 def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path):
@@ -227,14 +180,14 @@ def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path
     new = checkpoint.read_tensors(tmp_path / "second/checkpoints/step-00000001", "model.")
     for name, tensor in old.items():
         torch.testing.assert_close(new[name], tensor, rtol=0, atol=1e-9)
-    assert curve(tmp_path / "second")[0]["step"] == 1
+    assert training_curve(tmp_path / "second")[0]["step"] == 1
 
 
 def test_what_a_run_leaves(workers, make_config, tmp_path):
     config = make_config("log.profile=2:4", 'log.sinks=["tensorboard"]', "train.steps=6", run="left")
     workers.run(run_training, 1, config)
     run = tmp_path / "left"
-    lines = curve(run)
+    lines = training_curve(run)
     assert set(lines[0]) == {"step", "tokens", "loss", "lr", "grad_norm"}
     assert [line["step"] for line in lines if "evaluation" in line] == [6]
     evaluation = lines[-1]["evaluation"]
@@ -314,9 +267,8 @@ def test_a_full_disk_keeps_the_old_checkpoint(workers, make_config, tmp_path):
     assert workers.run(run_training, 1, config) == [EXIT_OK]
 
 
-def test_a_layout_that_was_fitted_to_fewer_processes_is_not_the_run_s_for_good(
-    workers, make_config, tmp_path
-):
+def test_a_layout_fitted_to_fewer_processes_is_not_kept(workers, make_config, tmp_path):
+    """The config that a run keeps has the layout that was asked for."""
     config = make_config("resilience.elastic=true", "parallel.dp_replicate=2", "train.steps=2", run="fitted")
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert load_config(tmp_path / "fitted").parallel == config.parallel

@@ -62,7 +62,7 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
         engine.save_checkpoint(str(folder / "theirs"), tag="global_step3")
         utils = importlib.import_module("deepspeed.utils")
         state = utils.safe_get_full_optimizer_state
-        found = {
+        actual = {
             "fp32": {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()},
             **{
                 key: {n: state(p, key) for n, p in model.named_parameters()}
@@ -83,35 +83,36 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
                 )
             )
         engine.destroy()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
+def test_weights_and_adam_s_state_go_over_to_the_bit(
     workers: Workers, corpus: Path, tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs, *_ = workers.run(train_theirs, 2, tmp_path, stage, timeout=250)
-    source, like, ours = tmp_path / "universal", tmp_path / "hf", tmp_path / "ours"
+    """A run goes on with them."""
+    expected, *_ = workers.run(train_theirs, 2, tmp_path, stage, timeout=250)
+    source, like, actual = tmp_path / "universal", tmp_path / "hf", tmp_path / "ours"
     with pytest.raises(SystemExit) as ended:
-        main(["convert", str(source), str(ours), "--to", "megatfm", "--hf-config", str(like)])
+        main(["convert", str(source), str(actual), "--to", "megatfm", "--hf-config", str(like)])
     assert ended.value.code in (0, None)
     assert "with Adam's state of step 3" in capsys.readouterr().out
-    stored = checkpoint.read_tensors(ours / f"checkpoints/step-{STEPS:08d}")
+    stored = checkpoint.read_tensors(actual / f"checkpoints/step-{STEPS:08d}")
     rules = UniversalFolder(source, like).rules
-    for key, wanted in theirs.items():
+    for key, wanted in expected.items():
         prefix, suffix = ("model.", "") if key == "fp32" else ("optimizer.", f".{key}")
         mine = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.megatfm}
         back = to_hf(rules, mine)
         assert back.keys() == wanted.keys()
         assert [name for name in wanted if not torch.equal(back[name], wanted[name])] == []
     assert {t.item() for name, t in stored.items() if name.endswith(".step")} == {float(STEPS)}
-    convert(ours, tmp_path / "again", "hf")
+    convert(actual, tmp_path / "again", "hf")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()
-    assert [n for n, t in theirs["fp32"].items() if not torch.equal(again[n], t)] == []
+    assert [n for n, t in expected["fp32"].items() if not torch.equal(again[n], t)] == []
 
     config = load(
         Config,
-        ours / "config.toml",
+        actual / "config.toml",
         [
             f"run_dir={tmp_path / 'run'}",
             f"data.train={corpus / 'train'}",

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from megatfm.config import load_config
-from tests.golden.curves import VOCABULARY, WORDS, check, check_float32, check_rate, run, write
+from tests.support.golden_curves import (
+    VOCABULARY,
+    WORDS,
+    check,
+    check_float32,
+    check_rate,
+    preset_config,
+    run,
+    write,
+)
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,8 +46,7 @@ STEPS = {"gpt2-124m": 60, "t5-base": 24}
 
 
 def config_of(preset: str) -> dict[str, Any]:
-    overrides = [f"{key}={value}" for key, value in (SMALL | MODELS[preset]).items()]
-    return load_config(preset, overrides).model_dump()
+    return preset_config(preset, SMALL | MODELS[preset])
 
 
 @pytest.mark.parametrize("preset", MODELS)
@@ -48,14 +55,14 @@ def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> No
 
 
 @pytest.mark.parametrize("preset", ["gpt2-124m", pytest.param("t5-base", marks=pytest.mark.slow)])
-def test_it_learns(preset: str, workers: Workers) -> None:
+def test_small_decoders_learn(preset: str, workers: Workers) -> None:
     """Better than knowing a text's topic: each token follows from the one before."""
-    found = run(workers, config_of(preset), MODELS[preset]["train.steps"])
-    assert sum(found["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
+    actual = run(workers, config_of(preset), MODELS[preset]["train.steps"])
+    assert sum(actual["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
 
 
 @pytest.mark.parametrize("preset", MODELS)
-def test_with_another_learning_rate_it_does_not(preset: str, workers: Workers) -> None:
+def test_another_learning_rate_leaves_the_golden_curve(preset: str, workers: Workers) -> None:
     check_rate(workers, preset, config_of(preset))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatfm.config import load_config
-from tests.golden.curves import (
+from tests.support.golden_curves import (
     TOPICS,
     VOCABULARY,
     WORDS,
@@ -18,6 +17,7 @@ from tests.golden.curves import (
     check_float32,
     check_rate,
     curves,
+    preset_config,
     write,
 )
 from tests.support.workers import Workers
@@ -51,8 +51,7 @@ STEPS = {"bert-base": 30, "electra-small": 60}
 
 
 def config_of(preset: str) -> dict[str, Any]:
-    overrides = [f"{key}={value}" for key, value in (SMALL | MODELS[preset]).items()]
-    return load_config(preset, overrides).model_dump()
+    return preset_config(preset, SMALL | MODELS[preset])
 
 
 @pytest.mark.parametrize("preset", MODELS)
@@ -62,9 +61,9 @@ def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", MODELS)
-def test_it_learns_both_tasks(preset: str, workers: Workers) -> None:
-    (found,) = workers.run(curves, 1, config_of(preset), timeout=500)
-    last = {term: sum(values[-10:]) / 10 for term, values in found.items()}
+def test_small_encoders_learn_both_tasks(preset: str, workers: Workers) -> None:
+    (result,) = workers.run(curves, 1, config_of(preset), timeout=500)
+    last = {term: sum(values[-10:]) / 10 for term, values in result.items()}
     if preset == "bert-base":
         assert last["masked"] < math.log(WORDS), "better than knowing the topic"
         assert last["sentence"] < 0.75 * math.log(2), "better than guessing"
@@ -79,7 +78,7 @@ def test_it_learns_both_tasks(preset: str, workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("preset", MODELS)
-def test_with_another_learning_rate_it_does_not(preset: str, workers: Workers) -> None:
+def test_another_learning_rate_leaves_the_golden_curve(preset: str, workers: Workers) -> None:
     check_rate(workers, preset, config_of(preset))
 
 

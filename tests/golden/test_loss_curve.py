@@ -22,7 +22,7 @@ from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
-from tests.golden.curves import FIRST, SEEN, TOLERANCE
+from tests.support.golden_curves import FIRST, SEEN, TOLERANCE
 from tests.support.workers import Workers
 
 GOLDEN = Path(__file__).with_name("loss_curve.json")
@@ -37,9 +37,9 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     for place in range(1, LENGTH + 1):
         expected = noise[:, place] >> np.uint64(62) != 0
         tokens[expected, place] = follows[tokens[expected, place - 1]]
-    whole = torch.from_numpy(tokens)
+    full = torch.from_numpy(tokens)
     positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    return {"tokens": whole[:, :-1], "targets": whole[:, 1:], "positions": positions}
+    return {"tokens": full[:, :-1], "targets": full[:, 1:], "positions": positions}
 
 
 @contextmanager
@@ -90,16 +90,16 @@ def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
 
 def test_the_curve_is_the_golden_one_and_another_learning_rate_is_not(workers: Workers) -> None:
     golden = json.loads(GOLDEN.read_text())
-    (ours,) = workers.run(golden_curve, 1, 3e-3)
-    assert ours == pytest.approx(golden, rel=TOLERANCE)
+    (result,) = workers.run(golden_curve, 1, 3e-3)
+    assert result == pytest.approx(golden, rel=TOLERANCE)
     (other,) = workers.run(golden_curve, 1, 3.3e-3)
     assert other != pytest.approx(golden, rel=SEEN)
 
 
 def test_in_float32_the_first_steps_are_the_same(workers: Workers) -> None:
     """As users train, with torch's Muon as it is."""
-    (ours,) = workers.run(curve, 1, 3e-3, "fp32", FIRST)
-    assert ours == pytest.approx(json.loads(GOLDEN.read_text())[:FIRST], rel=1e-4)
+    (result,) = workers.run(curve, 1, 3e-3, "fp32", FIRST)
+    assert result == pytest.approx(json.loads(GOLDEN.read_text())[:FIRST], rel=1e-4)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from megatfm.config.key_migrations import RENAMED_VALUES, migrate
 from megatfm.errors import EXIT_OK
 from megatfm.train import resume
 from megatfm.train.trainer import train
-from tests.golden.curves import TOLERANCE
-from tests.golden.stored import FOLDER, PRESETS, stored_config, variants
+from tests.support.golden_curves import TOLERANCE
+from tests.support.stored_formats import FOLDER, PRESETS, stored_config, variants
 from tests.support.workers import Workers
 
 CONFIGS = sorted(FOLDER.glob("*/configs/*.json"))
@@ -43,7 +43,8 @@ def facts(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_stored_config_keeps_its_values_and_is_that_of_the_same_recipe_today(path: Path) -> None:
+def test_a_stored_config_keeps_its_values(path: Path) -> None:
+    """A stored config is that of the same recipe today."""
     stored = json.loads(path.read_text())
     opened = Config.model_validate(migrate(stored)).model_dump(mode="json")
     translated = {json.dumps(old) for _, old, _ in RENAMED_VALUES}
@@ -52,8 +53,8 @@ def test_a_stored_config_keeps_its_values_and_is_that_of_the_same_recipe_today(p
     }
     preset, _, variant = path.stem.partition("+")
     today = stored_config(preset, variants()[variant] if variant else [])
-    found = resume.ResumePoint(path, facts(stored))
-    assert resume.check_compatible(found, facts(today), []) == []
+    resume_point = resume.ResumePoint(path, facts(stored))
+    assert resume.check_compatible(resume_point, facts(today), []) == []
 
 
 def test_every_part_is_among_them() -> None:

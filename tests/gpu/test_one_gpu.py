@@ -25,16 +25,9 @@ from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.train.profiling import explain_out_of_memory, record_allocations
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    LENGTH,
-    MODEL,
-    ROWS,
-    global_batch,
-    one_device,
-    one_device_gradients,
-)
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, LENGTH, ROWS, UNTIED_MODEL
+from tests.support.parity import one_device, one_device_gradients
 from tests.support.workers import Workers
 
 
@@ -54,7 +47,7 @@ BOUNDS = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 """‖g − r‖ / max(‖r‖, 1e-2 · ‖all gradients‖): float32 as on a CPU, the others by their 8 and 11 bits."""
 
 
-WIDE = MODEL.with_changes(
+WIDE = UNTIED_MODEL.with_changes(
     {"d_model": 256, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 640}
 )
 """Heads of 64, as real models have them."""
@@ -75,7 +68,7 @@ REAL = {
 
 
 def engine_on(
-    device: str, precision: str, model_config: ModelConfig = MODEL, **options: object
+    device: str, precision: str, model_config: ModelConfig = UNTIED_MODEL, **options: object
 ) -> NativeEngine:
     parallel = ParallelConfig(zero=options.pop("zero", 3), dp_shard=1)  # type: ignore[arg-type]
     mesh = build_mesh(parallel, 1, device)
@@ -103,7 +96,7 @@ def worst(engine: NativeEngine, expected: dict[str, Tensor]) -> float:
 def gradients_are_near(
     device: str,
     precision: str,
-    model: ModelConfig = MODEL,
+    model: ModelConfig = UNTIED_MODEL,
     length: int = LENGTH,
     bound: float | None = None,
     **options: object,
@@ -223,18 +216,18 @@ def test_a_save_is_of_the_step_that_it_was_made_in(tmp_path: Path) -> None:
 def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (300, 64), (10_001, 64)
-    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     targets = torch.randint(10_001, (300,), generator=generator)
     targets[::7] = IGNORE
-    exact, ours = (
-        [x.to(device, type_).requires_grad_() for x in given]
+    exact, actual = (
+        [x.to(device, type_).requires_grad_() for x in inputs]
         for device, type_ in (("cpu", torch.float64), ("cuda", dtype))
     )
     wanted = cross_entropy_reference(*exact, targets, None, variant)
-    found = cross_entropy(*ours, targets.cuda(), None, variant, chunk=128)
+    observed = cross_entropy(*actual, targets.cuda(), None, variant, chunk=128)
     bound = 1e-4 if dtype == torch.float32 else 4e-2
-    assert found.item() == pytest.approx(wanted.item(), rel=bound)
-    gradients = torch.autograd.grad(found, ours), torch.autograd.grad(wanted, exact)
+    assert observed.item() == pytest.approx(wanted.item(), rel=bound)
+    gradients = torch.autograd.grad(observed, actual), torch.autograd.grad(wanted, exact)
     for a, b in zip(*gradients, strict=True):
         assert float((a.cpu().double() - b).norm()) < bound * float(b.norm())
 

@@ -25,10 +25,13 @@ from megatfm.parallel import (
     ring_attention,
 )
 from megatfm.parallel.mesh import SHARD, Mesh
-from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_context import microbatches, one_device
+from tests.support.context_parity import context_case, context_microbatches
+from tests.support.faults import EVERYTHING, patch_backward
+from tests.support.models import ADAMW, LENGTH
+from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
+
+Patch = pytest.MonkeyPatch
 
 ENCODERS = "patterns of encoders, rows of 11 tokens"
 BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.attn.w[kv]*"}
@@ -50,8 +53,8 @@ def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
             return [torch.zeros_like(came) for came in self.flight.wait()]
 
     def shift(x: Tensor, contexts: Any, hows: Any) -> Any:
-        here = contexts.token_indices(test_layouts.LENGTH)[contexts.rank]
-        is_home = bool(hows) and torch.equal(hows[0].places, here)
+        local = contexts.token_indices(LENGTH)[contexts.rank]
+        is_home = bool(hows) and torch.equal(hows[0].places, local)
         flight = real(x, contexts, hows)
         return Lost(flight) if is_home else flight
 
@@ -122,9 +125,9 @@ def a_bias_counts_from_the_cut(patch: Patch) -> None:
 def gradients_of_a_bias_are_of_the_last_step_alone(patch: Patch) -> None:
     real = ring_attention.partial_attention_backward
 
-    def backward(*given: Any) -> Any:
-        *rest, of_bias = given
-        return real(*rest, of_bias.zero_())
+    def backward(*inputs: Any) -> Any:
+        *remaining, of_bias = inputs
+        return real(*remaining, of_bias.zero_())
 
     patch.setattr(ring_attention, "partial_attention_backward", backward)
 
@@ -133,10 +136,8 @@ def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
     real = context_parallel.fetch
 
     def fetch(x: Tensor, wanted: Any) -> Tensor:
-        own = torch.isin(
-            wanted.indices, wanted.contexts.token_indices(test_layouts.LENGTH)[wanted.contexts.rank]
-        )
-        return real(x, wanted) * own[:, None]
+        is_local = torch.isin(wanted.indices, wanted.contexts.token_indices(LENGTH)[wanted.contexts.rank])
+        return real(x, wanted) * is_local[:, None]
 
     patch.setattr(context_parallel, "fetch", fetch)
 
@@ -150,7 +151,7 @@ def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
     real = xlnet.two_streams
 
     def streams(*args: Any) -> Any:
-        return tuple(replace(each, places_BQ=each.places_BQ - each.places_BQ.min()) for each in real(*args))
+        return tuple(replace(item, places_BQ=item.places_BQ - item.places_BQ.min()) for item in real(*args))
 
     patch.setattr(xlnet, "two_streams", streams)
 
@@ -211,29 +212,29 @@ MODELS = sorted({name for name, _ in FAULTS.values()})
 
 def wrong_gradients(names: list[str]) -> dict[str, list[set[str]]]:
     """Of models, the parameters that are wrong under each of the faults, and under none."""
-    found = {}
+    actual = {}
     for name in names:
-        config, batch, model, objective, _ = one_device(name)
+        config, batch, model, objective, _ = context_case(name)
         parameters = {name for name, _ in model.named_parameters()}
-        found[name] = [parameters]
+        actual[name] = [parameters]
         for fault in (None, *(fault for fault, (shows, _) in FAULTS.items() if shows == name)):
             with pytest.MonkeyPatch.context() as patch:
                 if fault:
                     fault(patch)
-                engine = test_layouts.make_engine(config, ParallelConfig(cp=2), test_layouts.ADAMW)
-                engine.forward_backward(microbatches(engine, batch), objective)
-                found[name].append(set(test_pipelines.errors(engine, model)))
-    return found
+                engine = build_engine(config, ParallelConfig(cp=2), ADAMW)
+                engine.forward_backward(context_microbatches(engine, batch), objective)
+                actual[name].append(set(model_gradient_errors(engine, model)))
+    return actual
 
 
 def test_each_fault_is_found(workers: Workers) -> None:
     by_rank = workers.run(wrong_gradients, 2, MODELS, timeout=180.0)
     for name in MODELS:
         (parameters, *_), *_ = (rank[name] for rank in by_rank)
-        _, none, *wrong = (set().union(*each) for each in zip(*(rank[name] for rank in by_rank), strict=True))
+        _, none, *wrong = (set().union(*item) for item in zip(*(rank[name] for rank in by_rank), strict=True))
         assert none == set()
         faults = [(fault, patterns) for fault, (shows, patterns) in FAULTS.items() if shows == name]
-        for (fault, patterns), found in zip(faults, wrong, strict=True):
+        for (fault, patterns), actual in zip(faults, wrong, strict=True):
             expected = {p for p in parameters if any(fnmatchcase(p, pattern) for pattern in patterns)}
             assert expected, patterns
-            assert expected <= found, f"{fault.__name__}: {sorted(expected - found)}"
+            assert expected <= actual, f"{fault.__name__}: {sorted(expected - actual)}"

@@ -16,12 +16,22 @@ from megatfm.engines.native import replicated
 from megatfm.engines.native.fully_sharded import FullySharded
 from megatfm.engines.native.replicated import Bucket, Replicated
 from megatfm.layers import dropout
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
 from megatfm.parallel.mesh import Mesh
-from tests.parity import test_families, test_layouts
-from tests.parity.test_layouts import ADAMW, CAUSAL, LAYOUTS, MODEL
+from tests.support.batches import CAUSAL, PassThroughObjective, family_batch, global_batch
+from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, RANKS_OF_LAYOUT
+from tests.support.models import ADAMW, FAMILY_MODELS, UNTIED_MODEL
+from tests.support.parity import (
+    build_engine,
+    gradient_errors,
+    local_block,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
+from tests.support.sharded_engines import low_precision_gradients, overflow_on_one_rank
 from tests.support.workers import Workers
-from tests.unit.engines import test_loss_scale
-from tests.unit.engines.native import test_sharing
 
 Patch = pytest.MonkeyPatch
 
@@ -136,18 +146,18 @@ def gradients_add_up_in_bfloat16(patch: Patch) -> None:
 
 
 def gradients_differ(layout: str) -> bool:
-    batch = test_layouts.global_batch(seed=3)
-    _, expected = test_layouts.one_device_gradients(test_layouts.one_device(MODEL), batch)
-    engine = test_layouts.make_engine(MODEL, LAYOUTS[layout], ADAMW)
-    engine.forward_backward(test_layouts.microbatches(engine, batch), CAUSAL)
-    return bool(test_layouts.gradient_errors(engine, expected))
+    batch = global_batch(seed=3)
+    _, expected = one_device_gradients(one_device(UNTIED_MODEL), batch)
+    engine = build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], ADAMW)
+    engine.forward_backward(microbatches(engine, batch), CAUSAL)
+    return bool(gradient_errors(engine, expected))
 
 
 def two_steps_differ(layout: str) -> bool:
     """The norms, and the gradients at the weights after one step."""
     engine, reference = (
-        test_layouts.make_engine(MODEL, LAYOUTS[layout], ADAMW),
-        test_layouts.one_device(MODEL),
+        build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], ADAMW),
+        one_device(UNTIED_MODEL),
     )
     plain = torch.optim.AdamW(
         [
@@ -160,11 +170,11 @@ def two_steps_differ(layout: str) -> bool:
         eps=ADAMW.eps,
     )
     for step in range(2):
-        batch = test_layouts.global_batch(seed=step)
-        _, expected = test_layouts.one_device_gradients(reference, batch)
-        engine.forward_backward(test_layouts.microbatches(engine, batch), CAUSAL)
+        batch = global_batch(seed=step)
+        _, expected = one_device_gradients(reference, batch)
+        engine.forward_backward(microbatches(engine, batch), CAUSAL)
         wrong = {
-            name: float((g - test_layouts.block(engine, name, expected[name])).norm())
+            name: float((g - local_block(engine, name, expected[name])).norm())
             for name, g in engine.gradients().items()
         }
         norm = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.3)
@@ -175,33 +185,33 @@ def two_steps_differ(layout: str) -> bool:
 
 
 def dropout_differs(layout: str) -> bool:
-    config = test_families.MODELS["gpt"]
-    batch = test_families.batch_for(config)
+    config = FAMILY_MODELS["gpt"]
+    batch = family_batch(config)
     with pytest.MonkeyPatch.context() as clean:
         clean.setattr(dropout, "rng_keys_of", lambda sequence, _: sequence.rng_keys)
-        reference = test_families.build(config).double().train()
-        test_families.initialise(reference, 7)
-        terms = test_families.PassThroughObjective([])(reference, batch)
-    objective = test_families.PassThroughObjective(list(terms))
+        reference = build(config).double().train()
+        initialise(reference, 7)
+        terms = PassThroughObjective([])(reference, batch)
+    objective = PassThroughObjective(list(terms))
     counts = objective.target_counts(batch)
     wanted = sum(objective.loss_weights[n] * float(t.detach()) / int(counts[n]) for n, t in terms.items())
-    engine = test_layouts.make_engine(config, LAYOUTS[layout], ADAMW)
-    stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+    engine = build_engine(config, DATA_AND_TENSOR_LAYOUTS[layout], ADAMW)
+    stats = engine.forward_backward(microbatches(engine, batch), objective)
     return abs(stats.loss - wanted) > 1e-9 * wanted
 
 
 def half_precision_differs(layout: str) -> bool:
     try:
-        test_loss_scale.overflow_on_one_rank(LAYOUTS[layout])
+        overflow_on_one_rank(DATA_AND_TENSOR_LAYOUTS[layout])
     except AssertionError:
         return True
     return False
 
 
 def bfloat16_differs(layout: str) -> bool:
-    zero = LAYOUTS[layout].zero
-    ours, theirs = (test_sharing.low_precision_gradients(stage) for stage in (zero, 3))
-    return any(not torch.equal(g, theirs[name]) for name, g in ours.items() if "norm" not in name)
+    zero = DATA_AND_TENSOR_LAYOUTS[layout].zero
+    actual, expected = (low_precision_gradients(stage) for stage in (zero, 3))
+    return any(not torch.equal(g, expected[name]) for name, g in actual.items() if "norm" not in name)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[Callable[[str], bool], str]] = {
@@ -236,11 +246,11 @@ def found(fault: str | None, check: str, layout: str) -> bool:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     check, layout = FAULTS[fault]
-    assert any(workers.run(found, test_layouts.WORLD[layout], fault.__name__, check.__name__, layout))
+    assert any(workers.run(found, RANKS_OF_LAYOUT[layout], fault.__name__, check.__name__, layout))
 
 
 def nothing_found(ranks: int) -> list[str]:
-    used = {(check, layout) for check, layout in FAULTS.values() if test_layouts.WORLD[layout] == ranks}
+    used = {(check, layout) for check, layout in FAULTS.values() if RANKS_OF_LAYOUT[layout] == ranks}
     return [
         f"{check.__name__}, {layout}"
         for check, layout in sorted(used, key=lambda one: (one[0].__name__, one[1]))

@@ -20,8 +20,8 @@ from megatfm.models import build
 from megatfm.parallel import styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.styles import Layouts
-from tests.parity.test_families import MODELS
-from tests.parity.test_frozen import FREEZE, wrong
+from tests.support.frozen_parity import FREEZE, frozen_errors
+from tests.support.models import FAMILY_MODELS
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -60,8 +60,8 @@ def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
     real = styles.WHOLE_INPUT.apply
     assert real is not None
 
-    def install(module: nn.Module, ranks: TensorParallelGroup, own: Layouts) -> None:
-        real(module, ranks, own)
+    def install(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+        real(module, ranks, layouts)
         module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
 
     patch.setitem(styles.STYLES._parts, styles.WHOLE_INPUT.name, replace(styles.WHOLE_INPUT, apply=install))
@@ -83,8 +83,8 @@ def a_head_s_targets_are_counted_here_only(patch: Patch) -> None:
     def count(self: LossAccumulator, batches: Any) -> None:
         real(self, batches)
         tensors = [{name: torch.as_tensor(values) for name, values in batch.items()} for batch in batches]
-        own = sum(int(self._objective.target_counts(batch)["boundary"]) for batch in tensors)
-        self._counts[self._places["boundary"]] = own
+        local = sum(int(self._objective.target_counts(batch)["boundary"]) for batch in tensors)
+        self._counts[self._places["boundary"]] = local
 
     patch.setattr(LossAccumulator, "count", count)
 
@@ -117,12 +117,12 @@ def find(fault: str | None, parallel: ParallelConfig) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        return wrong(NAME, parallel)
+        return frozen_errors(NAME, parallel)
 
 
 def names() -> list[str]:
     with torch.device("meta"):
-        return [name for name, _ in build(MODELS[NAME]).named_parameters()]
+        return [name for name, _ in build(FAMILY_MODELS[NAME]).named_parameters()]
 
 
 @pytest.mark.parametrize("fault", STILL, ids=lambda fault: fault.__name__)
@@ -130,10 +130,10 @@ def test_a_frozen_weight_that_is_not_left_alone_is_found(
     workers: Workers, fault: Callable[[Patch], None]
 ) -> None:
     kind, parallel = STILL[fault]
-    found = set().union(*workers.run(find, 2, fault.__name__, parallel))
+    actual = set().union(*workers.run(find, 2, fault.__name__, parallel))
     frozen = {name for name in names() if any(fnmatchcase(name, pattern) for pattern in FREEZE[NAME])}
-    said = {name for name in names() if f"{kind} {name}" in found}
-    assert frozen == said & frozen
+    output = {name for name in names() if f"{kind} {name}" in actual}
+    assert frozen == output & frozen
 
 
 @pytest.mark.parametrize("fault", HEADS, ids=lambda fault: fault.__name__)
@@ -141,10 +141,10 @@ def test_a_head_s_term_that_is_dropped_or_doubled_is_found(
     workers: Workers, fault: Callable[[Patch], None]
 ) -> None:
     head, parallel = HEADS[fault]
-    found = set().union(*workers.run(find, 2, fault.__name__, parallel))
-    own = {f"gradient {name}" for name in names() if name.startswith(f"{head}.")}
-    assert own
-    assert own <= found
+    actual = set().union(*workers.run(find, 2, fault.__name__, parallel))
+    local = {f"gradient {name}" for name in names() if name.startswith(f"{head}.")}
+    assert local
+    assert local <= actual
 
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:

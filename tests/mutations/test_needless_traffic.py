@@ -21,8 +21,8 @@ from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
 from megatfm.verify.verify import traffic_mismatches_of
-from tests.parity.test_families import MODELS
-from tests.parity.test_traffic import config_of
+from tests.support.models import FAMILY_MODELS
+from tests.support.traffic import traffic_config
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -36,13 +36,13 @@ def a_window_reaches_eight_times_as_far(patch: Patch) -> None:
 
 
 def a_style_sums_twice_and_says_so(patch: Patch) -> None:
-    def install(module: nn.Module, ranks: TensorParallelGroup, own: styles.Layouts) -> None:
+    def install(module: nn.Module, ranks: TensorParallelGroup, layouts: styles.Layouts) -> None:
         assert styles.ROW.apply
-        styles.ROW.apply(module, ranks, own)
+        styles.ROW.apply(module, ranks, layouts)
 
         def twice(_: nn.Module, __: Any, output: Tensor) -> None:
-            whole = output.new_zeros(2 * output.numel())
-            dist.all_reduce(whole, group=ranks.group)
+            full = output.new_zeros(2 * output.numel())
+            dist.all_reduce(full, group=ranks.group)
 
         module.register_forward_hook(twice)
 
@@ -73,11 +73,11 @@ def a_rank_is_dealt_more_of_a_row_than_others(patch: Patch) -> None:
 
 
 def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
-    def around_spans(left_BS: Tensor, right_BS: Tensor, here: Tensor) -> Tensor:
-        rows, columns = (left_BS[:, here] > 0).nonzero(as_tuple=True)
-        at = here[columns]
-        found = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
-        return torch.cat([found, (found + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
+    def around_spans(left_BS: Tensor, right_BS: Tensor, local: Tensor) -> Tensor:
+        rows, columns = (left_BS[:, local] > 0).nonzero(as_tuple=True)
+        at = local[columns]
+        actual = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
+        return torch.cat([actual, (actual + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
 
     rewrite(patch, context_parallel.span_boundary_indices, around_spans)
 
@@ -85,28 +85,28 @@ def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
 MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.with_changes(
     {"attention.pattern.width": 2}
 )
-SOFT = MODELS["albert"].with_changes(
+SOFT = FAMILY_MODELS["albert"].with_changes(
     {"ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 3, "dropout": 0.0}}
 )
 CP2 = ParallelConfig(cp=2, dp_shard=1)
 FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, str]] = {
     a_window_reaches_eight_times_as_far: (MISTRAL, CP2, CausalObjective(), "send over cp"),
     a_style_sums_twice_and_says_so: (
-        MODELS["llama"],
+        FAMILY_MODELS["llama"],
         ParallelConfig(tp=2, dp_shard=1),
         CausalObjective(),
         "all_reduce over tp",
     ),
     experts_get_slots_that_no_row_has: (SOFT, CP2, MaskedObjective(), "all_gather over cp"),
     stages_are_divided_unequally: (
-        MODELS["gpt"],
+        FAMILY_MODELS["gpt"],
         ParallelConfig(pp=2, dp_shard=2, zero=1),
         CausalObjective(),
         "reduce_scatter over dp_shard",
     ),
-    a_rank_is_dealt_more_of_a_row_than_others: (MODELS["llama"], CP2, CausalObjective(), "over cp"),
+    a_rank_is_dealt_more_of_a_row_than_others: (FAMILY_MODELS["llama"], CP2, CausalObjective(), "over cp"),
     more_tokens_around_spans_are_fetched: (
-        MODELS["bert"].with_changes({"extra_heads": {"boundary": {}}}),
+        FAMILY_MODELS["bert"].with_changes({"extra_heads": {"boundary": {}}}),
         CP2,
         SpanBoundaryObjective(),
         "send over cp",
@@ -130,7 +130,7 @@ def misses(fault: str | None, config: Config) -> list[str]:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_needless_traffic_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     model, parallel, objective, flow = FAULTS[fault]
-    config = config_of(model, objective, parallel)
+    config = traffic_config(model, objective, parallel)
     ranks = parallel.pp * parallel.dp_shard * parallel.cp * parallel.tp
     assert any(flow in line for lines in workers.run(misses, ranks, fault.__name__, config) for line in lines)
     assert not any(workers.run(misses, ranks, None, config))

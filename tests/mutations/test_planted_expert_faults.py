@@ -14,19 +14,18 @@ from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import Soap
 from megatfm.parallel import collectives, expert_parallel, parallelize
 from megatfm.parallel.collectives import TensorParallelGroup
-from tests.parity import test_experts, test_pipelines
-from tests.parity.test_experts import (
-    EP2,
-    MODELS,
-    TP_OTHERWISE,
+from tests.support.batches import family_batch
+from tests.support.expert_faults import (
     bring_gradients_back_in_another_order,
     forget_the_weights_other_shares,
     leave_rows_in_the_order_of_experts,
     take_experts_for_everybody_s,
 )
-from tests.parity.test_families import batch_for
+from tests.support.expert_models import EP2, EXPERT_MODELS, EXPERT_TP_LAYOUTS
+from tests.support.expert_parity import objective_for, second_step, two_steps_on_one_device
+from tests.support.optimizer_stacks import check_stack_moves_as_matrices
+from tests.support.parity import model_gradient_errors
 from tests.support.workers import Workers
-from tests.unit.optim import test_references
 
 pytestmark = pytest.mark.slow
 
@@ -51,13 +50,13 @@ def read_gradients_before_they_come(patch: Patch) -> None:
 def forget_what_is_below_shared_ones(patch: Patch) -> None:
     """Their tokens get no gradient from shared experts."""
     share = MoE._share
-    patch.setattr(MoE, "_share", lambda self, made, x, sequence: share(self, made, x.detach(), sequence))
+    patch.setattr(MoE, "_share", lambda self, result, x, sequence: share(self, result, x.detach(), sequence))
 
 
 def forget_shared_ones(patch: Patch) -> None:
-    def share(self: MoE, made: list[Tensor], x: Tensor, sequence: Any) -> None:
+    def share(self: MoE, outputs: list[Tensor], x: Tensor, sequence: Any) -> None:
         assert self.shared is not None
-        made.append(self.shared(x, sequence).detach())
+        outputs.append(self.shared(x, sequence).detach())
 
     patch.setattr(MoE, "_share", share)
 
@@ -66,9 +65,9 @@ def count_shared_ones_twice(patch: Patch) -> None:
     """In the backward pass alone."""
     share = MoE._share
 
-    def doubled(self: MoE, made: list[Tensor], x: Tensor, sequence: Any) -> None:
-        share(self, made, x, sequence)
-        made[-1] = 2 * made[-1] - made[-1].detach()
+    def doubled(self: MoE, outputs: list[Tensor], x: Tensor, sequence: Any) -> None:
+        share(self, outputs, x, sequence)
+        outputs[-1] = 2 * outputs[-1] - outputs[-1].detach()
 
     patch.setattr(MoE, "_share", doubled)
 
@@ -92,12 +91,12 @@ OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)
 CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]] = {
     "folded": (
         "by batch",
-        TP_OTHERWISE[2]["ep2 of tp2"],
+        EXPERT_TP_LAYOUTS[2]["ep2 of tp2"],
         {leave_rows_in_the_order_of_experts: UP, bring_gradients_back_in_another_order: UP},
     ),
     "by_channel": (
         "by batch",
-        TP_OTHERWISE[2]["tp2 by channels"],
+        EXPERT_TP_LAYOUTS[2]["tp2 by channels"],
         {forget_the_weights_other_shares: ROUTER, forget_the_other_channels_gradient: ROUTER},
     ),
     "parts of rows": (
@@ -129,31 +128,31 @@ CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]]
 def wrong(case: str) -> dict[str, set[str]]:
     """Gradients that differ, by fault; "" for none."""
     name, parallel, faults = CASES[case]
-    model, objective, _ = test_experts.one_device(MODELS[name], batch_for(MODELS[name]))
-    found = {}
+    model, objective, _ = two_steps_on_one_device(EXPERT_MODELS[name], family_batch(EXPERT_MODELS[name]))
+    actual = {}
     for fault in (lambda patch: None, *faults):
         with pytest.MonkeyPatch.context() as patch:
             fault(patch)
-            engine, _ = test_experts.second_step(name, parallel, objective)
-            found[getattr(fault, "__name__", "")] = set(test_pipelines.errors(engine, model))
-    found[""] = found.pop("<lambda>")
-    return found
+            engine, _ = second_step(EXPERT_MODELS[name], parallel, objective)
+            actual[getattr(fault, "__name__", "")] = set(model_gradient_errors(engine, model))
+    actual[""] = actual.pop("<lambda>")
+    return actual
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_planted_fault_is_found(workers: Workers, case: str) -> None:
     of_ranks = workers.run(wrong, 2, case, timeout=200.0)
-    assert all(not found[""] for found in of_ranks)
+    assert all(not faults_by_name[""] for faults_by_name in of_ranks)
     for fault, wanted in CASES[case][2].items():
-        names = set[str]().union(*(found[fault.__name__] for found in of_ranks))
+        names = set[str]().union(*(faults_by_name[fault.__name__] for faults_by_name in of_ranks))
         assert any(name.endswith(wanted) for name in names), (fault.__name__, names)
 
 
 def without_shared_ones() -> None:
-    model = MODELS["deepseek-v3"]
+    model = EXPERT_MODELS["deepseek-v3"]
     with pytest.MonkeyPatch.context() as patch:
         forget_shared_ones(patch)
-        test_experts.second_step("deepseek-v3", EP2, test_experts.objective_for(model, batch_for(model)))
+        second_step(model, EP2, objective_for(model, family_batch(model)))
 
 
 def test_shared_experts_that_get_no_gradient_are_loud(workers: Workers) -> None:
@@ -190,7 +189,7 @@ def turn_all_alike(patch: Patch) -> None:
 def test_matrices_of_a_stack_that_are_taken_together_are_found(
     monkeypatch: Patch, name: str, fault: Callable[[Patch], None]
 ) -> None:
-    test_references.test_a_stack_is_moved_as_its_matrices_are(name)
+    check_stack_moves_as_matrices(name)
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        test_references.test_a_stack_is_moved_as_its_matrices_are(name)
+        check_stack_moves_as_matrices(name)

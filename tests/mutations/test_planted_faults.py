@@ -18,23 +18,23 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import base
 from megatfm.engines.losses import LossAccumulator
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.models import build
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles
 from megatfm.parallel.layout import Chunk, TensorLayout
 from megatfm.parallel.mesh import Mesh
-from tests.parity import test_layouts
-from tests.parity.test_layouts import LAYOUTS, MODEL, TIED, WORLD
+from tests.support import parity
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.faults import EVERYTHING, patch_backward
+from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, RANKS_OF_LAYOUT
+from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
+from tests.support.parity import build_engine, gradient_errors, microbatches, one_device, one_device_gradients
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch
 Backward = Callable[..., tuple[Any, ...]]
 
 NORMS = {"decoder.norm.weight", "*.layers.*_residual.norm.weight"}
-EVERYTHING = {"*"}
-
-
-def patch_backward(patch: Patch, function: type[torch.autograd.Function], backward: Backward) -> None:
-    patch.setattr(function, "backward", staticmethod(backward))
 
 
 def forget_partial_gradients(patch: Patch) -> None:
@@ -124,8 +124,8 @@ def forget_the_tie_s_second_use(patch: Patch) -> None:
     real = _ChunkedCrossEntropy.backward
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        hidden, _, *rest = real(ctx, gradient)
-        return hidden, None, *rest
+        hidden, _, *remaining = real(ctx, gradient)
+        return hidden, None, *remaining
 
     patch_backward(patch, _ChunkedCrossEntropy, backward)
 
@@ -142,55 +142,55 @@ def normalise_over_own_tokens(patch: Patch) -> None:
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {
-    forget_partial_gradients: ("tp2", MODEL, NORMS),
-    sum_what_is_whole_already: ("tp2 without sequence parallel", MODEL, NORMS),
-    scatter_sum_keeps_its_shard: ("tp2", MODEL, {"*.embedding.tokens.weight", "*.layers.*"}),
+    forget_partial_gradients: ("tp2", UNTIED_MODEL, NORMS),
+    sum_what_is_whole_already: ("tp2 without sequence parallel", UNTIED_MODEL, NORMS),
+    scatter_sum_keeps_its_shard: ("tp2", UNTIED_MODEL, {"*.embedding.tokens.weight", "*.layers.*"}),
     gather_shards_takes_its_own: (
         "tp2",
-        MODEL,
+        UNTIED_MODEL,
         {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
     ),
     copy_to_shards_forgets_its_sum: (
         "tp2 without sequence parallel",
-        MODEL,
+        UNTIED_MODEL,
         {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
     ),
     sum_partial_sums_twice: (
         "tp2 without sequence parallel",
-        MODEL,
+        UNTIED_MODEL,
         {"*.embedding.tokens.weight", "*.layers.*"},
     ),
-    count_only_own_targets: ("zero3 on 2", MODEL, EVERYTHING),
-    count_one_replica: ("replicas on 2", MODEL, EVERYTHING),
-    average_over_ranks: ("zero3 on 2", MODEL, EVERYTHING),
-    take_the_other_rank_s_kv_heads: ("tp2", MODEL, EVERYTHING),
-    forget_the_tie_s_second_use: ("tp2", TIED, {"decoder.embedding.tokens.weight"}),
-    keep_all_tokens_of_an_embedding_shard: ("tp2", MODEL, EVERYTHING),
-    normalise_over_own_tokens: ("tp2", MODEL, EVERYTHING),
+    count_only_own_targets: ("zero3 on 2", UNTIED_MODEL, EVERYTHING),
+    count_one_replica: ("replicas on 2", UNTIED_MODEL, EVERYTHING),
+    average_over_ranks: ("zero3 on 2", UNTIED_MODEL, EVERYTHING),
+    take_the_other_rank_s_kv_heads: ("tp2", UNTIED_MODEL, EVERYTHING),
+    forget_the_tie_s_second_use: ("tp2", TIED_MODEL, {"decoder.embedding.tokens.weight"}),
+    keep_all_tokens_of_an_embedding_shard: ("tp2", UNTIED_MODEL, EVERYTHING),
+    normalise_over_own_tokens: ("tp2", UNTIED_MODEL, EVERYTHING),
 }
 """Fault → the layout and model that show it, and the parameters whose gradients must be found wrong."""
 
 
 def wrong_gradients(fault: str | None, config: ModelConfig, parallel: ParallelConfig) -> set[str]:
-    """The comparison of test_layouts, with a fault in the code."""
-    batch = test_layouts.global_batch(seed=3)
-    _, expected = test_layouts.one_device_gradients(test_layouts.one_device(config), batch)
+    """The comparison of tests/parity/test_layouts.py, with a fault in the code."""
+    batch = global_batch(seed=3)
+    _, expected = one_device_gradients(one_device(config), batch)
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
-        engine.forward_backward(test_layouts.microbatches(engine, batch), test_layouts.CAUSAL)
-        return set(test_layouts.gradient_errors(engine, expected))
+        engine = build_engine(config, parallel, ADAMW)
+        engine.forward_backward(microbatches(engine, batch), CAUSAL)
+        return set(gradient_errors(engine, expected))
 
 
 def find(workers: Workers, fault: str | None, config: ModelConfig, layout: str) -> set[str]:
-    ranks = WORLD.get(layout, 2)
-    return set().union(*workers.run(wrong_gradients, ranks, fault, config, LAYOUTS[layout]))
+    ranks = RANKS_OF_LAYOUT.get(layout, 2)
+    return set().union(*workers.run(wrong_gradients, ranks, fault, config, DATA_AND_TENSOR_LAYOUTS[layout]))
 
 
 def parameters(config: ModelConfig, patterns: set[str]) -> set[str]:
     with torch.device("meta"):
-        names = [name for name, _ in test_layouts.build(config).named_parameters()]
+        names = [name for name, _ in build(config).named_parameters()]
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
@@ -202,21 +202,21 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
     """In the same processes, so that no fault has stayed behind."""
-    assert find(workers, None, MODEL, "tp2") == find(workers, None, TIED, "zero3 on 2") == set()
+    assert find(workers, None, UNTIED_MODEL, "tp2") == find(workers, None, TIED_MODEL, "zero3 on 2") == set()
 
 
 def break_the_tie(patch: Patch) -> None:
-    real = test_layouts.parallelize
+    real = parity.parallelize
 
     def lay(model: Any, *args: Any, **options: Any) -> Any:
         layout = real(model, *args, **options)
         model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
         return layout
 
-    patch.setattr(test_layouts, "parallelize", lay)
+    patch.setattr(parity, "parallelize", lay)
 
 
 def test_a_tie_that_is_cut_twice_is_no_tie(workers: Workers) -> None:
     """Loud: the head's own weight is a parameter that the layout table does not have."""
     with pytest.raises(Exception, match=r"KeyError: 'head.weight'"):
-        find(workers, "break_the_tie", TIED, "tp2")
+        find(workers, "break_the_tie", TIED_MODEL, "tp2")

@@ -15,7 +15,14 @@ from megatfm.engines import base, passes
 from megatfm.engines.pipeline import PipelineForwardBackward
 from megatfm.engines.state import TiedParameters
 from megatfm.models import build
-from tests.parity.test_pipelines import block, case, errors, make_engine, microbatches, reference
+from tests.support.batches import family_case
+from tests.support.parity import (
+    build_engine,
+    local_block,
+    model_gradient_errors,
+    one_device_reference,
+    uneven_microbatches,
+)
 from tests.support.workers import WorkerFailure, Workers
 
 Patch = pytest.MonkeyPatch
@@ -67,10 +74,10 @@ def lose_the_memory_s_gradient(patch: Patch) -> None:
         self: PipelineForwardBackward, fields: Any, carry: dict[str, Tensor], to: int, group: Any
     ) -> Any:
         backward = to < min(self._stages)
-        given = {
+        inputs = {
             n: torch.zeros_like(t) if backward and n == "encoder_hidden" else t for n, t in carry.items()
         }
-        return real(self, fields, given, to, group)
+        return real(self, fields, inputs, to, group)
 
     patch.setattr(PipelineForwardBackward, "_send", send)
 
@@ -117,34 +124,34 @@ FAULTS: dict[Callable[[Patch], None], tuple[int, str, ParallelConfig, set[str]]]
 
 
 def found_wrong(fault: str | None, name: str, parallel: ParallelConfig) -> set[str]:
-    """The comparison of test_pipelines, with a fault in the code."""
-    config, batch = case(name, deep=False)
-    model, objective, loss = reference(config, batch)
+    """The comparison of tests/parity/test_pipelines.py, with a fault in the code."""
+    config, batch = family_case(name, deep=False)
+    model, objective, loss = one_device_reference(config, batch)
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        engine = make_engine(config, parallel)
+        engine = build_engine(config, parallel)
         named = dict(model.named_parameters())
-        found = {
+        actual = {
             f"start of {n}"
             for n, t in engine.local.items()
-            if not torch.equal(block(engine, n, named[n].detach()), t)
+            if not torch.equal(local_block(engine, n, named[n].detach()), t)
         }
-        stats = engine.forward_backward(microbatches(engine, batch), objective)
+        stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
         if stats.loss != pytest.approx(loss, rel=1e-12):
-            found.add("loss")
-        found |= set(errors(engine, model))
+            actual.add("loss")
+        actual |= set(model_gradient_errors(engine, model))
         norm = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None]).norm()
         if float(engine.distinct.norm(engine.gradients())) != pytest.approx(float(norm), rel=1e-9):
-            found.add("norm")
-        return found
+            actual.add("norm")
+        return actual
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     ranks, name, parallel, patterns = FAULTS[fault]
-    found = set().union(*workers.run(found_wrong, ranks, fault.__name__, name, parallel))
-    config, _ = case(name, deep=False)
+    actual = set().union(*workers.run(found_wrong, ranks, fault.__name__, name, parallel))
+    config, _ = family_case(name, deep=False)
     with torch.device("meta"):
         parameters = [n for n, _ in build(config).named_parameters()]
     everything = {"loss", "norm", *parameters, *(f"start of {n}" for n in parameters)}
@@ -153,7 +160,7 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
         if pattern.startswith("start of"):
             wanted = {one for one in wanted if "norm" not in one}  # norms start at 1 anywhere
         assert wanted, pattern
-        assert wanted <= found, wanted - found
+        assert wanted <= actual, wanted - actual
 
 
 @pytest.mark.parametrize(

@@ -18,23 +18,22 @@ from torch import nn
 from torch.fx import GraphModule
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.native.engine import NativeEngine
-from tests.parity import test_pipelines
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MODEL,
-    global_batch,
+from tests.support.batches import CAUSAL, family_case, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import (
+    build_engine,
     gradient_errors,
-    make_engine,
     microbatches,
+    model_gradient_errors,
     one_device,
     one_device_gradients,
+    one_device_reference,
+    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
 BIASED = {"attention.bias": True, "ffn.bias": True}
-BLOCK = MODEL.with_changes({"n_layers": 1})
+BLOCK = UNTIED_MODEL.with_changes({"n_layers": 1})
 MODELS = {
     "gated": BLOCK,
     "gated, biased": BLOCK.with_changes(BIASED),
@@ -78,15 +77,15 @@ def in_pieces() -> Iterator[dict[str, list[Counts]]]:
     from torch._inductor.virtualized import V
     from torch.distributed import _symmetric_memory as memory
 
-    found: dict[str, list[Counts]] = {"forward": [], "backward": []}
+    actual: dict[str, list[Counts]] = {"forward": [], "backward": []}
 
-    def last_passes(gm: GraphModule, _: Sequence[Any], **given: Any) -> Callable[..., Any]:
+    def last_passes(gm: GraphModule, _: Sequence[Any], **inputs: Any) -> Callable[..., Any]:
         view_to_reshape(gm)
         values = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         with V.set_fake_mode(detect_fake_mode(values)):
-            post_grad_passes(gm, given.get("is_inference", False))
+            post_grad_passes(gm, inputs.get("is_inference", False))
         gm.recompile()
-        found["backward" if given.get("is_backward") else "forward"].append(sent(gm))
+        actual["backward" if inputs.get("is_backward") else "forward"].append(sent(gm))
 
         def run(values: list[Any]) -> Any:
             return gm(*values)
@@ -109,13 +108,13 @@ def in_pieces() -> Iterator[dict[str, list[Counts]]]:
         library.impl("fused_all_gather_matmul", memory._fused_all_gather_matmul_fallback, "CPU")
         library.impl("fused_matmul_reduce_scatter", memory._fused_matmul_reduce_scatter_fallback, "CPU")
         torch._dynamo.reset()
-        yield found
+        yield actual
         torch._dynamo.reset()
 
 
 def step(config: ModelConfig, parallel: ParallelConfig, recomputed: str) -> dict[str, list[Counts]]:
-    with warnings.catch_warnings(), in_pieces() as found:
-        engine = make_engine(
+    with warnings.catch_warnings(), in_pieces() as actual:
+        engine = build_engine(
             config, parallel, ADAMW, recomputed=recomputed, compile_blocks=True, async_tp=True
         )
         batch = global_batch(seed=3)
@@ -123,7 +122,7 @@ def step(config: ModelConfig, parallel: ParallelConfig, recomputed: str) -> dict
         stats = engine.forward_backward(microbatches(engine, batch), CAUSAL)
         assert stats.loss == pytest.approx(loss, rel=1e-12)
         assert gradient_errors(engine, expected) == {}
-    return found
+    return actual
 
 
 CASES = [
@@ -142,34 +141,33 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "recomputed", "parallel"), CASES)
-def test_all_that_a_block_sends_goes_in_pieces(
+def test_blocks_send_in_pieces(
     workers: Workers, name: str, recomputed: str, parallel: ParallelConfig
 ) -> None:
     """Forward before attention and the feed-forward network, and after each; backward the other way round."""
     ranks = parallel.tp * max(1, parallel.dp_shard)
-    for found in workers.run(step, ranks, MODELS[name], parallel, recomputed, timeout=200.0):
-        assert found == {"forward": [IN_PIECES], "backward": [BACKWARD[recomputed]]}
+    for result in workers.run(step, ranks, MODELS[name], parallel, recomputed, timeout=200.0):
+        assert result == {"forward": [IN_PIECES], "backward": [BACKWARD[recomputed]]}
 
 
 def family(name: str) -> dict[str, list[Counts]]:
-    made = partial(NativeEngine, async_tp=True)
-    with warnings.catch_warnings(), in_pieces() as found, patch.object(test_pipelines, "NativeEngine", made):
-        config, batch = test_pipelines.case(name, deep=False)
-        model, objective, loss = test_pipelines.reference(config, batch)
-        engine = test_pipelines.make_engine(config, ParallelConfig(tp=2), compile_blocks=True)
-        stats = engine.forward_backward(test_pipelines.microbatches(engine, batch), objective)
+    with warnings.catch_warnings(), in_pieces() as actual:
+        config, batch = family_case(name, deep=False)
+        model, objective, loss = one_device_reference(config, batch)
+        engine = build_engine(config, ParallelConfig(tp=2), compile_blocks=True, async_tp=True)
+        stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12)
-        assert test_pipelines.errors(engine, model) == {}
-    return found
+        assert model_gradient_errors(engine, model) == {}
+    return actual
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "t5", "bert", "latent attention", "deberta", "xlnet", "electra"])
-def test_so_do_those_of_every_family(workers: Workers, name: str) -> None:
+def test_every_family_s_blocks_send_in_pieces(workers: Workers, name: str) -> None:
     """With dropout, and in two shapes of micro-batches."""
-    for found in workers.run(family, 2, name, timeout=280.0):
+    for result in workers.run(family, 2, name, timeout=280.0):
         for direction in ("forward", "backward"):
-            assert found[direction]
+            assert result[direction]
             assert all(
-                {"gathers in pieces", "scatters in pieces"} == each.keys() for each in found[direction]
+                {"gathers in pieces", "scatters in pieces"} == item.keys() for item in result[direction]
             )

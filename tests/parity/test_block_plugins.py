@@ -8,21 +8,21 @@ from torch import nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.layers.block import auxiliary_losses
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_families import SMALL, PassThroughObjective, batch_for
 from tests.plugins import plugin
-from tests.support.grids import cells
+from tests.support.batches import family_batch
+from tests.support.grids import cells_by_ranks
+from tests.support.layouts import PLAIN_LAYOUTS
+from tests.support.models import SMALL_MODEL
+from tests.support.parity import backward_on_one_device, build_engine, microbatches, model_gradient_errors
 from tests.support.workers import Workers
 
 for part in ("dilated", "chosen"):
     plugin(part)
 WINDOWS = ModelConfig.from_dotted(
     {
-        **SMALL,
+        **SMALL_MODEL,
         "attention.n_kv_heads": 2,
         "attention.dropout": 0.1,
         "attention.pattern": {"name": "dilated", "width": 2, "step": 2},
@@ -40,7 +40,7 @@ MODELS = {
 }
 CHOSEN = ModelConfig.from_dotted(
     {
-        **SMALL,
+        **SMALL_MODEL,
         "dropout": 0.2,
         "n_layers": 3,
         "layer_types": ["plain", "chosen"],
@@ -51,38 +51,19 @@ CHOSEN = ModelConfig.from_dotted(
 )
 PAIRED = CHOSEN.with_changes({"family": "encoder_decoder", "n_mtp_heads": 0})
 ROUTED = {"routed tokens": CHOSEN, "routed tokens of an encoder-decoder": PAIRED}
-LAYOUTS = {
-    1: {"one process": ParallelConfig()},
-    2: {
-        "tp2": ParallelConfig(tp=2),
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-        "pp2": ParallelConfig(pp=2),
-        "zero3": ParallelConfig(dp_shard=2),
-    },
-}
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     """Loss and every gradient of these layouts; those that were compared."""
     config = {**MODELS, **ROUTED}[name]
-    batch, model = batch_for(config), build(config).double().train()
+    batch, model = family_batch(config), build(config).double().train()
     initialise(model, 7)
-    terms, added = PassThroughObjective([])(model, batch), auxiliary_losses(config)
-    objective = PassThroughObjective([term for term in terms if term not in added])
-    objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
-    if added:
-        assert added.keys() <= terms.keys()
-        objective = ObjectiveWithAuxiliaryLosses(objective, added)
-    counts = objective.target_counts(batch)
-    loss = torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
-    loss.backward()
+    objective, loss = backward_on_one_device(config, model, batch)
     for layout, parallel in layouts.items():
-        make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
-        more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
-        engine = make(config, parallel, *more)
-        stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
-        assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
-        assert test_pipelines.errors(engine, model) == {}, layout
+        engine = build_engine(config, parallel)
+        stats = engine.forward_backward(microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12), layout
+        assert model_gradient_errors(engine, model) == {}, layout
         compare_state(engine, model)
     return list(layouts)
 
@@ -102,14 +83,9 @@ def compare_state(engine: NativeEngine, model: nn.Module) -> None:
             assert f"model.{path}.bias" in engine.state_dict()
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys([*MODELS, *ROUTED], layouts), ranks, rounds=2, label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"), cells_by_ranks([*MODELS, *ROUTED], PLAIN_LAYOUTS, rounds=2)
+)
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
-    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    tried = {layout: PLAIN_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts

@@ -16,10 +16,10 @@ def test_everybody_is_dealt_a_share() -> None:
 
 
 def test_no_cell_is_lost() -> None:
-    found = cells(GRID, 4, always="x")
-    tried = [(case.values[0], layout) for case in found for layout in case.values[1]]
+    actual = cells(GRID, 4, always="x")
+    tried = [(case.values[0], layout) for case in actual for layout in case.values[1]]
     assert sorted(tried) == sorted((model, layout) for model, layouts in GRID.items() for layout in layouts)
-    now = {case.values[0]: case.values[1] for case in found if SLOW not in case.marks}
+    now = {case.values[0]: case.values[1] for case in actual if SLOW not in case.marks}
     assert now.keys() == GRID.keys()
     assert all("x" in layouts for layouts in now.values())
-    assert all(case.values[2:] == (4,) for case in found)
+    assert all(case.values[2:] == (4,) for case in actual)

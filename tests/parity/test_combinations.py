@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-
-from .test_dense import ACTIVATIONS, MASKS, NORM_POSITIONS, NORMS, POSITIONS, combination
+from tests.support.dense_models import ACTIVATIONS, MASKS, NORM_POSITIONS, NORMS, POSITIONS, combination
 
 SMALL = {"d_model": 8, "n_layers": 1, "ffn.d_ff": 12, "vocab_size": 17}
 STEP = 1e-3
@@ -34,23 +33,23 @@ def batch(config: ModelConfig, mask: str) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, 17, (2, 2, 7), generator=draw)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, -1, -1]])
-    made = {
+    result = {
         "tokens": tokens,
         "targets": targets.where(documents >= 0, -100),
         "documents": documents,
         "positions": torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 0, 0]]),
     }
     if mask == "prefix":
-        made["prefix"] = (made["positions"] < 2).long()
+        result["prefix"] = (result["positions"] < 2).long()
     if config.family == "encoder_decoder":
-        made |= {f"encoder_{key}": made[key] for key in ("tokens", "documents", "positions")}
-    return made
+        result |= {f"encoder_{key}": result[key] for key in ("tokens", "documents", "positions")}
+    return result
 
 
-def step(model: nn.Module, made: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The loss, and its gradient to all parameters together; none of them is zero or not finite."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    (loss,) = model(**made).losses.values()
+    (loss,) = model(**inputs).losses.values()
     gradients = torch.autograd.grad(loss, parameters)
     for name, gradient in zip(names, gradients, strict=True):
         assert gradient.isfinite().all(), name
@@ -75,17 +74,17 @@ CASES = [
 def test_trains(position: str, mask: str, parts: list[tuple[str, str, str]]) -> None:
     for norm_position, norm, activation in parts:
         config = combination(norm_position, norm, activation, position, mask).with_changes(SMALL)
-        model, made = make(config), batch(config, mask)
-        loss, gradient = step(model, made)
-        half_loss, half_gradient = step(model.bfloat16(), made)
+        model, result = make(config), batch(config, mask)
+        loss, gradient = step(model, result)
+        half_loss, half_gradient = step(model.bfloat16(), result)
         what = f"{norm_position}, {norm}, {activation}"
         assert abs(half_loss - loss) < 0.05 * loss, what
         assert torch.cosine_similarity(gradient, half_gradient, dim=0) > 0.9, what
         model.float()
-        before = step(model, made)
+        before = step(model, result)
         direction = before[1] / before[1].norm()
         start = 0
         for parameter in model.parameters():
             parameter.data -= STEP * direction[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
-        assert step(model, made)[0] < before[0], what
+        assert step(model, result)[0] < before[0], what

@@ -15,26 +15,24 @@ from megatfm.models import build
 from megatfm.objectives import Objective
 from megatfm.ops.attention import block_sparse
 from megatfm.parallel import context_attention
-from tests.parity import test_experts, test_layouts, test_pipelines
-from tests.parity.test_families import PassThroughObjective
 from tests.support.grids import SLOW
+from tests.support.models import ADAMW, TINY_LATENT, TINY_MODEL
+from tests.support.parity import backward_on_one_device, build_engine, model_gradient_errors
 from tests.support.workers import Workers
 
 BLOCK = 4
 RUN = 10
 """Tokens of a run of a row: two and a half blocks."""
-TINY = {"vocab_size": 31, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 16}
-BERT = {**TINY, "family": "encoder", "embedding.n_segments": 0}
-LATENT = {"name": "mla", "n_heads": 2, "kv_lora_rank": 6, "qk_rope_head_dim": 4}
+BERT = {**TINY_MODEL, "family": "encoder", "embedding.n_segments": 0}
 ROW = "as wide as the row"
 MODELS: dict[str, dict[str, Any]] = {
-    "causal": {**TINY, "attention.n_kv_heads": 1, "attention.dropout": 0.1, "attention.sinks": True},
+    "causal": {**TINY_MODEL, "attention.n_kv_heads": 1, "attention.dropout": 0.1, "attention.sinks": True},
     "both sides": BERT,
-    "neighbours": {**TINY, "attention.pattern": {"name": "window", "width": 7}},
-    ROW: {**TINY, "attention.pattern": {"name": "window", "width": 4096}},
-    "latent": {**TINY, "attention": LATENT},
-    "strided": {**TINY, "attention.pattern": {"name": "strided", "stride": 3}},
-    "alibi": {**TINY, "position.name": "alibi"},
+    "neighbours": {**TINY_MODEL, "attention.pattern": {"name": "window", "width": 7}},
+    ROW: {**TINY_MODEL, "attention.pattern": {"name": "window", "width": 4096}},
+    "latent": {**TINY_MODEL, "attention": TINY_LATENT},
+    "strided": {**TINY_MODEL, "attention.pattern": {"name": "strided", "stride": 3}},
+    "alibi": {**TINY_MODEL, "position.name": "alibi"},
 }
 KINDS = ("within", "between", "across", "one", "padding")
 
@@ -73,12 +71,7 @@ def one_device(name: str, batch: dict[str, Tensor]) -> tuple[ModelConfig, nn.Mod
     config = ModelConfig.from_dotted(**MODELS[name])
     model = build(config).double().train()
     initialise(model, 7)
-    terms = PassThroughObjective([])(model, batch)
-    objective = test_experts.objective_of(config, [*terms])
-    counts = objective.target_counts(batch)
-    loss = torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
-    loss.backward()
-    return config, model, objective, loss.item()
+    return config, model, *backward_on_one_device(config, model, batch)
 
 
 def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tuple[str, str], set[str]]:
@@ -91,17 +84,17 @@ def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tupl
         for name in names:
             config, model, objective, loss = one_device(name, batch)
             for way in asked:
-                here = took[name, way]
-                patch.setattr(context_attention, "_log_once", lambda _, taken, __, here=here: here.add(taken))
-                engine = test_layouts.make_engine(
-                    config, ParallelConfig(cp=ranks, cp_method=way), test_layouts.ADAMW
+                local = took[name, way]
+                patch.setattr(
+                    context_attention, "_log_once", lambda _, taken, __, local=local: local.add(taken)
                 )
+                engine = build_engine(config, ParallelConfig(cp=ranks, cp_method=way), ADAMW)
                 rows = [
                     {field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))
                 ]
                 stats = engine.forward_backward(rows, objective)
                 assert stats.loss == pytest.approx(loss, rel=1e-12), (name, way)
-                assert test_pipelines.errors(engine, model) == {}, (name, way)
+                assert model_gradient_errors(engine, model) == {}, (name, way)
     return dict(took)
 
 
@@ -121,7 +114,7 @@ def test_documents_wherever_rows_are_cut(
 ) -> None:
     """And as documents have it, keys are fetched, or go round."""
     took = workers.run(compare, ranks, names, asked, ranks, timeout=180.0)
-    assert all(each == took[0] for each in took), "all ranks decide alike"
+    assert all(item == took[0] for item in took), "all ranks decide alike"
     for (name, way), ways in took[0].items():
         if name == "neighbours":
             assert ways == {context_attention.FETCH}

@@ -17,23 +17,23 @@ from megatfm.config.objective import (
     SpanBoundaryObjective,
     SpanCorruptionObjective,
 )
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_context import LAYOUTS, MODELS, ONE, compare, microbatches, one_device
-from tests.parity.test_traffic import config_of, missed
+from tests.support.context_models import CONTEXT_LAYOUTS, CONTEXT_MODELS, CP2_ALONE
+from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
 from tests.support.grids import SLOW
+from tests.support.models import ADAMW
+from tests.support.parity import build_engine, model_gradient_errors
+from tests.support.traffic import traffic_config, traffic_mismatches
 from tests.support.workers import Workers
 
 
 def compare_recomputed(names: Sequence[str]) -> None:
     """As `compare`, with blocks whose forward pass, and what travels in it, is run again."""
     for name, recomputed in zip(names, itertools.cycle(("full", "selective")), strict=False):
-        config, batch, model, objective, loss = one_device(name)
-        engine = test_layouts.make_engine(
-            config, ParallelConfig(cp=2), test_layouts.ADAMW, recomputed=recomputed
-        )
-        stats = engine.forward_backward(microbatches(engine, batch), objective)
+        config, batch, model, objective, loss = context_case(name)
+        engine = build_engine(config, ParallelConfig(cp=2), ADAMW, recomputed=recomputed)
+        stats = engine.forward_backward(context_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), name
-        assert test_pipelines.errors(engine, model) == {}, name
+        assert model_gradient_errors(engine, model) == {}, name
 
 
 def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers) -> None:
@@ -57,11 +57,11 @@ TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
         "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
         "latent, patterns": (*AGAIN, "cp2 by heads"),
         "alibi, patterns": AGAIN,
-        "t5": ONE,
-        "bert": ONE,
+        "t5": CP2_ALONE,
+        "bert": CP2_ALONE,
         "deberta": AGAIN,
         "xlnet": AGAIN,
-        "linformer of an encoder-decoder": ONE,
+        "linformer of an encoder-decoder": CP2_ALONE,
         "soft experts": (*AGAIN, "ep2 × cp2", "ep2 × cp2, recomputed"),
     },
     3: {"soft experts, rows of 11 tokens": ("cp3",)},
@@ -92,16 +92,18 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
         for layout in layouts:
             which, _, again = layout.partition(", ")
             objective = OBJECTIVES.get(name, CausalObjective())
-            parallel = LAYOUTS[ranks][which]
+            parallel = CONTEXT_LAYOUTS[ranks][which]
             parallel = parallel if parallel.ep > 1 else parallel.model_copy(update={"dp_shard": 1})
-            model = MODELS[name].with_changes({"extra_heads": {"boundary": {}} if name == "bert" else {}})
-            recompute = "full" if "recomputed" in again else "none"
-            config = config_of(model, objective, parallel, recompute=recompute)
-            whole = {"attend_across_documents": "one document" in again}
-            configs[f"{name}, {layout}"] = config.model_copy(
-                update={"data": config.data.model_copy(update=whole)}
+            model = CONTEXT_MODELS[name].with_changes(
+                {"extra_heads": {"boundary": {}} if name == "bert" else {}}
             )
-    assert missed(workers, ranks, configs) == {}
+            recompute = "full" if "recomputed" in again else "none"
+            config = traffic_config(model, objective, parallel, recompute=recompute)
+            full = {"attend_across_documents": "one document" in again}
+            configs[f"{name}, {layout}"] = config.model_copy(
+                update={"data": config.data.model_copy(update=full)}
+            )
+    assert traffic_mismatches(workers, ranks, configs) == {}
 
 
 def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
@@ -120,13 +122,11 @@ def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
         warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
         patch.setattr(nn.Module, "compile", compile_block)
         for name in names:
-            config, batch, model, objective, loss = one_device(name)
-            engine = test_layouts.make_engine(
-                config, ParallelConfig(cp=2), test_layouts.ADAMW, compile_blocks=True
-            )
-            stats = engine.forward_backward(microbatches(engine, batch), objective)
+            config, batch, model, objective, loss = context_case(name)
+            engine = build_engine(config, ParallelConfig(cp=2), ADAMW, compile_blocks=True)
+            stats = engine.forward_backward(context_microbatches(engine, batch), objective)
             assert stats.loss == pytest.approx(loss, rel=1e-12), name
-            assert test_pipelines.errors(engine, model) == {}, name
+            assert model_gradient_errors(engine, model) == {}, name
             torch._dynamo.reset()
     return graphs[0]
 
@@ -140,12 +140,16 @@ def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, back
 def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
     """Also where rows are whole, and where blocks are computed again in part."""
     name, layout = "soft experts", ParallelConfig(dp_shard=2, ep=2)
-    assert workers.run(compare, 2, name, {"ep2": layout}, timeout=180.0)[0] == ["ep2"]
+    assert workers.run(compare_context_layouts, 2, name, {"ep2": layout}, timeout=180.0)[0] == ["ep2"]
     configs = {
-        f"ep{each.ep}, cp{each.cp}, {recompute}": config_of(
-            MODELS[name], MaskedObjective(), each, recompute=recompute
+        f"ep{item.ep}, cp{item.cp}, {recompute}": traffic_config(
+            CONTEXT_MODELS[name], MaskedObjective(), item, recompute=recompute
         )
-        for each in (layout, LAYOUTS[2]["cp2"].model_copy(update={"dp_shard": 1}), LAYOUTS[2]["ep2 × cp2"])
+        for item in (
+            layout,
+            CONTEXT_LAYOUTS[2]["cp2"].model_copy(update={"dp_shard": 1}),
+            CONTEXT_LAYOUTS[2]["ep2 × cp2"],
+        )
         for recompute in ("none", "selective")
     }
-    assert missed(workers, 2, configs) == {}
+    assert traffic_mismatches(workers, 2, configs) == {}

@@ -1,7 +1,5 @@
 """Decoders and encoder-decoders against transformers, from the same perturbed weights: logits, loss, every gradient."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,7 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 from transformers.models.t5 import modeling_t5
 
 from megatfm.config import ModelConfig
-from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair
+from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair
 
 VOCABULARY, LENGTHS, PACKED = 47, (13, 9, 11), (5, 1, 7)
 MODULES = (
@@ -149,7 +147,7 @@ MODELS = {
         "DeepseekV3ForCausalLM",
         {
             **MLA,
-            "attention.head_dim": 5,
+            "attention.qk_nope_head_dim": 5,
             "attention.kv_lora_rank": 7,
             "attention.q_lora_rank": 9,
             "attention.qk_rope_head_dim": 6,
@@ -263,10 +261,7 @@ DOCUMENTED = {
 """The rows of docs/guide/models.md whose figures are measured here."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, *MODULES):
-        yield request.param
+dtype = dtype_fixture(*MODULES)
 
 
 def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:
@@ -291,20 +286,20 @@ def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> Fi
     figures, both, mask = Figures(), pair_of(model, dtype), mask_of(LENGTHS, left=left)
     tokens, counted = draw(*mask.shape, seed=0), mask == 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    theirs = both.theirs(
+    expected = both.theirs(
         input_ids=tokens,
         attention_mask=mask,
         position_ids=positions,
         labels=tokens.where(counted, -100),
     )
     where = {"documents": mask - 1, "positions": positions}
-    figures.see_logits(both.ours(tokens, **where).logits[counted], theirs.logits[counted], dtype)
+    figures.see_logits(both.ours(tokens, **where).logits[counted], expected.logits[counted], dtype)
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:].where(counted[:, 1:] & counted[:, :-1], -100)
     loss = both.ours(tokens, targets=targets, **where).losses["causal"] / (targets != -100).sum()
     # transformers counts the first token after padding at the left as a target of that padding.
-    own = F.cross_entropy(theirs.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-    their_loss = own if left else theirs.loss
+    expected_loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    their_loss = expected_loss if left else expected.loss
     figures.see_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
@@ -349,12 +344,12 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     logits = both.ours(tokens, **where).logits
     assert logits.isfinite().all()
     alone = [both.theirs(input_ids=tokens[:, piece]).logits for piece in pieces]
-    for piece, theirs in zip(pieces, alone, strict=True):
-        figures.see_logits(logits[:, piece], theirs, dtype)
+    for piece, expected in zip(pieces, alone, strict=True):
+        figures.see_logits(logits[:, piece], expected, dtype)
         targets[:, piece.start : piece.stop - 1] = tokens[:, piece.start + 1 : piece.stop]
     losses = [
-        F.cross_entropy(theirs[0], targets[0, piece], reduction="sum", ignore_index=-100)
-        for piece, theirs in zip(pieces, alone, strict=True)
+        F.cross_entropy(expected[0], targets[0, piece], reduction="sum", ignore_index=-100)
+        for piece, expected in zip(pieces, alone, strict=True)
     ]
     loss, their_loss = both.ours(tokens, targets=targets, **where).losses["causal"], torch.stack(losses).sum()
     figures.see_logits(loss, their_loss, dtype)
@@ -370,7 +365,7 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
     encoder_tokens, targets = draw(*encoder_mask.shape, seed=0), draw(*mask.shape, seed=1)
     targets = targets.where(mask == 1, -100)
     tokens = torch.cat([torch.zeros(3, 1, dtype=torch.int64), targets[:, :-1].clamp(min=0)], 1)
-    theirs = both.theirs(
+    expected = both.theirs(
         input_ids=encoder_tokens,
         attention_mask=encoder_mask,
         decoder_input_ids=tokens,
@@ -383,11 +378,11 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
         "documents": mask - 1,
     }
     counted = mask == 1
-    figures.see_logits(both.ours(tokens, **where).logits[counted], theirs.logits[counted], dtype)
+    figures.see_logits(both.ours(tokens, **where).logits[counted], expected.logits[counted], dtype)
     loss = both.ours(tokens, targets=targets, **where).losses["span"] / counted.sum()
-    figures.see_logits(loss, theirs.loss, dtype)
+    figures.see_logits(loss, expected.loss, dtype)
     loss.backward()
-    theirs.loss.backward()
+    expected.loss.backward()
     figures.see_gradients(both, dtype)
     return figures
 
@@ -420,11 +415,11 @@ def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> Non
     assert logits.isfinite().all()
     their_loss = torch.zeros((), dtype=dtype)
     for encoder_piece, piece in zip(encoder_pieces, pieces, strict=True):
-        theirs = both.theirs(
+        reference = both.theirs(
             input_ids=encoder_tokens[:, encoder_piece], decoder_input_ids=tokens[:, piece]
         ).logits
-        figures.see_logits(logits[:, piece], theirs, dtype)
-        their_loss = their_loss + F.cross_entropy(theirs[0], targets[0, piece], reduction="sum")
+        figures.see_logits(logits[:, piece], reference, dtype)
+        their_loss = their_loss + F.cross_entropy(reference[0], targets[0, piece], reduction="sum")
     loss = both.ours(tokens, targets=targets, **where).losses["span"]
     figures.see_logits(loss, their_loss, dtype)
     loss.backward()

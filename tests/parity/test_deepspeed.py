@@ -10,7 +10,7 @@ import torch
 
 from megatfm.config import Config
 from megatfm.engines.deepspeed.library import allow_fp16_on_cpu, load
-from tests.parity.deepspeed_runs import (
+from tests.support.deepspeed_runs import (
     OPTIMIZERS,
     Errors,
     alone,
@@ -24,7 +24,7 @@ from tests.parity.deepspeed_runs import (
     stages,
     take,
 )
-from tests.parity.deepspeed_state import behave, hand_on, in_files, optimizers, pairs, save_first
+from tests.support.deepspeed_state import behave, hand_on, in_files, optimizers, pairs, save_first
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.skipif(
 
 def check(errors: Errors, config: Config) -> None:
     """Float32's own error counts where the native engine has it, too."""
-    told = f"{config.parallel} {errors}"
-    assert errors.gradients <= max(1e-6, errors.native_gradients + 1e-7), told
-    assert errors.update_native <= 1e-6, told
-    assert errors.update_one <= max(1e-6, errors.native_update_one + 1e-7), told
-    assert errors.losses_native <= 1e-6, told
-    assert errors.losses_one <= 1e-6, told
+    message = f"{config.parallel} {errors}"
+    assert errors.gradients <= max(1e-6, errors.native_gradients + 1e-7), message
+    assert errors.update_native <= 1e-6, message
+    assert errors.update_one <= max(1e-6, errors.native_update_one + 1e-7), message
+    assert errors.losses_native <= 1e-6, message
+    assert errors.losses_one <= 1e-6, message
 
 
 def compare_all(workers: Workers, cases: list[Config], steps: int) -> None:
@@ -108,8 +108,8 @@ MORE_SAVED: dict[str, list[Config]] = {
 
 def save_and_load(workers: Workers, folder: Path, ranks: int, cases: list[Config]) -> None:
     workers.run(save_first, 1, folder, cases[0])
-    for found in workers.run(hand_on, ranks, folder, cases, timeout=250):
-        assert found == []
+    for result in workers.run(hand_on, ranks, folder, cases, timeout=250):
+        assert result == []
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
 @pytest.mark.parametrize("which", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])
 def test_what_is_offloaded_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     steps, cases = (OFFLOADED | MORE_OFFLOADED)[which]
-    for found in workers.run(pairs, 2, tmp_path, cases, steps, timeout=250):
-        assert found == []
+    for result in workers.run(pairs, 2, tmp_path, cases, steps, timeout=250):
+        assert result == []
 
 
 IN_FILES: dict[str, list[Config]] = {
@@ -181,8 +181,8 @@ MORE_IN_FILES: dict[str, list[Config]] = {
 )
 def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     cases = (IN_FILES | MORE_IN_FILES)[which]
-    for found in workers.run(pairs, ranks_of(cases[0]), tmp_path, cases, 4, timeout=250):
-        assert found == []
+    for result in workers.run(pairs, ranks_of(cases[0]), tmp_path, cases, 4, timeout=250):
+        assert result == []
 
 
 def on_a_host_without_fast_float16() -> list[torch.dtype]:
@@ -198,7 +198,7 @@ def on_a_host_without_fast_float16() -> list[torch.dtype]:
             kind._set_dtype(taken[1], None, torch.float32)
             kind._set_dtype(taken[2], None, torch.float16)
         assert not accelerator.is_fp16_supported()
-    return [each.dtype for each in taken]
+    return [item.dtype for item in taken]
 
 
 def test_every_host_has_float16_and_keeps_float32_as_it_is(workers: Workers) -> None:
@@ -208,13 +208,13 @@ def test_every_host_has_float16_and_keeps_float32_as_it_is(workers: Workers) -> 
 
 
 def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -> None:
-    for found in workers.run(behave, 2, timeout=250):
-        assert found == []
+    for result in workers.run(behave, 2, timeout=250):
+        assert result == []
 
 
 def test_other_optimizers_compose(workers: Workers, tmp_path: Path) -> None:
-    for found in workers.run(optimizers, 2, tmp_path, timeout=250):
-        assert found == []
+    for result in workers.run(optimizers, 2, tmp_path, timeout=250):
+        assert result == []
 
 
 def run_with_stage_3() -> bool:

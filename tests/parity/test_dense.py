@@ -13,31 +13,19 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from tests.parity.dense import Dense, slopes
+from tests.support.dense_models import (
+    ACTIVATIONS,
+    DENSE_VOCABULARY,
+    MASKS,
+    NORM_POSITIONS,
+    NORMS,
+    POSITIONS,
+    SMALL_DENSE,
+    combination,
+)
+from tests.support.dense_reference import Dense, slopes
 from tests.support.reference_gradients import perturb
 
-VOCABULARY = 23
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
-    "n_layers": 2,
-    "attention.n_heads": 2,
-    "ffn.d_ff": 20,
-    "norm.eps": 1e-3,
-}
-NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
-NORMS = ("layer_norm", "rms_norm")
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")
-POSITIONS = {
-    "sinusoidal": {},
-    "learned": {"position.max_positions": 16},
-    "rope": {"position.theta": 100.0},
-    "alibi": {},
-    "t5": {"position.buckets": 8, "position.max_distance": 6},
-    "shaw": {"position.max_distance": 3},
-    "none": {},
-}
-MASKS = ("causal", "prefix", "full", "pairs")
 PARTS = {
     "transformer-2017": {
         "family": "encoder_decoder",
@@ -94,24 +82,8 @@ PREFIXES = (3, 0, 4)
 ENCODER_DOCUMENTS = (5, 3, 2)
 
 
-def combination(norm_position: str, norm: str, activation: str, position: str, mask: str) -> ModelConfig:
-    families = {"full": "encoder", "pairs": "encoder_decoder"}
-    return ModelConfig.from_dotted(
-        **SMALL,
-        **POSITIONS[position],
-        family=families.get(mask, "decoder"),
-        **{
-            "norm.placement": norm_position,
-            "norm.name": norm,
-            "ffn.activation": activation,
-            "position.name": position,
-            "init.name": "deepnorm" if norm_position == "deepnorm" else "normal",
-        },
-    )
-
-
 def draw(n: int, seed: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, DENSE_VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 def spans(lengths: tuple[int, ...]) -> list[slice]:
@@ -131,30 +103,30 @@ def row(lengths: tuple[int, ...], padding: int) -> dict[str, Tensor]:
 
 def batch(config: ModelConfig, mask: str) -> dict[str, Tensor]:
     """One row of three documents and two padding tokens."""
-    made = {**row(DOCUMENTS, 2), "tokens": draw(13, 1)[None], "targets": draw(13, 2)[None]}
-    made["targets"] = made["targets"].where(made["documents"] >= 0, -100)
-    made["targets"][0, 2] = -100
+    result = {**row(DOCUMENTS, 2), "tokens": draw(13, 1)[None], "targets": draw(13, 2)[None]}
+    result["targets"] = result["targets"].where(result["documents"] >= 0, -100)
+    result["targets"][0, 2] = -100
     if mask == "prefix":
-        made["prefix"] = torch.zeros(1, 13, dtype=torch.int64)
+        result["prefix"] = torch.zeros(1, 13, dtype=torch.int64)
         for piece, n in zip(spans(DOCUMENTS), PREFIXES, strict=True):
-            made["prefix"][0, piece.start : piece.start + n] = 1
+            result["prefix"][0, piece.start : piece.start + n] = 1
     if config.family == "encoder_decoder":
-        made |= {f"encoder_{key}": value for key, value in row(ENCODER_DOCUMENTS, 1).items()}
-        made["encoder_tokens"] = draw(11, 3)[None]
-    return made
+        result |= {f"encoder_{key}": value for key, value in row(ENCODER_DOCUMENTS, 1).items()}
+        result["encoder_tokens"] = draw(11, 3)[None]
+    return result
 
 
-def reference(config: ModelConfig, model: nn.Module, made: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def reference(config: ModelConfig, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Logits of the documents one after the other, and the sum of all losses."""
     dense = Dense(config, dict(model.named_parameters()))
     logits, loss = [], torch.zeros((), dtype=torch.float64)
     for document, piece in enumerate(spans(DOCUMENTS)):
-        options: dict[str, Any] = {"prefix": PREFIXES[document] if "prefix" in made else 0}
-        if "encoder_tokens" in made:
-            options["encoder_tokens"] = made["encoder_tokens"][0, spans(ENCODER_DOCUMENTS)[document]]
-        hidden = dense.hidden(made["tokens"][0, piece], **options)
+        options: dict[str, Any] = {"prefix": PREFIXES[document] if "prefix" in inputs else 0}
+        if "encoder_tokens" in inputs:
+            options["encoder_tokens"] = inputs["encoder_tokens"][0, spans(ENCODER_DOCUMENTS)[document]]
+        hidden = dense.hidden(inputs["tokens"][0, piece], **options)
         logits.append(dense.logits(hidden))
-        targets = made["targets"][0, piece]
+        targets = inputs["targets"][0, piece]
         loss = loss + dense.loss(logits[-1], targets)
         for ahead in range(1, config.n_mtp_heads + 1):
             later = torch.full_like(targets, -100)
@@ -165,26 +137,26 @@ def reference(config: ModelConfig, model: nn.Module, made: dict[str, Tensor]) ->
 
 def compare(config: ModelConfig, mask: str) -> None:
     """Logits, loss and the gradient of every parameter, in float64."""
-    ours = build(config).double()
-    for _, module in ours.named_modules():
+    actual = build(config).double()
+    for _, module in actual.named_modules():
         if hasattr(module, "slopes"):
             module.slopes.copy_(torch.tensor(slopes(config.attention.n_heads)))
-    perturb(ours, scale=0.4)
-    made = batch(config, mask)
-    inputs = {key: value for key, value in made.items() if key != "targets"}
-    wanted, wanted_loss = reference(config, ours, made)
-    logits = ours(**inputs).logits
+    perturb(actual, scale=0.4)
+    result = batch(config, mask)
+    inputs = {key: value for key, value in result.items() if key != "targets"}
+    wanted, wanted_loss = reference(config, actual, result)
+    logits = actual(**inputs).logits
     assert logits.isfinite().all()
     torch.testing.assert_close(logits[0, : sum(DOCUMENTS)], wanted, rtol=1e-10, atol=1e-10)
-    loss = sum(ours(**made).losses.values())
+    loss = sum(actual(**result).losses.values())
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-10, atol=1e-10)
-    named = dict(ours.named_parameters())
+    named = dict(actual.named_parameters())
     gradients = torch.autograd.grad(loss, list(named.values()))
-    theirs = torch.autograd.grad(wanted_loss, list(named.values()))
-    whole = torch.stack([g.norm() for g in theirs]).norm()
-    for name, one, other in zip(named, gradients, theirs, strict=True):
-        assert (one - other).norm() <= 1e-9 * torch.maximum(other.norm(), 1e-6 * whole), name
-        assert other.norm() > 1e-6 * whole or name.endswith("wk.bias"), f"nothing to compare for {name}"
+    expected = torch.autograd.grad(wanted_loss, list(named.values()))
+    norm = torch.stack([g.norm() for g in expected]).norm()
+    for name, one, other in zip(named, gradients, expected, strict=True):
+        assert (one - other).norm() <= 1e-9 * torch.maximum(other.norm(), 1e-6 * norm), name
+        assert other.norm() > 1e-6 * norm or name.endswith("wk.bias"), f"nothing to compare for {name}"
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -204,12 +176,12 @@ def test_every_activation_with_every_norm(activation: str) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_parts_together(parts: str) -> None:
-    config = ModelConfig.from_dotted(**(SMALL | PARTS[parts]))
+    config = ModelConfig.from_dotted(**(SMALL_DENSE | PARTS[parts]))
     compare(config, "pairs" if config.family == "encoder_decoder" else "causal")
 
 
 def test_transformer_2017_has_one_table_for_both_sides_and_the_head() -> None:
-    model = build(ModelConfig.from_dotted(**(SMALL | PARTS["transformer-2017"])))
+    model = build(ModelConfig.from_dotted(**(SMALL_DENSE | PARTS["transformer-2017"])))
     assert model.encoder.embedding.tokens is model.decoder.embedding.tokens
     assert model.head.weight is model.encoder.embedding.tokens.weight
     assert model.encoder.norm is None

@@ -4,9 +4,6 @@ transformers has a generator and a discriminator. Given the tokens that ours sam
 reference, added up for the shared tables; that the samples are right is a matter of statistics.
 """
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -16,12 +13,12 @@ from megatfm.config import ModelConfig
 from megatfm.convert.electra_pair import SHARED, exported_models
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
-from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
-from tests.support.reference_gradients import VANISHING, Figures, doubled, pair, perturb
+from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
+from tests.support.reference_gradients import VANISHING, Figures, dtype_fixture, pair, perturb
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
 CONFIG = ModelConfig.from_dotted(
-    **(BERT | {"family": "electra"}),
+    **(BERT_ENCODER | {"family": "electra"}),
     generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 2},
     **{"embedding.dim": 10},
 )
@@ -30,26 +27,23 @@ FREQUENT = 5
 """Often the masked token, and often what the generator samples: then it is no replacement."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param):
-        yield request.param
+dtype = dtype_fixture()
 
 
 def batch() -> dict[str, Tensor]:
     """Odd lengths, padded; a third of the tokens masked, 9 of 10 of them shown as token 3."""
     longest = max(LENGTHS)
     real = torch.arange(longest) < torch.tensor(LENGTHS)[:, None]
-    original = draw(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(real, PAD)
-    masked = (draw(3, *original.shape, seed=1) == 0) & real
-    original = original.masked_fill(masked & (draw(2, *original.shape, seed=4) == 0), FREQUENT)
-    shown = original.masked_fill(masked & (draw(10, *original.shape, seed=2) > 0), 3)
+    original = draw_tokens(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(real, PAD)
+    masked = (draw_tokens(3, *original.shape, seed=1) == 0) & real
+    original = original.masked_fill(masked & (draw_tokens(2, *original.shape, seed=4) == 0), FREQUENT)
+    shown = original.masked_fill(masked & (draw_tokens(10, *original.shape, seed=2) > 0), 3)
     return {
         "tokens": shown,
         "original": original,
         "targets": original.where(masked, -100),
         "documents": real.long() - 1,
-        "segments": draw(2, *original.shape, seed=3),
+        "segments": draw_tokens(2, *original.shape, seed=3),
         "keys": KEYS,
     }
 
@@ -66,11 +60,11 @@ def judged(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, Tenso
 
 
 def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
-    ours = build(CONFIG).to(dtype)
-    perturb(ours)
-    ours.generator.head.bias.data[FREQUENT] += 5
+    actual = build(CONFIG).to(dtype)
+    perturb(actual)
+    actual.generator.head.bias.data[FREQUENT] += 5
     inputs = batch()
-    losses, corrupted = judged(ours, inputs)
+    losses, corrupted = judged(actual, inputs)
     real, masked = inputs["documents"] == 0, inputs["targets"] != -100
     (losses["generator"] / masked.sum() + WEIGHT * losses["discriminator"] / real.sum()).backward()
     assert torch.equal(corrupted[~masked], inputs["original"][~masked])
@@ -80,11 +74,11 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
 
     figures, reference = Figures(), dict[str, Tensor]()
     for part in exported_models(CONFIG):
-        theirs = half_of_theirs(
-            part.name, part.theirs, to_hf(part.rules, dict(ours.named_parameters())), dtype
+        expected = half_of_theirs(
+            part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype
         )
         generates = part.folder == "generator"
-        output = theirs(
+        output = expected(
             input_ids=inputs["tokens"] if generates else corrupted,
             attention_mask=real.long(),
             token_type_ids=inputs["segments"],
@@ -92,13 +86,13 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
         )
         figures.see_logits(losses[part.folder] / (masked if generates else real).sum(), output.loss, dtype)
         (output.loss * (1 if generates else WEIGHT)).backward()
-        gradients = {name: p.grad for name, p in theirs.named_parameters()}
+        gradients = {name: p.grad for name, p in expected.named_parameters()}
         for rule in part.rules:
             for name, gradient in zip(
                 rule.megatfm, rule.from_hf([gradients[n] for n in rule.hf]), strict=True
             ):
                 reference[name] = reference.get(name, torch.zeros_like(gradient)) + gradient
-    see_gradients(ours, reference, dtype)
+    see_gradients(actual, reference, dtype)
 
 
 def half_of_theirs(
@@ -106,45 +100,45 @@ def half_of_theirs(
 ) -> nn.Module:
     kind = getattr(transformers, name)
     options = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
-    theirs = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
-    named = dict(theirs.named_parameters())
+    expected = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
+    named = dict(expected.named_parameters())
     assert named.keys() == weights.keys()
     for key, parameter in named.items():
         parameter.data.copy_(weights[key])
-    return theirs
+    return expected
 
 
-def see_gradients(ours: nn.Module, reference: dict[str, Tensor], dtype: torch.dtype) -> None:
+def see_gradients(actual: nn.Module, reference: dict[str, Tensor], dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
-    whole = float(torch.stack([g.norm() for g in reference.values()]).norm())
-    assert reference.keys() == dict(ours.named_parameters()).keys()
-    for name, parameter in ours.named_parameters():
+    full = float(torch.stack([g.norm() for g in reference.values()]).norm())
+    assert reference.keys() == dict(actual.named_parameters()).keys()
+    for name, parameter in actual.named_parameters():
         norm, error = float(reference[name].norm()), float((parameter.grad - reference[name]).norm())
-        if norm <= VANISHING * whole:
+        if norm <= VANISHING * full:
             assert name.endswith("wk.bias"), f"nothing to compare for {name}"
-            norm = whole
+            norm = full
         assert error <= tolerance * norm, f"{name}: {error / norm:.1e}"
     assert {f"discriminator.{name}" for name in SHARED} <= reference.keys()
 
 
 def test_no_gradient_goes_from_the_discriminator_into_the_generator() -> None:
-    ours = build(CONFIG).double()
-    perturb(ours)
-    ours(**batch()).losses["discriminator"].backward()
+    actual = build(CONFIG).double()
+    perturb(actual)
+    actual(**batch()).losses["discriminator"].backward()
     shared = {f"discriminator.{name}" for name in SHARED}
-    touched = {name for name, p in ours.named_parameters() if p.grad is not None and p.grad.any()}
+    touched = {name for name, p in actual.named_parameters() if p.grad is not None and p.grad.any()}
     assert shared <= touched
     assert not [name for name in touched if name.startswith("generator.")]
 
 
 def test_samples_follow_the_generator_s_distribution() -> None:
     """Pearson's χ² over 12,000 samples at each of two places, at one in 10⁵."""
-    ours = build(CONFIG).double()
-    perturb(ours)
+    actual = build(CONFIG).double()
+    perturb(actual)
     n = 12_000
     row = {name: values[:1] for name, values in batch().items()}
     places = (row["targets"][0] != -100).nonzero()[:2, 0]
-    shares = ours.generator(row["tokens"], documents=row["documents"], segments=row["segments"]).logits[
+    shares = actual.generator(row["tokens"], documents=row["documents"], segments=row["segments"]).logits[
         0, places
     ]
     keys = torch.randint(0, 2**62, (n,), generator=torch.Generator().manual_seed(1))
@@ -153,7 +147,7 @@ def test_samples_follow_the_generator_s_distribution() -> None:
     with torch.no_grad():
         for part in range(0, n, 4000):
             piece = {name: values[part : part + 4000] for name, values in many.items()}
-            _, corrupted = judged(ours, piece | {"keys": keys[part : part + 4000]})
+            _, corrupted = judged(actual, piece | {"keys": keys[part : part + 4000]})
             for i, place in enumerate(places):
                 counts[i] += torch.bincount(corrupted[:, place], minlength=VOCABULARY)
     for observed, logits in zip(counts.double(), shares.detach(), strict=True):
@@ -168,33 +162,33 @@ def test_samples_follow_the_generator_s_distribution() -> None:
 
 
 def test_samples_depend_on_the_row_s_key_alone() -> None:
-    ours = build(CONFIG).double()
-    perturb(ours)
+    actual = build(CONFIG).double()
+    perturb(actual)
     inputs = batch()
-    _, whole = judged(ours, inputs)
-    rows = [judged(ours, {name: values[i : i + 1] for name, values in inputs.items()})[1] for i in range(3)]
-    assert torch.equal(torch.cat(rows), whole)
-    _, other = judged(ours, inputs | {"keys": KEYS + 1})
-    assert not torch.equal(other, whole)
+    _, full = judged(actual, inputs)
+    rows = [judged(actual, {name: values[i : i + 1] for name, values in inputs.items()})[1] for i in range(3)]
+    assert torch.equal(torch.cat(rows), full)
+    _, other = judged(actual, inputs | {"keys": KEYS + 1})
+    assert not torch.equal(other, full)
 
 
 def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     """The boundary loss from transformers' hidden vectors, span by span (the head alone is in tests/unit/layers)."""
     figures = Figures()
-    plain = ModelConfig.from_dotted(**BERT)
+    plain = ModelConfig.from_dotted(**BERT_ENCODER)
     both = pair(plain, dtype)
-    ours = build(plain.with_changes({"extra_heads": {"boundary": {}}})).to(dtype)
-    perturb(ours, seed=5)
-    ours.load_state_dict(both.ours.state_dict(), strict=False)
-    tokens, targets = draw(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)
+    actual = build(plain.with_changes({"extra_heads": {"boundary": {}}})).to(dtype)
+    perturb(actual, seed=5)
+    actual.load_state_dict(both.ours.state_dict(), strict=False)
+    tokens, targets = draw_tokens(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)
     left, right = torch.zeros(1, 13, dtype=torch.int64), torch.zeros(1, 13, dtype=torch.int64)
     spans = [(2, 2), (4, 8), (10, 11)]
     for first, last in spans:
         for i in range(first, last + 1):
             targets[0, i], left[0, i], right[0, i] = 5 + i, i - first + 1, last + 1 - i
-    losses = ours(tokens, targets=targets, span_left=left, span_right=right).losses
-    theirs = both.theirs(input_ids=tokens, labels=targets, output_hidden_states=True)
-    hidden, head = theirs.hidden_states[-1][0], ours.boundary
+    losses = actual(tokens, targets=targets, span_left=left, span_right=right).losses
+    expected = both.theirs(input_ids=tokens, labels=targets, output_hidden_states=True)
+    hidden, head = expected.hidden_states[-1][0], actual.boundary
     wanted = torch.zeros((), dtype=dtype)
     for first, last in spans:
         around = torch.cat([hidden[first - 1], hidden[last + 1]]).expand(last - first + 1, -1)
@@ -204,11 +198,11 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
         logits = x @ both.theirs.bert.embeddings.word_embeddings.weight.T + head.bias
         wanted = wanted + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
     n = (targets != -100).sum()
-    figures.see_logits(losses["masked"] / n, theirs.loss, dtype)
+    figures.see_logits(losses["masked"] / n, expected.loss, dtype)
     figures.see_logits(losses["boundary"] / n, wanted / n, dtype)
     ((losses["masked"] + losses["boundary"]) / n).backward()
-    (theirs.loss + wanted / n).backward()
+    (expected.loss + wanted / n).backward()
     for name, parameter in both.ours.named_parameters():
-        parameter.grad = ours.get_parameter(name).grad
+        parameter.grad = actual.get_parameter(name).grad
     figures.see_gradients(both, dtype)
     assert figures.compared > 20

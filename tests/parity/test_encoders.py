@@ -1,7 +1,5 @@
 """Encoders against transformers, from the same perturbed weights: logits, losses and every gradient."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,32 +8,19 @@ from transformers.models.deberta_v2 import modeling_deberta_v2
 from transformers.models.modernbert import modeling_modernbert
 
 from megatfm.config import ModelConfig
-from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair
+from tests.support.encoder_batches import (
+    BERT_ENCODER,
+    ENCODER_OPTIONS,
+    LENGTHS,
+    PAD,
+    VOCABULARY,
+    draw_tokens,
+    our_inputs,
+    padded_batch,
+    sentence_labels,
+)
+from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair
 
-VOCABULARY, LENGTHS = 47, (13, 9, 11)
-PAD = 1
-"""Never among the tokens that count: transformers gives a padding token's embedding no gradient."""
-
-COMMON = {
-    "family": "encoder",
-    "vocab_size": VOCABULARY,
-    "d_model": 24,
-    "n_layers": 3,
-    "attention.n_heads": 4,
-    "ffn.d_ff": 40,
-    "norm.name": "layer_norm",
-    "norm.eps": 1e-7,
-    "norm.placement": "post",
-    "embedding.norm": True,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "embedding.n_segments": 2,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-}
-LEARNED = {"attention.bias": True, "position.name": "learned", "position.max_positions": 15}
-"""BERT's attention and positions; all but DeBERTa have them."""
-BERT = COMMON | LEARNED
 DEBERTA = {"attention.name": "deberta", "position.name": "deberta"}
 DEBERTA_V3 = {
     **DEBERTA, "attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": 6,
@@ -72,55 +57,14 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_deberta, modeling_deberta_v2, modeling_modernbert):
-        yield request.param
+dtype = dtype_fixture(modeling_deberta, modeling_deberta_v2, modeling_modernbert)
 
 
 def config_of(model: str) -> ModelConfig:
     options = MODELS[model][1]
-    return ModelConfig.from_dotted((COMMON if "attention.name" in options else BERT) | options)
-
-
-def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def padded_batch(config: ModelConfig) -> dict[str, Tensor]:
-    """Rows of odd lengths, padded to the longest, as transformers takes them."""
-    longest = max(LENGTHS)
-    mask = (torch.arange(longest) < torch.tensor(LENGTHS)[:, None]).long()
-    tokens = draw(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(mask == 1, PAD)
-    batch = {"input_ids": tokens, "attention_mask": mask}
-    if config.embedding.n_segments:
-        batch["token_type_ids"] = draw(config.embedding.n_segments, *tokens.shape, seed=1)
-    if config.family == "discriminator":
-        batch["labels"] = draw(2, *tokens.shape, seed=2)
-        return batch
-    chosen = (draw(3, *tokens.shape, seed=2) == 0) & (mask == 1)
-    batch["labels"] = draw(VOCABULARY, *tokens.shape, seed=3).where(chosen, -100)
-    return batch
-
-
-def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
-    """Under transformers' name, which differs."""
-    if "sentence" not in config.extra_heads:
-        return {}
-    name = "sentence_order_label" if config.embedding.dim else "next_sentence_label"
-    return {name: torch.tensor([0, 1, 1])}
-
-
-def our_inputs(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """The same batch as we take it: padding is document −1, a sentence's class stands at its first token."""
-    documents = batch["attention_mask"] - 1
-    inputs = {"documents": documents, "segments": batch.get("token_type_ids")}
-    if family == "discriminator":
-        return inputs | {"replaced": batch["labels"].where(documents == 0, -100)}
-    for labels in sentences.values():
-        inputs["sentence_targets"] = torch.full_like(documents, -100)
-        inputs["sentence_targets"][:, 0] = labels
-    return inputs | {"targets": batch["labels"]}
+    return ModelConfig.from_dotted(
+        (ENCODER_OPTIONS if "attention.name" in options else BERT_ENCODER) | options
+    )
 
 
 def our_loss(losses: dict[str, Tensor], batch: dict[str, Tensor], family: str) -> Tensor:
@@ -147,19 +91,19 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
     both = pair(config, dtype)
     assert type(both.theirs).__name__ == MODELS[model][0]
     batch, sentences = padded_batch(config), sentence_labels(config)
-    theirs = both.theirs(**batch, **sentences)
+    expected = both.theirs(**batch, **sentences)
     inputs = our_inputs(batch, sentences, config.family)
     where = {key: inputs[key] for key in ("documents", "segments")}
-    ours = both.ours(batch["input_ids"], **where)
-    their_tokens, their_sentences = their_logits(theirs)
+    actual = both.ours(batch["input_ids"], **where)
+    their_tokens, their_sentences = their_logits(expected)
     counted = batch["attention_mask"] == 1
-    figures.see_logits(ours.logits[counted], their_tokens[counted], dtype)
+    figures.see_logits(actual.logits[counted], their_tokens[counted], dtype)
     if their_sentences is not None:
-        figures.see_logits(ours.predictions["sentence"], their_sentences, dtype)
+        figures.see_logits(actual.predictions["sentence"], their_sentences, dtype)
     loss = our_loss(both.ours(batch["input_ids"], **inputs).losses, batch, config.family)
-    figures.see_logits(loss, theirs.loss, dtype)
+    figures.see_logits(loss, expected.loss, dtype)
     loss.backward()
-    theirs.loss.backward()
+    expected.loss.backward()
     figures.see_gradients(both, dtype)
     return figures
 
@@ -200,10 +144,10 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     both, lengths = pair(config, dtype, seed=1), (5, 1, 7)
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((2,), -1)])
     positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(2, dtype=torch.int64)])
-    row = {"input_ids": draw(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
+    row = {"input_ids": draw_tokens(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
     if config.embedding.n_segments:
-        row["token_type_ids"] = draw(config.embedding.n_segments, 1, 15, seed=5)
-    ours = both.ours(
+        row["token_type_ids"] = draw_tokens(config.embedding.n_segments, 1, 15, seed=5)
+    actual = both.ours(
         row["input_ids"],
         documents=documents[None],
         positions=positions[None],
@@ -212,9 +156,9 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     start = 0
     for length in lengths:
         piece = slice(start, start + length)
-        figures.see_logits(ours.logits[:, piece], lone(both, row, piece)[0], dtype)
+        figures.see_logits(actual.logits[:, piece], lone(both, row, piece)[0], dtype)
         start += length
-    assert ours.logits.isfinite().all()
+    assert actual.logits.isfinite().all()
 
 
 @pytest.mark.parametrize("model", ["bert", "albert"])
@@ -222,8 +166,8 @@ def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
     """A class stands at each document's first token, so that a packed row has several."""
     both, lengths = pair(config_of(model), dtype, seed=2), (6, 4, 5)
     row = {
-        "input_ids": draw(VOCABULARY, 1, 15, seed=6, low=PAD + 1),
-        "token_type_ids": draw(2, 1, 15, seed=7),
+        "input_ids": draw_tokens(VOCABULARY, 1, 15, seed=6, low=PAD + 1),
+        "token_type_ids": draw_tokens(2, 1, 15, seed=7),
     }
     targets = torch.full((1, 15), -100)
     starts = [0, 6, 10]

@@ -10,22 +10,19 @@ from megatfm.layers.linear import Linear
 from megatfm.models import build
 from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8, fp8_linears
 from megatfm.ops import fp8
-from tests.parity import test_pipelines as pipelines
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MODEL,
-    block,
-    global_batch,
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import (
+    build_engine,
     gradient_errors,
-    make_engine,
+    local_block,
     microbatches,
     one_device,
     one_device_gradients,
 )
 from tests.support.workers import Workers
 
-FOUR = MODEL.with_changes({"n_layers": 4})
+FOUR = UNTIED_MODEL.with_changes({"n_layers": 4})
 BIASES = FOUR.with_changes({"attention.bias": True, "ffn.bias": True})
 INNER = {
     f"decoder.layers.{n}.{name}"
@@ -36,21 +33,20 @@ INNER = {
 
 def all_layouts(layouts: list[ParallelConfig]) -> dict[str, float]:
     """By layout and parameter, the errors over 1e-9 against one device that multiplies so."""
-    batch, found = global_batch(seed=5), {}
+    batch, actual = global_batch(seed=5), {}
     model = one_device(BIASES)
     convert_to_fp8(model, rowwise=True)
     one = {path: matrix.matmul for path, matrix in fp8_linears(model).items()}
     _, expected = one_device_gradients(model, batch)
     for parallel in layouts:
-        make = pipelines.make_engine if parallel.pp > 1 else make_engine
-        engine = make(BIASES, parallel, ADAMW, recomputed="full")
+        engine = build_engine(BIASES, parallel, ADAMW, recomputed="full")
         for name, module in engine.model.named_modules():
             if isinstance(module, Linear) and name in one:
                 module.matmul = one[name]
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
         mine = {name: expected[name] for name in engine.gradients()}
-        found |= {f"{parallel} {name}": error for name, error in gradient_errors(engine, mine).items()}
-    return found
+        actual |= {f"{parallel} {name}": error for name, error in gradient_errors(engine, mine).items()}
+    return actual
 
 
 def test_by_rows_every_division_of_a_batch_is_one_computation(workers: Workers) -> None:
@@ -80,7 +76,7 @@ def cut_matrices(rowwise: bool) -> None:
             _, expected = one_device_gradients(model, batch)
             for sequence_parallel in (True, False):
                 parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
-                engine = make_engine(BIASES, parallel, ADAMW)
+                engine = build_engine(BIASES, parallel, ADAMW)
                 for path, product in one.items():
                     engine.model.get_submodule(path).matmul = product  # type: ignore[assignment]
                 # A tensor's scale is that of a micro-batch: all rows at once, as one device has them.
@@ -90,7 +86,7 @@ def cut_matrices(rowwise: bool) -> None:
                     assert not errors, (sequence_parallel, errors)
                     continue
                 for name, g in engine.gradients().items():
-                    wanted, true = (block(engine, name, tensors[name]) for tensors in (expected, exact))
+                    wanted, true = (local_block(engine, name, tensors[name]) for tensors in (expected, exact))
                     assert (g - wanted).norm() < (wanted - true).norm() + 1e-6 * true.norm(), name
 
 
@@ -104,30 +100,30 @@ def test_a_part_is_rounded_as_in_the_whole_but_for_the_smallest(kind: torch.dtyp
     generator = torch.Generator().manual_seed(3)
     random = torch.randn(64, 64, dtype=torch.float64, generator=generator)
     lowest = -24 if kind == fp8.E4M3 else -12  # beyond what the one reaches, and not the other
-    whole = random * torch.exp2(torch.randint(lowest, 1, (64, 64), generator=generator).double())
+    full = random * torch.exp2(torch.randint(lowest, 1, (64, 64), generator=generator).double())
     largest = torch.finfo(kind).max
 
     def values(x: Tensor) -> Tensor:
         scale = fp8.compute_scales(x, True, largest)
         return fp8.quantise(x, scale, kind).double() * scale.double()
 
-    together, apart = values(whole), torch.cat([values(part) for part in whole.chunk(4, 1)], 1)
-    row = whole.abs().amax(1, keepdim=True)
+    together, apart = values(full), torch.cat([values(part) for part in full.chunk(4, 1)], 1)
+    row = full.abs().amax(1, keepdim=True)
     # A scale is less than twice the largest by what the format reaches up to.
-    small = whole.abs() < row * 2 * torch.finfo(kind).smallest_normal / largest
+    small = full.abs() < row * 2 * torch.finfo(kind).smallest_normal / largest
     differ = together != apart
     assert bool(differ.any()) == (kind == fp8.E4M3)
     assert not (differ & ~small).any()
-    assert ((apart - whole).abs() <= (together - whole).abs())[differ].all()
+    assert ((apart - full).abs() <= (together - full).abs())[differ].all()
 
 
 def test_parts_that_the_kernel_does_not_take_are_refused() -> None:
     with torch.device("meta"):
         chosen = fp8_linears(build(FOUR))
-    whole = {f"{path}.weight": tuple(matrix.weight.shape) for path, matrix in chosen.items()}
+    full = {f"{path}.weight": tuple(matrix.weight.shape) for path, matrix in chosen.items()}
     with pytest.raises(UsageError, match=r"wq stays whole on each of parallel.tp = 2 ranks"):
-        check_sharded_shapes(chosen, whole, 2)
-    twice = {name: (2 * rows, columns) for name, (rows, columns) in whole.items()}
+        check_sharded_shapes(chosen, full, 2)
+    twice = {name: (2 * rows, columns) for name, (rows, columns) in full.items()}
     check_sharded_shapes(chosen, twice, 2)
     chosen["decoder.layers.1.ffn.w_up"].weight = torch.nn.Parameter(torch.empty(40, 32, device="meta"))
     with pytest.raises(UsageError, match=r"leaves \[40, 32\] of decoder.layers.1.ffn.w_up \[160, 32\]"):
@@ -138,7 +134,7 @@ def distances(precision: str, rowwise: bool | None) -> dict[str, float]:
     """‖g − r‖ / ‖r‖ of each parameter's gradient from one in float64 and in full."""
     batch = global_batch(seed=5)
     _, exact = one_device_gradients(one_device(FOUR), batch)
-    engine = make_engine(FOUR, ParallelConfig(), ADAMW, precision=precision)
+    engine = build_engine(FOUR, ParallelConfig(), ADAMW, precision=precision)
     if rowwise is not None:
         convert_to_fp8(engine.model, rowwise=rowwise)
     engine.forward_backward(microbatches(engine, batch), CAUSAL)
@@ -148,19 +144,19 @@ def distances(precision: str, rowwise: bool | None) -> dict[str, float]:
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_gradients_are_near_those_in_full(workers: Workers, rowwise: bool) -> None:
     (bf16,) = workers.run(distances, 1, "bf16", None)
-    (found,) = workers.run(distances, 1, "bf16", rowwise)
+    (result,) = workers.run(distances, 1, "bf16", rowwise)
     (alone,) = workers.run(distances, 1, "fp64", rowwise)
     assert min(alone.values()) > 1e-3, "some gradient knows nothing of 8 bits"
     # No more than the worst rounding of the two factors of a single product.
     assert max(alone.values()) < (1 + (2**-4 if rowwise else 2**-3)) * (1 + 2**-4) - 1
-    for name, error in found.items():
+    for name, error in result.items():
         assert error < 1.5 * (alone[name] + bf16[name]), name
 
 
-def test_which_products() -> None:
+def test_inner_matrices_are_multiplied_in_8_bits() -> None:
     with torch.device("meta"):
         model = build(FOUR)
-        short = build(MODEL)
+        short = build(UNTIED_MODEL)
         odd = build(FOUR.with_changes({"ffn.d_ff": 72}))
     assert fp8_linears(model).keys() == INNER
     assert fp8_linears(odd).keys() == {name for name in INNER if "ffn" not in name}

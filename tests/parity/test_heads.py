@@ -6,19 +6,25 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.models import build
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
 from tests.plugins import plugin
-from tests.support.grids import cells
+from tests.support.batches import PassThroughObjective, family_batch
+from tests.support.grids import cells_by_ranks
+from tests.support.models import FAMILY_MODELS
+from tests.support.parity import (
+    build_engine,
+    layout_microbatches,
+    model_gradient_errors,
+    one_device_reference,
+)
 from tests.support.workers import Workers
 
 plugin("labels")
 TOPIC = {"extra_heads": {"topic": {"classes": 5}}}
 NONE = {**TOPIC, "lm_head.name": "none", "lm_head.bias": False}
-DISCRIMINATOR = MODELS["electra"].with_changes({"family": "discriminator", "generator": None})
+DISCRIMINATOR = FAMILY_MODELS["electra"].with_changes({"family": "discriminator", "generator": None})
 CONFIGS = {
-    "encoder-decoder": MODELS["t5"].with_changes(TOPIC),
-    "encoder-decoder, that head alone": MODELS["t5"].with_changes(NONE),
+    "encoder-decoder": FAMILY_MODELS["t5"].with_changes(TOPIC),
+    "encoder-decoder, that head alone": FAMILY_MODELS["t5"].with_changes(NONE),
     "discriminator": DISCRIMINATOR.with_changes({**TOPIC, "extra_heads.sentence": {}}),
     "discriminator, that head alone": DISCRIMINATOR.with_changes(NONE),
 }
@@ -47,7 +53,7 @@ class WithTopics(PassThroughObjective):
 
 
 def batch_of(config: ModelConfig) -> dict[str, Tensor]:
-    batch = batch_for(config)
+    batch = family_batch(config)
     draw = torch.Generator().manual_seed(5)
     batch["in_text"] = batch["documents"] == 0
     batch["labels"] = torch.randint(5, (len(batch["tokens"]),), generator=draw)
@@ -65,29 +71,18 @@ def batch_of(config: ModelConfig) -> dict[str, Tensor]:
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     config = CONFIGS[name]
     batch = batch_of(config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_pipelines, "PassThroughObjective", WithTopics)
-        model, objective, loss = test_pipelines.reference(config, batch)
+    model, objective, loss = one_device_reference(config, batch, WithTopics)
     assert objective.loss_weights.keys() == TERMS[name]
     assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "topic" in n)
     for layout, parallel in layouts.items():
-        module = test_pipelines if parallel.pp > 1 else test_layouts
-        more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
-        engine = module.make_engine(config, parallel, *more)
-        stats = engine.forward_backward(module.microbatches(engine, batch), objective)
+        engine = build_engine(config, parallel)
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
-        assert test_pipelines.errors(engine, model) == {}, layout
+        assert model_gradient_errors(engine, model) == {}, layout
     return list(layouts)
 
 
-CASES = [
-    case
-    for ranks, layouts in LAYOUTS.items()
-    for case in cells(dict.fromkeys(CONFIGS, layouts), ranks, always=["tp2"], label=f" on {ranks}")
-]
-
-
-@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(CONFIGS, LAYOUTS, always=["tp2"]))
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts

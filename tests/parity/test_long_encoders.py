@@ -1,6 +1,5 @@
 """BigBird and Longformer against transformers, from the same perturbed weights: logits, losses and every gradient."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,17 +11,17 @@ from transformers.models.longformer import modeling_longformer
 from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.bigbird import random_blocks
 from megatfm.ops.attention import block_sparse, kernels
-from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
-from tests.support.reference_gradients import Figures, doubled, hold_to_the_docs, pair
+from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
+from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair
 
 BIGBIRD = {
-    **BERT,
+    **BERT_ENCODER,
     "ffn.activation": "gelu_tanh",
     "extra_heads.sentence.classes": 2,
     "position.max_positions": 40,
 }
 LONGFORMER = {
-    **BERT,
+    **BERT_ENCODER,
     "attention.name": "longformer",
     "position.max_positions": 40,
     "position.offset": PAD + 1,
@@ -48,19 +47,18 @@ LENGTHS = {"bigbird": (24, 33), "bigbird-two": (35,), "longformer": (24, 17), "l
 """More than what would be seen whole, and some that no block divides."""
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_big_bird, modeling_longformer):
-        yield request.param
+dtype = dtype_fixture(modeling_big_bird, modeling_longformer)
 
 
 def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tensor]:
-    tokens = draw(VOCABULARY, rows, length, seed=0, low=PAD + 1)
-    labels = draw(VOCABULARY, rows, length, seed=3).where(draw(3, rows, length, seed=2) == 0, -100)
+    tokens = draw_tokens(VOCABULARY, rows, length, seed=0, low=PAD + 1)
+    labels = draw_tokens(VOCABULARY, rows, length, seed=3).where(
+        draw_tokens(3, rows, length, seed=2) == 0, -100
+    )
     return {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
-        "token_type_ids": draw(config.embedding.n_segments, rows, length, seed=1),
+        "token_type_ids": draw_tokens(config.embedding.n_segments, rows, length, seed=1),
         "labels": labels,
     }
 
@@ -78,21 +76,21 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
         else:
             both.theirs.train()  # in evaluation its random blocks are all the first one
             extra = {"next_sentence_label": torch.tensor([0, 1])}
-        theirs = both.theirs(**batch, **extra)
+        expected = both.theirs(**batch, **extra)
         segments = {"segments": batch["token_type_ids"]}
-        ours = both.ours(batch["input_ids"], **segments)
-        figures.see_logits(ours.logits, theirs.logits if wide else theirs.prediction_logits, dtype)
+        actual = both.ours(batch["input_ids"], **segments)
+        figures.see_logits(actual.logits, expected.logits if wide else expected.prediction_logits, dtype)
         inputs = segments | {"targets": batch["labels"]}
         if not wide:
-            figures.see_logits(ours.predictions["sentence"], theirs.seq_relationship_logits, dtype)
+            figures.see_logits(actual.predictions["sentence"], expected.seq_relationship_logits, dtype)
             inputs["sentence_targets"] = torch.full_like(batch["labels"], -100)
             inputs["sentence_targets"][:, 0] = extra["next_sentence_label"]
         losses = both.ours(batch["input_ids"], **inputs).losses
         loss = losses["masked"] / (batch["labels"] != -100).sum()
         loss = loss if wide else loss + losses["sentence"] / 2
-        figures.see_logits(loss, theirs.loss, dtype)
+        figures.see_logits(loss, expected.loss, dtype)
         loss.backward()
-        theirs.loss.backward()
+        expected.loss.backward()
         figures.see_gradients(both, dtype)
     return figures
 
@@ -121,14 +119,14 @@ def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
     batch["input_ids"][1, 15:], batch["labels"][1, 15:] = PAD, -100
     wide = torch.zeros_like(batch["input_ids"])
     wide[:, 0] = 1
-    theirs = both.theirs(**batch, global_attention_mask=wide)
+    expected = both.theirs(**batch, global_attention_mask=wide)
     where = {"documents": batch["attention_mask"] - 1, "segments": batch["token_type_ids"]}
-    ours = both.ours(batch["input_ids"], **where)
+    actual = both.ours(batch["input_ids"], **where)
     counted, figures = batch["attention_mask"] == 1, Figures()
-    figures.see_logits(ours.logits[counted], theirs.logits[counted], dtype)
+    figures.see_logits(actual.logits[counted], expected.logits[counted], dtype)
     losses = both.ours(batch["input_ids"], **where, targets=batch["labels"]).losses
     (losses["masked"] / (batch["labels"] != -100).sum()).backward()
-    theirs.loss.backward()
+    expected.loss.backward()
     figures.see_gradients(both, dtype)
 
 
@@ -138,14 +136,14 @@ def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
 def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: int) -> None:
     import numpy as np
 
-    theirs = modeling_big_bird.BigBirdBlockSparseAttention
-    with mock.patch.object(theirs, "__init__", lambda self: torch.nn.Module.__init__(self)):
-        asked = theirs().train()
-    lengths, counts = theirs._get_rand_attn_plan(rows * 8, 8, n_random)
+    expected = modeling_big_bird.BigBirdBlockSparseAttention
+    with mock.patch.object(expected, "__init__", lambda self: torch.nn.Module.__init__(self)):
+        asked = expected().train()
+    lengths, counts = expected._get_rand_attn_plan(rows * 8, 8, n_random)
     state = np.random.get_state()
     np.random.seed(seed)
     wanted = asked._bigbird_block_rand_mask_with_head(rows * 8, rows * 8, 8, 8, heads, lengths, counts)
     np.random.set_state(state)
-    ours = random_blocks(rows, heads, n_random, seed)
-    assert torch.equal(ours[:, 1:-1], torch.from_numpy(np.stack(wanted)).long())
-    assert torch.equal(random_blocks(rows - 3, heads, n_random, seed), ours[:, :-3])
+    actual = random_blocks(rows, heads, n_random, seed)
+    assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(wanted)).long())
+    assert torch.equal(random_blocks(rows - 3, heads, n_random, seed), actual[:, :-3])

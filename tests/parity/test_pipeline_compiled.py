@@ -8,8 +8,14 @@ import torch
 from torch import nn
 
 from megatfm.config import ParallelConfig
-from tests.parity.test_layouts import ADAMW
-from tests.parity.test_pipelines import case, errors, make_engine, microbatches, reference
+from tests.support.batches import family_case
+from tests.support.models import ADAMW
+from tests.support.parity import (
+    build_engine,
+    model_gradient_errors,
+    one_device_reference,
+    uneven_microbatches,
+)
 from tests.support.workers import Workers
 
 
@@ -27,13 +33,13 @@ def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: st
         warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
         patch.setattr(nn.Module, "compile", compile_block)
         for name in names:
-            config, batch = case(name, deep=False)
-            model, objective, loss = reference(config, batch)
+            config, batch = family_case(name, deep=False)
+            model, objective, loss = one_device_reference(config, batch)
             for parallel in layouts:
-                engine = make_engine(config, parallel, ADAMW, compile_blocks=True)
-                stats = engine.forward_backward(microbatches(engine, batch), objective)
+                engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
+                stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
                 assert stats.loss == pytest.approx(loss, rel=1e-12)
-                assert errors(engine, model) == {}
+                assert model_gradient_errors(engine, model) == {}
                 torch._dynamo.reset()
     return compiled[0]
 

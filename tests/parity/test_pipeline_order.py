@@ -17,8 +17,9 @@ from megatfm.parallel.pipeline_schedule import (
     stage_to_rank,
 )
 from megatfm.parallel.pipeline_stages import Stage
-from tests.parity.test_layouts import CAUSAL, global_batch
-from tests.parity.test_pipelines import SCHEDULES, make_engine
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.layouts import PIPELINE_SCHEDULES
+from tests.support.parity import build_engine
 from tests.support.pipeline_simulation import bubble, simulate
 from tests.support.workers import Workers
 
@@ -41,11 +42,11 @@ def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable
 
 def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
     """What this rank does under each schedule, with two micro-batches for each rank."""
-    found = {}
+    actual = {}
     rows = {key: value[: 2 * ranks] for key, value in global_batch(seed=3).items()}
     batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]
     for schedule in schedules:
-        engine = make_engine(DEEP, ParallelConfig(pp=ranks, pp_schedule=schedule))
+        engine = build_engine(DEEP, ParallelConfig(pp=ranks, pp_schedule=schedule))
         done: list[Action] = []
         with pytest.MonkeyPatch.context() as patch:
             for name, kind in METHODS.items():
@@ -54,16 +55,16 @@ def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
                 )
             engine.forward_backward(batch, CAUSAL)
         assert all(torch.isfinite(g).all() for g in engine.gradients().values())
-        found[schedule] = done
-    return found
+        actual[schedule] = done
+    return actual
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_is_done_has_the_bubble_of_the_formula(workers: Workers, ranks: int) -> None:
     """Whole backward passes: (p − 1) / (v·m + p − 1); split ones, where F = I = W: (p − 1) / (3·v·m + p − 1)."""
-    by_rank = workers.run(one_step, ranks, SCHEDULES, ranks)
+    by_rank = workers.run(one_step, ranks, PIPELINE_SCHEDULES, ranks)
     microbatches = 2 * ranks
-    for schedule in SCHEDULES:
+    for schedule in PIPELINE_SCHEDULES:
         virtual = 1 if schedule in ("gpipe", "1f1b") else 2
         rank_of = stage_to_rank(schedule, ranks, virtual)
         done = [rank[schedule] for rank in by_rank]

@@ -17,7 +17,7 @@ from megatfm.parallel.context_attention import make_attention_forward, make_late
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange, token_indices
 from megatfm.parallel.pipeline_schedule import under_way
 from megatfm.parallel.ring_attention import LatentKeyValues
-from tests.parity.test_context_documents import LATENT, TINY
+from tests.support.models import TINY_LATENT, TINY_MODEL
 from tests.support.workers import Workers
 
 TOKENS, HEADS, WIDTH = 12, 2, 8
@@ -31,7 +31,7 @@ def inputs(*shapes: Sequence[int], dtype: torch.dtype = torch.float64) -> list[T
 
 def on_a_ring(latent: bool = False) -> tuple[Any, SequenceShard]:
     """Causal attention of a row of which each rank has as much, around a ring, and what it needs to know of it."""
-    model = build(ModelConfig.from_dotted(**TINY, **({"attention": LATENT} if latent else {})))
+    model = build(ModelConfig.from_dotted(**TINY_MODEL, **({"attention": TINY_LATENT} if latent else {})))
     core = model.get_submodule("decoder.layers.0.attn.core")
     contexts = ContextParallel(dist.group.WORLD, lambda _: True, 1, "ring")  # type: ignore[arg-type]
     length = TOKENS * contexts.size
@@ -55,16 +55,20 @@ def places_of(rank: int) -> Tensor:
 def gradients_twice() -> bool:
     """Of a graph that is kept, twice, and then in two parts, and twice again."""
     attention, part = on_a_ring()
-    given = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
-    loss = attention(*given, part).square().sum()
-    first, second = (torch.autograd.grad(loss, given, retain_graph=True) for _ in range(2))
+    arguments = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
+    loss = attention(*arguments, part).square().sum()
+    first, second = (torch.autograd.grad(loss, arguments, retain_graph=True) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
     with under_way("inputs"):
-        third = torch.autograd.grad(loss, given, retain_graph=True)
+        third = torch.autograd.grad(loss, arguments, retain_graph=True)
     with under_way("weights"):
-        assert torch.autograd.grad(loss, given, retain_graph=True, allow_unused=True) == (None, None, None)
-    for again in (third, torch.autograd.grad(loss, given)):
+        assert torch.autograd.grad(loss, arguments, retain_graph=True, allow_unused=True) == (
+            None,
+            None,
+            None,
+        )
+    for again in (third, torch.autograd.grad(loss, arguments)):
         for a, b in zip(first, again, strict=True):
             assert torch.equal(a, b)
     return True
@@ -77,26 +81,26 @@ def test_a_graph_that_is_kept_gives_all_gradients_again(workers: Workers) -> Non
 def attention_with_biases() -> bool:
     """Of pairs, as a plugin may give them, and by distance: those of one device, with the biases' gradients."""
     attention, part = on_a_ring()
-    given = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
+    arguments = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
     rate = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    rows = [torch.cat(all_gather(x.detach()[None], 0, part_group()).unbind(), 2) for x in given]
+    rows = [torch.cat(all_gather(x.detach()[None], 0, part_group()).unbind(), 2) for x in arguments]
     order = torch.cat([places_of(rank) for rank in range(dist.get_world_size())]).argsort()
     q, k, v = (x[:, :, order].requires_grad_() for x in rows)
     length = q.shape[2]
     away = torch.arange(length)[None] - torch.arange(length)[:, None]
     scores = q @ k.mT / WIDTH**0.5 - rate[:, None, None] * away.abs()
     expected = scores.masked_fill(away > 0, -torch.inf).softmax(-1) @ v
-    here = part.token_indices
-    expected_rate, expected_q = torch.autograd.grad(expected[:, :, here].square().sum(), (rate, q))
+    token_indices = part.token_indices
+    expected_rate, expected_q = torch.autograd.grad(expected[:, :, token_indices].square().sum(), (rate, q))
     for bias in (
         -rate[:, None, None] * part.relative_positions().abs()[None],
         -rate[:, None] * part.unique_relative_positions().abs(),
     ):
-        out = attention(*given, part, bias[None] if bias.dim() == 3 else bias)
-        torch.testing.assert_close(out, expected[:, :, here])
-        of_rate, of_q = torch.autograd.grad(out.square().sum(), (rate, given[0]))
+        out = attention(*arguments, part, bias[None] if bias.dim() == 3 else bias)
+        torch.testing.assert_close(out, expected[:, :, token_indices])
+        of_rate, of_q = torch.autograd.grad(out.square().sum(), (rate, arguments[0]))
         torch.testing.assert_close(of_rate, expected_rate)
-        torch.testing.assert_close(of_q, expected_q[:, :, here])
+        torch.testing.assert_close(of_q, expected_q[:, :, token_indices])
     return True
 
 
@@ -115,16 +119,18 @@ def events() -> tuple[list[str], list[str]]:
             (P2PExchange, "wait"),
         ):
             real = getattr(owner, name)
-            told = "wait" if name == "wait" else "compute"
-            patch.setattr(owner, name, lambda *a, real=real, told=told: (done.append(told), real(*a))[1])
+            message = "wait" if name == "wait" else "compute"
+            patch.setattr(
+                owner, name, lambda *a, real=real, message=message: (done.append(message), real(*a))[1]
+            )
         send = ring_attention._shift
         patch.setattr(
             ring_attention,
             "_shift",
             lambda x, contexts, hows: (done.append("send") if hows else None, send(x, contexts, hows))[1],
         )
-        given = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
-        out = attention(*given, part)
+        arguments = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
+        out = attention(*arguments, part)
         forward = [*done]
         done.clear()
         out.sum().backward()
@@ -148,11 +154,13 @@ def sums_of_parts() -> tuple[set[float], set[float]]:
         size = iter([256.0, 0.5, 0.5, 0.5])
         now = [0.0]
 
-        def part_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+        def part_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *remaining: Any) -> list[Tensor]:
             now[0] = next(size)
             return [torch.full_like(q, now[0]), torch.zeros_like(k), torch.zeros_like(v)]
 
-        def back(made: LatentKeyValues, sent: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+        def back(
+            latents: LatentKeyValues, sent: Tensor, weights: Sequence[Tensor], *remaining: Any
+        ) -> list[Tensor]:
             return [torch.zeros_like(sent), *(torch.full_like(weight, now[0]) for weight in weights)]
 
         patch.setattr(ring_attention, "partial_attention_backward", part_backward)

@@ -33,9 +33,9 @@ def test_output_and_every_gradient(window: int | None) -> None:
             "ffn.d_ff": 8,
         }
     )
-    ours = Block(config, "decoder").attn.double()
-    perturb(ours, scale=0.5)
-    theirs = GptOssAttention(
+    actual = Block(config, "decoder").attn.double()
+    perturb(actual, scale=0.5)
+    expected = GptOssAttention(
         GptOssConfig(
             hidden_size=WIDTH,
             num_attention_heads=HEADS,
@@ -46,20 +46,20 @@ def test_output_and_every_gradient(window: int | None) -> None:
         ),
         0,
     ).double()
-    named, right = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    named, right = dict(actual.named_parameters()), dict(expected.named_parameters())
     assert {NAMES[name] for name in named} == set(right)
-    theirs.load_state_dict({NAMES[name]: parameter.detach() for name, parameter in named.items()})
+    expected.load_state_dict({NAMES[name]: parameter.detach() for name, parameter in named.items()})
     x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     angles = torch.arange(LENGTH)[:, None] * frequencies(HEAD, 10_000.0)
     turned = (angles.cos()[None].expand(2, -1, -1), angles.sin()[None].expand(2, -1, -1))
     away = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     hidden = (away < 0) | (away >= (window or LENGTH))
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    wanted, _ = theirs(x, turned, mask[None, None].expand(2, 1, -1, -1))
-    made = ours(x, SequenceMetadata(torch.arange(LENGTH).expand(2, -1)))
-    torch.testing.assert_close(made, wanted, rtol=1e-11, atol=1e-12)
+    wanted, _ = expected(x, turned, mask[None, None].expand(2, 1, -1, -1))
+    result = actual(x, SequenceMetadata(torch.arange(LENGTH).expand(2, -1)))
+    torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
     g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    made.backward(g)
+    result.backward(g)
     wanted.backward(g)
     for name, parameter in named.items():
         torch.testing.assert_close(parameter.grad, right[NAMES[name]].grad, rtol=1e-9, atol=1e-11)

@@ -6,20 +6,10 @@ import pytest
 import torch
 
 from megatfm.config import AdamWConfig
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    LAYOUTS,
-    MODEL,
-    MUON,
-    WORLD,
-    block,
-    global_batch,
-    make_engine,
-    microbatches,
-    one_device,
-    one_device_gradients,
-)
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, RANKS_OF_LAYOUT
+from tests.support.models import ADAMW, MUON, UNTIED_MODEL
+from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.workers import Workers
 
 STEPS = 5
@@ -29,8 +19,10 @@ BOTH = ("zero1 on 2", "zero3 on 2", "tp2", "zero1 2 × tp2", "zero3 2 × tp2")
 
 def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
     """Largest difference of a weight from plain torch optimizers with plain clipping, for each layout."""
-    engines = {layout: make_engine(MODEL, LAYOUTS[layout], optimizer) for layout in layouts}
-    reference = one_device(MODEL)
+    engines = {
+        layout: build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], optimizer) for layout in layouts
+    }
+    reference = one_device(UNTIED_MODEL)
     named = dict(reference.named_parameters())
     matrices = [n for n, p in named.items() if p.dim() == 2 and (optimizer.name == "muon" and "layers" in n)]
     decayed = [p for n, p in named.items() if p.dim() == 2 and n not in matrices]
@@ -54,7 +46,7 @@ def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
             )
     return {
         layout: max(
-            float((block(engine, n, p.detach()) - engine.local[n]).abs().max())
+            float((local_block(engine, n, p.detach()) - engine.local[n]).abs().max())
             for n, p in named.items()
             if engine.local[n].numel()
         )
@@ -69,7 +61,9 @@ def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
 )
 def test_steps_equal_plain_torch(workers: Workers, optimizer: AdamWConfig, ranks: int) -> None:
     layouts = [
-        layout for layout in LAYOUTS if WORLD[layout] == ranks and (optimizer is ADAMW or layout in BOTH)
+        layout
+        for layout in DATA_AND_TENSOR_LAYOUTS
+        if RANKS_OF_LAYOUT[layout] == ranks and (optimizer is ADAMW or layout in BOTH)
     ]
     for differences in workers.run(train, ranks, layouts, optimizer):
         assert list(differences) == layouts

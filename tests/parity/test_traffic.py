@@ -1,27 +1,17 @@
 """Bytes that a step sends, counted where torch dispatches them, equal the closed forms: by axis, collective, rank."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    MuonConfig,
-    OptimizerSection,
-    ParallelConfig,
-    TrainConfig,
-)
+from megatfm.config import Config, ModelConfig, MuonConfig, ParallelConfig
 from megatfm.config.objective import (
     CausalObjective,
     MaskedObjective,
     NextSentenceObjective,
-    ObjectiveConfig,
     PermutationObjective,
     ReplacedTokenObjective,
     SpanCorruptionObjective,
@@ -31,16 +21,14 @@ from megatfm.models import build
 from megatfm.parallel.layout import transformer_blocks
 from megatfm.verify import expected_weights
 from megatfm.verify.expected import expected_flows
-from megatfm.verify.rank_processes import RankResult, _step
 from megatfm.verify.shrink import random_batch
 from megatfm.verify.verify import traffic_mismatches_of
-from tests.parity.test_families import MODELS
-from tests.parity.test_layouts import ADAMW
-from tests.parity.test_pipelines import SCHEDULES
 from tests.support.grids import SLOW, cells
+from tests.support.layouts import PIPELINE_SCHEDULES
+from tests.support.models import FAMILY_MODELS
+from tests.support.traffic import count_steps, traffic_config, traffic_mismatches
 from tests.support.workers import Workers
 
-LENGTH = 12
 WITHOUT_DROPOUT = {"dropout": 0.0, "attention.dropout": 0.0, "ffn.dropout": 0.0, "drop_path": 0.0}
 CAUSAL = CausalObjective()
 CASES = {
@@ -76,11 +64,14 @@ LAYOUTS = {
     },
 }
 STAGES = {
-    2: {f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, pp_schedule=schedule) for schedule in SCHEDULES},
+    2: {
+        f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, pp_schedule=schedule)
+        for schedule in PIPELINE_SCHEDULES
+    },
     4: {
         **{
             f"pp4 {schedule}": ParallelConfig(pp=4, dp_shard=1, pp_schedule=schedule)
-            for schedule in SCHEDULES
+            for schedule in PIPELINE_SCHEDULES
         },
         "pp2 × tp2": ParallelConfig(pp=2, tp=2, dp_shard=1),
         "pp2 × zero0": ParallelConfig(pp=2, dp_shard=2, zero=0),
@@ -98,62 +89,14 @@ STAGES = {
 }
 
 
-def config_of(
-    model: ModelConfig,
-    objective: ObjectiveConfig,
-    parallel: ParallelConfig,
-    *,
-    optimizer: OptimizerSection = ADAMW,
-    recompute: str = "none",
-    plugins: Sequence[str] = (),
-) -> Config:
-    """Two micro-batches a step, and one more with stages."""
-    data_ranks = parallel.dp_replicate * parallel.dp_shard
-    return Config(
-        name="x",
-        plugins=tuple(plugins),
-        model=model,
-        objective=objective,
-        data=DataConfig(
-            train="t",
-            tokenizer="m",
-            sequence_length=LENGTH,
-            target_length=LENGTH if model.family == "encoder_decoder" else None,
-        ),
-        parallel=parallel,
-        optimizer=optimizer,
-        train=TrainConfig(
-            steps=1,
-            global_batch=2 * (3 if parallel.pp > 1 else 2) * data_ranks,
-            micro_batch=2,
-            precision="fp64",
-            recompute=recompute,
-        ),
-    )
-
-
 def case(name: str, parallel: ParallelConfig) -> Config:
     """A model with an objective that uses all of its heads, of seven blocks if eight stages are made of it."""
     changes: dict[str, Any] = {
-        "extra_heads": {k: v for k, v in MODELS[name].extra_heads.items() if k != "boundary"}
+        "extra_heads": {k: v for k, v in FAMILY_MODELS[name].extra_heads.items() if k != "boundary"}
     }
     if parallel.pp * parallel.stages_per_rank > 4:
         changes["n_layers"] = 7
-    return config_of(MODELS[name].with_changes(changes), CASES[name], parallel)
-
-
-def steps(configs: list[Config]) -> list[RankResult]:
-    return [_step(config, random_batch(config), dist.get_world_size()) for config in configs]
-
-
-def missed(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[str, list[str]]:
-    """Which flows under which layout are not as expected."""
-    by_rank = workers.run(steps, ranks, list(configs.values()), timeout=180.0)
-    found = {}
-    for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
-        if misses := traffic_mismatches_of(answers, expected_flows(config, random_batch(config))):
-            found[layout] = misses
-    return found
+    return traffic_config(FAMILY_MODELS[name].with_changes(changes), CASES[name], parallel)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +108,7 @@ def missed(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[
 )
 def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, LAYOUTS[ranks][layout]) for layout in layouts}
-    assert missed(workers, ranks, configs) == {}
+    assert traffic_mismatches(workers, ranks, configs) == {}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +122,7 @@ def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ra
 )
 def test_counted_is_expected_of_stages(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, STAGES[ranks][layout]) for layout in layouts}
-    assert missed(workers, ranks, configs) == {}
+    assert traffic_mismatches(workers, ranks, configs) == {}
 
 
 def bucket_misses(config: Config, elements: int) -> list[str]:
@@ -187,7 +130,7 @@ def bucket_misses(config: Config, elements: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", elements)
         patch.setattr(expected_weights, "BUCKET", elements)
-        [answer] = steps([config])
+        [answer] = count_steps([config])
         expected = expected_flows(config, random_batch(config))[dist.get_rank()]
         assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
         return traffic_mismatches_of([answer], [expected])
@@ -211,10 +154,10 @@ def test_counted_is_expected_of_optimizers_of_whole_tensors(workers: Workers, ra
     layouts = LAYOUTS[ranks] | STAGES[ranks]
     muon = MuonConfig(lr=1e-3)
     configs = {
-        layout: config_of(MODELS["llama"], CAUSAL, layouts[layout], optimizer=muon)
+        layout: traffic_config(FAMILY_MODELS["llama"], CAUSAL, layouts[layout], optimizer=muon)
         for layout in WHOLE_TENSORS[ranks]
     }
-    assert missed(workers, ranks, configs) == {}
+    assert traffic_mismatches(workers, ranks, configs) == {}
 
 
 @pytest.mark.parametrize(
@@ -225,14 +168,14 @@ def test_counted_is_expected_of_optimizers_of_whole_tensors(workers: Workers, ra
 def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers, layouts: list[str]) -> None:
     """Before or after a norm and dropout, which keep something after the last sum, and without."""
     configs = {
-        f"{name}, {layout}, {how}": config_of(
-            MODELS[name].with_changes(dropped), CASES[name], LAYOUTS[2][layout], recompute=how
+        f"{name}, {layout}, {how}": traffic_config(
+            FAMILY_MODELS[name].with_changes(dropped), CASES[name], LAYOUTS[2][layout], recompute=how
         )
         for name, dropped in (("gpt", {}), ("gpt", WITHOUT_DROPOUT), ("albert", {}), ("t5", WITHOUT_DROPOUT))
         for layout in layouts
         for how in ("full", "selective")
     }
-    assert missed(workers, 2, configs) == {}
+    assert traffic_mismatches(workers, 2, configs) == {}
 
 
 DIVISIBLE = ModelConfig(vocab_size=96, d_model=32, n_layers=2, attention={"n_heads": 4}, ffn={"d_ff": 48})
@@ -259,8 +202,8 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
         "tp2": tp,
         "tp2 without sequence parallel": tp,
     }
-    configs = [config_of(DIVISIBLE, CAUSAL, LAYOUTS[2][layout]) for layout in wanted]
-    for answers in workers.run(steps, 2, configs):
+    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2][layout]) for layout in wanted]
+    for answers in workers.run(count_steps, 2, configs):
         for layout, answer in zip(wanted, answers, strict=True):
             sent = sum(flow.sent_bytes for flow in answer.flows)
             if layout == "tp2":  # norms' gradients
@@ -273,10 +216,10 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
 def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:
     """Two gathers a layer; "full" stops before the second scatter, "selective" keeps what both gave."""
     how = ("none", "full", "selective")
-    configs = [config_of(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=each) for each in how]
+    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=item) for item in how]
     blocks_run = 2 * DIVISIBLE.n_layers  # in two micro-batches
-    for answers in workers.run(steps, 2, configs):
+    for answers in workers.run(count_steps, 2, configs):
         calls = [{f.collective: f.calls for f in answer.flows} for answer in answers]
-        none, full, selective = (Counter(found) for found in calls)
+        none, full, selective = (Counter(calls_by_name) for calls_by_name in calls)
         assert full - none == Counter(all_gather=2 * blocks_run, reduce_scatter=blocks_run)
         assert selective - none == Counter(all_gather=2 * blocks_run)

@@ -1,7 +1,5 @@
 """XLNet against transformers, from the same perturbed weights: predictions in a given order, losses, every gradient."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from transformers.models.xlnet import modeling_xlnet
 from megatfm.config import ModelConfig
 from megatfm.models import build
 from megatfm.ops.attention import reference as rows
-from tests.support.reference_gradients import Figures, Pair, doubled, hold_to_the_docs, pair, perturb
+from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair, perturb
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
 CONFIG = ModelConfig(
@@ -26,10 +24,7 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_xlnet):
-        yield request.param
+dtype = dtype_fixture(modeling_xlnet)
 
 
 @pytest.fixture(params=["at once", "in pieces"])
@@ -72,8 +67,8 @@ def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     for b in range(rows):
         for i in range(n):
             for j in range(n):
-                given = order[b][i] == order[b][j] == 0
-                hidden[b, i, j] = not (order[b][j] < order[b][i] or given)
+                inputs = order[b][i] == order[b][j] == 0
+                hidden[b, i, j] = not (order[b][j] < order[b][i] or inputs)
         for number, place in enumerate(torch.nonzero(targets[b] != IGNORE)[:, 0].tolist()):
             mapping[b, number, place] = 1
             labels[b, number] = targets[b, place]
@@ -88,11 +83,11 @@ def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def predictions(
-    both: Pair, batch: dict[str, Tensor], theirs: Tensor, labels: Tensor
+    both: Pair, batch: dict[str, Tensor], expected: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Logits at the targets, row by row, in their order in the text."""
     inputs = {name: values for name, values in batch.items() if name != "targets"}
-    return both.ours(**inputs).logits[batch["targets"] != IGNORE], theirs[labels != IGNORE]
+    return both.ours(**inputs).logits[batch["targets"] != IGNORE], expected[labels != IGNORE]
 
 
 @pytest.mark.usefixtures("of_scores")
@@ -118,9 +113,9 @@ def test_without_an_order_all_tokens_see_one_another(dtype: torch.dtype) -> None
     inputs = {k: v for k, v in theirs_of(batch, dtype).items() if k in ("input_ids", "attention_mask")}
     inside = batch["documents"] == 0
     for segments in (None, batch["segments"]):
-        theirs = both.theirs(**inputs, token_type_ids=segments).logits
-        ours = both.ours(batch["tokens"], documents=batch["documents"], segments=segments).logits
-        figures.see_logits(ours[inside], theirs[inside], dtype)
+        reference = both.theirs(**inputs, token_type_ids=segments).logits
+        logits = both.ours(batch["tokens"], documents=batch["documents"], segments=segments).logits
+        figures.see_logits(logits[inside], reference[inside], dtype)
     assert figures.logits > 0
 
 
@@ -131,34 +126,35 @@ def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
         part["documents"] += number
     padding = {"tokens": 3, "documents": -1, "segments": 0, "order": 0, "targets": IGNORE}
     row = {k: torch.cat([*(p[k] for p in parts), torch.full((1, 2), v)], 1) for k, v in padding.items()}
-    ours = both.ours(**{k: v for k, v in row.items() if k != "targets"}).logits
+    logits = both.ours(**{k: v for k, v in row.items() if k != "targets"}).logits
     start, loss = 0, torch.zeros((), dtype=dtype)
     for part, length in zip(parts, lengths, strict=True):
         part["documents"] = torch.zeros_like(part["documents"])
         inputs = theirs_of(part, dtype)
         output = both.theirs(**inputs)
         wanted = part["targets"] != IGNORE
-        figures.see_logits(ours[:, start : start + length][wanted], output.logits[0], dtype)
+        figures.see_logits(logits[:, start : start + length][wanted], output.logits[0], dtype)
         loss = loss + output.loss * wanted.sum()
         start += length
     figures.see_logits(both.ours(**row).losses["permutation"], loss, dtype)
-    assert ours.isfinite().all()
+    assert logits.isfinite().all()
 
 
-def test_a_prediction_depends_on_what_comes_before_it_in_the_order_and_on_nothing_else() -> None:
+def test_a_prediction_depends_on_what_comes_before_it() -> None:
+    """A prediction depends on nothing that comes later in the order."""
     model, batch = build(CONFIG).double().eval(), batch_of((13,), 3)
     perturb(model)
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     table = model.encoder.embedding.tokens
     table.register_forward_hook(
-        lambda _, __, output: found.append(output.detach().requires_grad_()) or found[-1]
+        lambda _, __, output: actual.append(output.detach().requires_grad_()) or actual[-1]
     )
     inputs = {k: v for k, v in batch.items() if k != "targets"}
     logits, (order,) = model(**inputs).logits, batch["order"]
     targets = torch.nonzero(order)[:, 0].tolist()
     assert len(targets) > 3
     for i in targets:
-        (gradient,) = torch.autograd.grad(logits[0, i].square().sum(), found[0], retain_graph=True)
+        (gradient,) = torch.autograd.grad(logits[0, i].square().sum(), actual[0], retain_graph=True)
         assert ((gradient[0] != 0).any(-1) == (order < order[i])).all()
 
 
@@ -168,13 +164,13 @@ def test_dropout_is_keyed_and_the_streams_drop_apart() -> None:
     perturb(model)
     keys = torch.tensor([3, 5, 7])
 
-    def run(rows: slice, given: Tensor) -> Tensor:
-        return model(**{k: v[rows] for k, v in batch.items()}, keys=given[rows]).losses["permutation"]
+    def run(rows: slice, inputs: Tensor) -> Tensor:
+        return model(**{k: v[rows] for k, v in batch.items()}, keys=inputs[rows]).losses["permutation"]
 
-    whole = run(slice(None), keys)
+    full = run(slice(None), keys)
     parts = [run(slice(i, i + 1), keys) for i in range(3)]
-    torch.testing.assert_close(whole, torch.stack(parts).sum(), rtol=1e-12, atol=0)
-    assert run(slice(None), keys + 1) != whole
+    torch.testing.assert_close(full, torch.stack(parts).sum(), rtol=1e-12, atol=0)
+    assert run(slice(None), keys + 1) != full
     seen = []
     for layer in model.encoder.layers.values():
         layer.attn_residual.branch.register_forward_hook(lambda _, inputs, output: seen.append(output == 0))

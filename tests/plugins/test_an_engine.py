@@ -1,6 +1,5 @@
 """The page's engine: its file is the page's, its gradients are one process's, and it trains, resumes and refuses."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +7,8 @@ import pytest
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
 from megatfm.verify.verify import verify
-from tests.unit.test_docs import ROOT, fences
+from tests.support.documentation import PLUGINS, ROOT, fences
 
-HERE = Path(__file__).parent
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {"dp_shard": 1},
     "data parallel": {"dp_shard": 2},
@@ -18,11 +16,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"dp_shard": 1, "tp": 2},
     "data × tp": {"dp_shard": 2, "tp": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE)
 
 
 def config(**parallel: Any) -> Config:
@@ -35,7 +28,7 @@ def config(**parallel: Any) -> Config:
 
 def test_the_page_has_the_file() -> None:
     pages = [text for page, title, text in fences("python") if title == "plain_ddp.py"]
-    assert pages == [(HERE / "plain_ddp.py").read_text(encoding="utf-8")]
+    assert pages == [(PLUGINS / "plain_ddp.py").read_text(encoding="utf-8")]
 
 
 def test_no_file_of_ours_knows_it() -> None:
@@ -48,12 +41,12 @@ def test_no_file_of_ours_knows_it() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_gradient_is_one_process_s(layout: str) -> None:
-    found = verify(config(**LAYOUTS[layout]))
-    assert found.gradients
-    assert not found.wrong
-    assert not found.traffic_mismatches
+    actual = verify(config(**LAYOUTS[layout]))
+    assert actual.gradients
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
     ranks = [size for size in LAYOUTS[layout].values() if size > 1]
-    assert bool(found.axes_without_closed_form) == bool(ranks), (
+    assert bool(actual.axes_without_closed_form) == bool(ranks), (
         "what a plugin's engine sends, only its author knows"
     )
 

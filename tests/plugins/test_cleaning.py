@@ -13,8 +13,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.filters.base import STEPS
 from megatfm.data_prep.readers import FORMATS, READERS
 from megatfm.errors import UsageError
-from tests.plugins.test_inputs_and_heads import on_page
-from tests.unit.test_docs import module
+from tests.support.documentation import block_on_page, load_module
 
 PAGE = "data.md"
 
@@ -24,29 +23,29 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     monkeypatch.setitem(FORMATS, "fortune", ())
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "loudness.py").write_text(on_page(PAGE, "python", "loudness.py"))
-    (tmp_path / "prep.toml").write_text(on_page(PAGE, "toml", "prep.toml"))
-    said = [f"This is saying number {n}, and a Wise one it is." for n in range(90)]
-    said[3], said[5] = "BUY NOW! ALL OF THIS!", "nothing but small letters in here"
+    (tmp_path / "loudness.py").write_text(block_on_page(PAGE, "python", "loudness.py"))
+    (tmp_path / "prep.toml").write_text(block_on_page(PAGE, "toml", "prep.toml"))
+    output = [f"This is saying number {n}, and a Wise one it is." for n in range(90)]
+    output[3], output[5] = "BUY NOW! ALL OF THIS!", "nothing but small letters in here"
     (tmp_path / "sayings").mkdir()
-    (tmp_path / "sayings" / "a.fortune").write_text("\n%%\n".join(said))
+    (tmp_path / "sayings" / "a.fortune").write_text("\n%%\n".join(output))
     small = [
         "tokenizer.kind=byte-bpe",
         "tokenizer.vocab_size=270",
         "tokenizer.sentinels=0",
         "tokenizer.ul2_modes=false",
     ]
-    made = data_prep.run(load(PrepConfig, tmp_path / "prep.toml", small))
-    steps = {each["step"]: each for each in made.result["steps"]}
-    assert {name: each["documents"] for name, each in steps["loudness"]["dropped"].items()} == {"too_loud": 1}
+    summary = data_prep.run(load(PrepConfig, tmp_path / "prep.toml", small))
+    steps = {item["step"]: item for item in summary.result["steps"]}
+    assert {name: step["documents"] for name, step in steps["loudness"]["dropped"].items()} == {"too_loud": 1}
     assert steps["loudness"]["found"] == {"all small": 1, "with capitals": 88}
     assert steps["metadata filter: loudness"]["documents_out"] == 88
     corpus = Corpus.open(tmp_path / "corpora" / "sayings" / "train")
     assert corpus.read_sample(0).source.startswith("a.fortune#")
     assert corpus.read_sample(0).metadata == {"loudness": pytest.approx(0.06, abs=0.01)}
-    (tmp_path / "test_loudness.py").write_text(on_page(PAGE, "python", "test_loudness.py"))
-    module(tmp_path / "test_loudness.py").test_loud_documents_go()
-    values = {**tomllib.loads(on_page(PAGE, "toml", "prep.toml")), "out": str(tmp_path / "x")}
+    (tmp_path / "test_loudness.py").write_text(block_on_page(PAGE, "python", "test_loudness.py"))
+    load_module(tmp_path / "test_loudness.py").test_loud_documents_go()
+    values = {**tomllib.loads(block_on_page(PAGE, "toml", "prep.toml")), "out": str(tmp_path / "x")}
     values["read"]["folder"] = str(tmp_path / "sayings")
     with pytest.raises(UsageError, match=r"lacks the key 'at_most', which a part reads: give it at_most"):
         data_prep.run(PrepConfig.model_validate({**values, "steps": [{"name": "loudness"}]}))

@@ -3,7 +3,6 @@
 import inspect
 import json
 import json.decoder
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,54 +15,40 @@ from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import EXIT_OK
-from megatfm.train.trainer import train
 from megatfm.verify.verify import verify
+from tests.support.documentation import PLUGIN_LAYOUTS, PLUGINS, block_on_page
+from tests.support.training_runs import train_with_plugins
 from tests.support.workers import Workers
-from tests.unit.test_docs import fences
 
-HERE = Path(__file__).parent
 PAGES = {"vectors": "data.md", "labels": "tasks.md", "looped": "models-and-engines.md"}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one process": {"dp_shard": 1}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "zero3": {"dp_shard": 2},
-}  # fmt: skip
-
-
-def on_page(page: str, language: str, title: str) -> str:
-    (text,) = (text for path, name, text in fences(language) if (path.name, name) == (page, title))
-    return text
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE)
 
 
 def values(plugin: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """The page's config, with other values in some sections."""
-    found = tomllib.loads(on_page(PAGES[plugin], "toml", f"{plugin}.toml"))
+    config_table = tomllib.loads(block_on_page(PAGES[plugin], "toml", f"{plugin}.toml"))
     for section, changes in sections.items():
-        found[section] = {**found.get(section, {}), **changes}
-    return found
+        config_table[section] = {**config_table.get(section, {}), **changes}
+    return config_table
 
 
 @pytest.mark.parametrize("plugin", PAGES)
 def test_the_page_has_the_file(plugin: str) -> None:
-    assert on_page(PAGES[plugin], "python", f"{plugin}.py") == (HERE / f"{plugin}.py").read_text()
+    assert block_on_page(PAGES[plugin], "python", f"{plugin}.py") == (PLUGINS / f"{plugin}.py").read_text()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PLUGIN_LAYOUTS)
 @pytest.mark.parametrize("plugin", PAGES)
 def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     """And every byte is sent that the plan says, no other: of frozen weights no gradient."""
-    parallel = {"dp_shard": 1, **LAYOUTS[layout]}
+    parallel = {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}
     freeze = ["decoder.embedding.*", "decoder.layers.0.*", "decoder.layers.1.attn.*"]
     more = {"init_from": None, "init_include": [], "freeze": freeze} if plugin == "labels" else {}
-    found = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
-    assert not found.wrong
-    assert not found.traffic_mismatches
-    assert not found.axes_without_closed_form
-    moved = {one.name for one in found.gradients if one.norm > 0}
-    still = {one.name for one in found.gradients if one.norm == 0}
+    actual = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
+    assert not actual.axes_without_closed_form
+    moved = {one.name for one in actual.gradients if one.norm > 0}
+    still = {one.name for one in actual.gradients if one.norm == 0}
     if plugin == "labels":
         assert {name for name in still if not name.endswith("bias")} == {
             name
@@ -75,15 +60,10 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
         assert not still
 
 
-def run(config: Config) -> int:
-    sys.path.insert(0, str(HERE))
-    return train(config)
-
-
 def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> None:
     """Of a rotation, whose next vector is a linear function of the last; without a tokenizer anywhere."""
     written: dict[str, Any] = {}
-    exec(on_page("data.md", "python", "write_vectors.py"), written)
+    exec(block_on_page("data.md", "python", "write_vectors.py"), written)
     random = np.random.default_rng(0)
     turn, _ = np.linalg.qr(random.standard_normal((6, 6)))
 
@@ -104,7 +84,9 @@ def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> 
         "vectors", data=data, train={"steps": 20, "micro_batch": 4, "precision": "fp32"}, log={"sinks": []}
     )
     config["run_dir"] = str(tmp_path / "run")
-    assert workers.run(run, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})) == [
+    assert workers.run(
+        train_with_plugins, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})
+    ) == [
         EXIT_OK,
         EXIT_OK,
     ]
@@ -138,12 +120,12 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
     )
     del before["model"]["lm_head"], before["model"]["extra_heads"]
     before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}
-    assert workers.run(run, 2, Config.model_validate(before)) == [EXIT_OK, EXIT_OK]
+    assert workers.run(train_with_plugins, 2, Config.model_validate(before)) == [EXIT_OK, EXIT_OK]
     after = values(
         "labels", **common, train={"steps": 12, "micro_batch": 4, "init_from": str(tmp_path / "before")}
     )
     after["run_dir"] = str(tmp_path / "after")
-    assert workers.run(run, 2, Config.model_validate(after)) == [EXIT_OK, EXIT_OK]
+    assert workers.run(train_with_plugins, 2, Config.model_validate(after)) == [EXIT_OK, EXIT_OK]
     old = checkpoint.read_tensors(tmp_path / "before/checkpoints/step-00000002")
     new = checkpoint.read_tensors(tmp_path / "after/checkpoints/step-00000012")
     frozen = [name for name in new if name.startswith(("model.decoder.embedding.", "model.decoder.layers."))]

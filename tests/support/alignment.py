@@ -24,6 +24,7 @@ def misaligned(tensor: Tensor) -> Tensor:
 
 
 def lies_wrong(tensor: Tensor) -> bool:
+    """Whether a tensor begins off a multiple of 64 bytes or has gaps."""
     return tensor.data_ptr() % 64 != 0 or not tensor.is_contiguous()
 
 

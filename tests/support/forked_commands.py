@@ -44,17 +44,21 @@ class ForkedCommand:
     def __init__(
         self,
         words: Sequence[object],
-        said: Path,
+        output: Path,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         *,
         program: str = "megatfm",
     ) -> None:
-        self.output_path = said
-        said.write_bytes(b"")
+        self.output_path = output
+        output.write_bytes(b"")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        place = (str(cwd or Path.cwd()), dict(os.environ if environment is None else environment), str(said))
+        place = (
+            str(cwd or Path.cwd()),
+            dict(os.environ if environment is None else environment),
+            str(output),
+        )
         self.process: ForkServerProcess = context.Process(
             target=_live, args=(program, list(map(str, words)), *place)
         )
@@ -93,9 +97,9 @@ class ForkedCommand:
         self.process.join()
 
 
-def megatfm(*words: object, said: Path, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
+def megatfm(*words: object, output: Path, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
     """Run a command of megatfm to its end, which has to come with this code; returns what it wrote."""
-    command = ForkedCommand(words, said, cwd, {**os.environ, **variables})
+    command = ForkedCommand(words, output, cwd, {**os.environ, **variables})
     try:
         assert command.wait() == code, f"megatfm {' '.join(map(str, words))}\n{command.output}"
     finally:
@@ -106,11 +110,11 @@ def megatfm(*words: object, said: Path, cwd: Path | None = None, code: int = 0, 
 # ------------------------------------------------------------------------------------------------ in the process
 
 
-def _live(program: str, words: list[str], folder: str, environment: dict[str, str], said: str) -> NoReturn:
+def _live(program: str, words: list[str], folder: str, environment: dict[str, str], path: str) -> NoReturn:
     """The process of a Command."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+    output = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     _become(program, words, folder, environment)
@@ -119,15 +123,15 @@ def _live(program: str, words: list[str], folder: str, environment: dict[str, st
 class _Forking(subprocess.Popen[Any]):
     """subprocess.Popen, which forks where it would execute one of MODULES with this Python."""
 
-    def _execute_child(self, args: Any, *rest: Any) -> None:
+    def _execute_child(self, args: Any, *remaining: Any) -> None:
         python, *flags = args if isinstance(args, list | tuple) else [args]
         flags = flags[flags[:1] == ["-u"] :]  # as torchrun starts its workers
         safe, flags = flags[:1] == ["-P"], flags[flags[:1] == ["-P"] :]
         if python != sys.executable or flags[:1] != ["-m"] or flags[1] not in MODULES:
-            super()._execute_child(args, *rest)  # type: ignore[misc]
+            super()._execute_child(args, *remaining)  # type: ignore[misc]
             return
-        _, preexec, _, _, cwd, env, _, _, _, *pipes = rest[:15]
-        new_session, group = rest[-2:]
+        _, preexec, _, _, cwd, env, _, _, _, *pipes = remaining[:15]
+        new_session, group = remaining[-2:]
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
@@ -146,9 +150,9 @@ class _Forking(subprocess.Popen[Any]):
 
 def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
     """What the kernel and subprocess do on the way to another program: outputs, groups, signals, open files."""
-    for number, given in enumerate(pipes):
-        if given != -1:
-            os.dup2(given, number)
+    for number, pipe_ends in enumerate(pipes):
+        if pipe_ends != -1:
+            os.dup2(pipe_ends, number)
     if new_session:
         os.setsid()
     if group >= 0:
@@ -173,8 +177,8 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    here = [] if safe or environment.get("PYTHONSAFEPATH") else [folder]
-    sys.path[:0] = [*here, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    local = [] if safe or environment.get("PYTHONSAFEPATH") else [folder]
+    sys.path[:0] = [*local, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [program, *words]
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -18,13 +18,30 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatfm.config import ParallelConfig
-from tests.parity import test_context, test_experts, test_families, test_pipelines
+from tests.parity import test_pipelines
+from tests.support.context_models import (
+    CONTEXT_LAYOUTS,
+    CONTEXT_MODELS,
+    CONTEXT_MODELS_BY_RANKS,
+    context_layouts_of,
+)
+from tests.support.expert_models import (
+    CONTEXT_EXPERT_MODELS,
+    EXPERT_CASES,
+    EXPERT_CONTEXT_LAYOUTS,
+    EXPERT_PIPELINE_LAYOUTS,
+    EXPERT_TP_LAYOUTS,
+    EXPERT_TP_MODELS,
+    SCHEDULED_MODELS,
+    expert_layouts_of,
+)
+from tests.support.layouts import FAMILY_LAYOUTS
+from tests.support.models import FAMILY_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "parallelism.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
 BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py -->"
 GREEN = "✓"
-
 Proven = dict[str, set[str]]
 """Layout → models."""
 
@@ -55,27 +72,27 @@ def named(parallel: ParallelConfig) -> str:
 
 
 def proven() -> Proven:
-    """What the cases compare with one device."""
-    found: Proven = defaultdict(set)
-    for layouts in test_families.LAYOUTS.values():
+    """Layouts and models that the cases compare with one device."""
+    actual: Proven = defaultdict(set)
+    for layouts in FAMILY_LAYOUTS.values():
         for parallel in layouts.values():
-            found[named(parallel)] |= set(test_families.NAMES)
+            actual[named(parallel)] |= set(FAMILY_NAMES)
     for models, parallel in pipelines():
-        found[named(parallel)] |= set(models)
-    for model, ranks in test_experts.CASES:
-        for parallel in test_experts.layouts_of(ranks).values():
+        actual[named(parallel)] |= set(models)
+    for model, ranks in EXPERT_CASES:
+        for parallel in expert_layouts_of(ranks).values():
             if parallel.grad_accumulation == "unsharded" and max(parallel.dp_shard, ranks) > 1:
-                found[named(parallel)].add(f"experts, {model}")
-    for model, ranks in test_experts.OTHER_WAYS:
-        for parallel in test_experts.TP_OTHERWISE[ranks].values():
-            found[named(parallel)].add(f"experts, {model}")
+                actual[named(parallel)].add(f"experts, {model}")
+    for model, ranks in EXPERT_TP_MODELS:
+        for parallel in EXPERT_TP_LAYOUTS[ranks].values():
+            actual[named(parallel)].add(f"experts, {model}")
     for models, layouts in (
-        (test_experts.IN_ANY_ORDER, test_experts.OTHER_SCHEDULES),
-        (test_experts.ON_PARTS, test_experts.CONTEXTS),
+        (SCHEDULED_MODELS, EXPERT_PIPELINE_LAYOUTS),
+        (CONTEXT_EXPERT_MODELS, EXPERT_CONTEXT_LAYOUTS),
     ):
         for parallel in layouts.values():
-            found[named(parallel)] |= {f"experts, {model}" for model in models}
-    return found
+            actual[named(parallel)] |= {f"experts, {model}" for model in models}
+    return actual
 
 
 def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
@@ -102,8 +119,8 @@ def cases(test: Any) -> Iterator[dict[str, Any]]:
             names, values = mark.args
             names = names.split(",") if isinstance(names, str) else names
             choices.append([dict(zip(names, given(v, len(names)), strict=True)) for v in values])
-    for each in product(*choices):
-        yield {key: value for part in each for key, value in part.items()}
+    for item in product(*choices):
+        yield {key: value for part in item for key, value in part.items()}
 
 
 def given(case: Any, count: int) -> Sequence[Any]:
@@ -113,10 +130,10 @@ def given(case: Any, count: int) -> Sequence[Any]:
 
 def table() -> str:
     """Rows are layouts, columns models."""
-    found = proven()
-    models = list(dict.fromkeys([*test_families.NAMES, *sorted(set().union(*found.values()))]))
+    actual = proven()
+    models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*actual.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
-    for layout, green in found.items():
+    for layout, green in actual.items():
         marks = [GREEN if m in green else "" for m in models]
         lines.append(f"| {layout} | {' | '.join(marks)} |")
     return "\n".join(lines)
@@ -124,13 +141,13 @@ def table() -> str:
 
 def contexts_table() -> str:
     """Rows are models, columns layouts whose rows are cut."""
-    layouts = [(ranks, named(p)) for ranks, each in test_context.LAYOUTS.items() for p in each.values()]
+    layouts = [(ranks, named(p)) for ranks, by_name in CONTEXT_LAYOUTS.items() for p in by_name.values()]
     lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
-    for model in test_context.MODELS:
+    for model in CONTEXT_MODELS:
         tried = {
             (ranks, named(p))
-            for ranks, models in test_context.MANY.items()
-            for p in test_context.layouts_of(model, ranks).values()
+            for ranks, models in CONTEXT_MODELS_BY_RANKS.items()
+            for p in context_layouts_of(model, ranks).values()
             if model in models
         }
         marks = [GREEN if layout in tried else "" for layout in layouts]
@@ -140,8 +157,10 @@ def contexts_table() -> str:
 
 def page(text: str) -> str:
     """The page with the tables as they should be."""
-    for begin, made in ((BEGIN, table()), (BEGIN_CONTEXTS, contexts_table())):
-        text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, made=made: f"\n{made}\n", text, count=1)
+    for begin, result in ((BEGIN, table()), (BEGIN_CONTEXTS, contexts_table())):
+        text = re.sub(
+            f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1
+        )
     return text
 
 

@@ -59,7 +59,7 @@ class WorkerFailure(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker is asked to do. Functions travel by place: a worker can't import test files by name."""
+    """A task for a worker. Functions travel by place: a worker can't import test files by name."""
 
     module: str
     file: str
@@ -215,11 +215,11 @@ class Worker:
     def __init__(self, log: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self.connection, theirs = context.Pipe()
+        self.connection, expected = context.Pipe()
         self.log = log
-        self.process = context.Process(target=serve, args=(theirs, str(log)))
+        self.process = context.Process(target=serve, args=(expected, str(log)))
         self.process.start()
-        theirs.close()
+        expected.close()
         self._read_from = 0
 
     def submit(self, call: Call) -> None:
@@ -341,12 +341,12 @@ class Workers:
 
 def describe_failures(failures: list[Failure], team: list[Worker], what: str) -> str:
     """The first failed rank in full, the others in a line each."""
-    first, *others = sorted(failures, key=lambda failure: failure.order)
+    first, *remaining = sorted(failures, key=lambda failure: failure.order)
     lines = [f"rank {first.rank} of {len(team)} failed in {what}", "", first.text.rstrip()]
     output = team[first.rank].output()
     if output and output not in first.text:
         lines += ["", f"output of rank {first.rank}:", output]
-    lines += [f"after it, rank {other.rank}: {other.text.rstrip().splitlines()[-1]}" for other in others]
+    lines += [f"after it, rank {other.rank}: {other.text.rstrip().splitlines()[-1]}" for other in remaining]
     return "\n".join(lines)
 
 

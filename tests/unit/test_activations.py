@@ -41,7 +41,9 @@ def config_of(name: str) -> Config:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_what_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_activations_are_those_that_a_real_pass_keeps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "is_host_readable", lambda tensor: False)  # experts as on a GPU
     config = config_of(name)
     model = build(config.model).train()
@@ -52,10 +54,10 @@ def test_it_is_what_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch
 
     def of_block(block, forward, x_BTD, *args):
         nonlocal inputs
-        made, kept = measured(block, lambda: forward(x_BTD, *args))
+        result, kept = measured(block, lambda: forward(x_BTD, *args))
         sizes.append(kept)
         inputs += x_BTD.nbytes
-        return made
+        return result
 
     for block in transformer_blocks(model):
         replace_forward(block, partial(of_block, block, block.forward))

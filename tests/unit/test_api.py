@@ -14,9 +14,9 @@ from megatfm import cli
 from megatfm.commands.models import add_generate_arguments, generate_command
 from megatfm.config import Config
 from megatfm.errors import UsageError
-from tests.e2e.conftest import SMALL, corpus, texts
+from tests.support.small_runs import corpus, file, run, texts
 
-__all__ = ["corpus", "texts"]  # fixtures
+__all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = """
@@ -53,18 +53,6 @@ assert [thread.name for thread in threading.enumerate() if thread.name.startswit
 import torch.distributed as dist
 assert not dist.is_initialized()
 """
-
-
-@pytest.fixture(scope="module")
-def file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("api") / "small.toml"
-    path.write_text(SMALL.format(corpus=corpus))
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(file: Path) -> Path:
-    return megatfm.fit(file, f"run_dir={file.parent / 'run'}", "train.steps=2")
 
 
 def test_a_notebook_trains_twice_and_goes_on(file: Path, tmp_path: Path) -> None:
@@ -112,13 +100,13 @@ def test_evaluation_is_what_the_command_leaves(
     monkeypatch.setenv("HOME", str(tmp_path))  # where shards of URLs are kept
     monkeypatch.chdir(corpus)
     url = f"file://{corpus}/validation"
-    found = megatfm.load(run).evaluate({"more": Path("validation"), "web": url}, compressors=True)
-    assert set(found) == {"held-out", "again", "more", "web"}
-    assert found["web"]["loss"] == found["more"]["loss"] == found["held-out"]["loss"]
+    actual = megatfm.load(run).evaluate({"more": Path("validation"), "web": url}, compressors=True)
+    assert set(actual) == {"held-out", "again", "more", "web"}
+    assert actual["web"]["loss"] == actual["more"]["loss"] == actual["held-out"]["loss"]
     with pytest.raises(SystemExit, match=r"^0$"):
         cli.main(["evaluate", str(run), "--validation", f"web={url}"])
     assert "web" in capsys.readouterr().out
-    assert found["more"]["compressors"]["gzip -9, per document"] > 1
+    assert actual["more"]["compressors"]["gzip -9, per document"] > 1
 
 
 def test_what_can_not_be_done_is_one_line(run: Path, tmp_path: Path) -> None:

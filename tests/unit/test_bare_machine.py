@@ -37,7 +37,7 @@ def can_mount() -> bool:
     return os.getuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False).returncode == 0
 
 
-def test_it_refuses_with_a_reason(tmp_path: Path) -> None:
+def test_the_script_refuses_with_a_reason(tmp_path: Path) -> None:
     assert run(tmp_path, CI="true")[1].startswith("make bare-machine: not in CI")
     if os.getuid():
         assert "needs root" in run(tmp_path)[1]

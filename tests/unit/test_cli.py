@@ -50,7 +50,7 @@ def bash_script() -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "completions"),
     [
         ("la", ["launch"]),
         ("launch quickst", ["quickstart", "quickstart-data", "quickstart-moe"]),
@@ -75,7 +75,7 @@ def bash_script() -> str:
         ("nonsense x", []),
     ],
 )
-def test_bash_completes(bash_script: str, tmp_path: Path, line: str, found: list[str]) -> None:
+def test_bash_completes(bash_script: str, tmp_path: Path, line: str, completions: list[str]) -> None:
     for name in ("first", "second"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()
@@ -84,7 +84,7 @@ def test_bash_completes(bash_script: str, tmp_path: Path, line: str, found: list
     asks = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megatfm; echo ${{COMPREPLY[@]}}"
     command = ["bash", "-c", f"{bash_script}\n{asks}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == found
+    assert done.stdout.split() == completions
     assert done.stderr == ""
 
 

@@ -37,9 +37,9 @@ VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
     [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)],
 )
 def test_counts_are_exact(preset: str, parameters: int) -> None:
-    found = describe(load_config(preset))
-    assert found.parameters == parameters
-    assert found.embedding + found.non_embedding == parameters
+    actual = describe(load_config(preset))
+    assert actual.parameters == parameters
+    assert actual.embedding + actual.non_embedding == parameters
     header = Path("megatfm/presets", f"{preset}.toml")
     assert f"{parameters:,}" in (Path(__file__).resolve().parents[2] / header).read_text(encoding="utf-8")
 
@@ -53,15 +53,15 @@ def test_every_preset_loads(preset: str) -> None:
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_flops_of_a_small_model_by_hand(tied: str) -> None:
     """6 FLOPs for each weight of each matrix product, and 12·h for each pair of tokens in a layer."""
-    found = describe(load_config("quickstart", [*VOCABULARY, f"model.embedding.tied={tied}"]))
-    model, s = found.config.model, found.config.data.sequence_length
+    actual = describe(load_config("quickstart", [*VOCABULARY, f"model.embedding.tied={tied}"]))
+    model, s = actual.config.model, actual.config.data.sequence_length
     d, ff, v, layers = model.d_model, model.ffn.d_ff, 4096, model.n_layers
     matrices = layers * (4 * d * d + 3 * d * ff) + v * d
     norms = (2 * layers + 1) * d
-    assert found.matmul_parameters == matrices + norms
-    assert found.flops_full == 6 * (matrices + norms) + 12 * layers * d * s
-    assert found.flops_full - found.flops_causal == 6 * layers * d * s
-    assert found.tokens == found.tokens_per_step * found.config.train.steps
+    assert actual.matmul_parameters == matrices + norms
+    assert actual.flops_full == 6 * (matrices + norms) + 12 * layers * d * s
+    assert actual.flops_full - actual.flops_causal == 6 * layers * d * s
+    assert actual.tokens == actual.tokens_per_step * actual.config.train.steps
 
 
 SMALL = {"d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
@@ -176,11 +176,13 @@ def test_every_preset_is_described(
     seen: list[Description] = []
     monkeypatch.setattr("megatfm.describe.describe", lambda config: seen.append(describe(config)) or seen[0])
     assert describe_command(argparse.Namespace(config=preset, overrides=[])) == 0
-    (found,) = seen
+    (actual,) = seen
     printed = capsys.readouterr().out
-    assert f"{found.parameters:,}" in printed
+    assert f"{actual.parameters:,}" in printed
     assert "None" not in printed
-    assert found.tokens_per_row == found.config.data.sequence_length + (found.config.data.target_length or 0)
+    assert actual.tokens_per_row == actual.config.data.sequence_length + (
+        actual.config.data.target_length or 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,10 +202,10 @@ def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> 
     optimizer = f'optimizer={{name="{name}", lr=1e-3}}'
     constant = ['lr_schedule={name="constant"}'] if name == "schedule_free_adamw" else []
     small = ["model.vocab_size=64", "model.d_model=32", "model.ffn.d_ff=80"]
-    found = describe(load_config("quickstart", [optimizer, *constant, *small]))
-    assert found.optimizer_bytes * found.parameters == pytest.approx(state_bytes(found), rel=1e-12)
-    assert f"{found.optimizer_bytes:.3g}" == about.partition(":")[0]
-    assert found.state_bytes == 8 + found.optimizer_bytes
+    actual = describe(load_config("quickstart", [optimizer, *constant, *small]))
+    assert actual.optimizer_bytes * actual.parameters == pytest.approx(state_bytes(actual), rel=1e-12)
+    assert f"{actual.optimizer_bytes:.3g}" == about.partition(":")[0]
+    assert actual.state_bytes == 8 + actual.optimizer_bytes
     experts = 'model.ffn={name="moe", d_ff=40, n_experts=3, top_k=2}'
     sparse = describe(load_config("quickstart", [optimizer, *constant, *small, experts]))
     assert sparse.optimizer_bytes * sparse.parameters == pytest.approx(state_bytes(sparse), rel=1e-12)
@@ -226,25 +228,25 @@ def test_state_is_what_a_rank_holds(
 ) -> None:
     """As `test_sharing.py` weighs real engines: the copy of 2, 4 of the weight and of the gradient, and AdamW's 8."""
     overrides = [f"parallel.{setting}" for setting in parallel]
-    found = describe(
+    actual = describe(
         load_config("quickstart", ["model.vocab_size=64", f"train.precision={precision}", *ADAMW, *overrides])
     )
-    assert (found.state_bytes, found.unsharded_bytes) == (state, unsharded)
-    assert found.total_bytes == state * found.parameters
-    assert any(text.endswith(f" GiB, {sharing}") for _, text in to_lines(found))
+    assert (actual.state_bytes, actual.unsharded_bytes) == (state, unsharded)
+    assert actual.total_bytes == state * actual.parameters
+    assert any(text.endswith(f" GiB, {sharing}") for _, text in to_lines(actual))
 
 
 ADAMW = ['optimizer={name="adamw", lr=1e-3}']
 
 
-def state_bytes(found: Description) -> int:
+def state_bytes(actual: Description) -> int:
     """Of the optimizer, tried on ones."""
     n_bytes = 0
-    for group in optimizer_groups(found.config.optimizer, build(found.config.model)):
-        tensors = {n: torch.ones(found.shapes[n]) for n in group.names}
-        made = TorchOptimizer(group, tensors)
-        made.step({n: torch.ones_like(tensor) for n, tensor in tensors.items()}, 1e-3)
-        n_bytes += sum(v.nbytes for state in made.state().values() for v in state.values() if v.dim())
+    for group in optimizer_groups(actual.config.optimizer, build(actual.config.model)):
+        tensors = {n: torch.ones(actual.shapes[n]) for n in group.names}
+        optimizer = TorchOptimizer(group, tensors)
+        optimizer.step({n: torch.ones_like(tensor) for n, tensor in tensors.items()}, 1e-3)
+        n_bytes += sum(v.nbytes for state in optimizer.state().values() for v in state.values() if v.dim())
         n_bytes += sum(t.nbytes for t in tensors.values()) * (group.granularity == "whole_tensor")
     return n_bytes
 
@@ -275,25 +277,25 @@ def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     "options", [[], ["model.attention.n_kv_heads=1", "model.attention.head_dim=12"], LATENT]
 )
 def test_a_formula_stands_beside_what_it_gives(options: list[str]) -> None:
-    found = describe(load_config("quickstart", ["model.vocab_size=64", *options]))
-    model, length = found.config.model, found.config.data.sequence_length
+    actual = describe(load_config("quickstart", ["model.vocab_size=64", *options]))
+    model, length = actual.config.model, actual.config.data.sequence_length
     attention = 12 * model.n_layers * model.attention.n_heads * model.head_width * length
-    printed = dict(to_lines(found))
+    printed = dict(to_lines(actual))
     assert ("  6N + 12·L·h·s" in printed) == (options != LATENT)
     if options != LATENT:
-        assert f"{6 * found.matmul_parameters + attention:.4g}," in printed["  6N + 12·L·h·s"]
-        assert f"{6 * found.matmul_parameters + attention / 2:.4g}," in printed["  6N + 6·L·h·s"]
+        assert f"{6 * actual.matmul_parameters + attention:.4g}," in printed["  6N + 12·L·h·s"]
+        assert f"{6 * actual.matmul_parameters + attention / 2:.4g}," in printed["  6N + 6·L·h·s"]
     else:
-        assert found.flops_full != 6 * found.matmul_parameters + attention
+        assert actual.flops_full != 6 * actual.matmul_parameters + attention
 
 
 def test_a_part_that_fails_is_named_where_activations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ValueError("a mistake\nof two lines")
 
-    found = describe(load_config("quickstart", ["model.vocab_size=64"]))
+    actual = describe(load_config("quickstart", ["model.vocab_size=64"]))
     monkeypatch.setattr("megatfm.layers.block.Block.forward", fail)
-    assert "not counted: ValueError: a mistake of two lines" in dict(to_lines(found)).values()
+    assert "not counted: ValueError: a mistake of two lines" in dict(to_lines(actual)).values()
 
 
 def test_an_unknown_vocabulary_is_named(tmp_path: Path) -> None:
@@ -303,11 +305,11 @@ def test_an_unknown_vocabulary_is_named(tmp_path: Path) -> None:
 
 def test_frozen_weights_are_told_and_have_a_weight_alone() -> None:
     options = ["model.vocab_size=64", "model.n_layers=2"]
-    whole = describe(load_config("quickstart", options))
+    full = describe(load_config("quickstart", options))
     still = describe(load_config("quickstart", [*options, 'train.freeze=["decoder.layers.*"]']))
-    blocks = sum(math.prod(shape) for name, shape in whole.shapes.items() if ".layers." in name)
-    assert (whole.frozen, still.frozen, still.parameters) == (0, blocks, whole.parameters)
-    trained = whole.parameters - blocks
+    blocks = sum(math.prod(shape) for name, shape in full.shapes.items() if ".layers." in name)
+    assert (full.frozen, still.frozen, still.parameters) == (0, blocks, full.parameters)
+    trained = full.parameters - blocks
     assert still.total_bytes == pytest.approx(trained * still.state_bytes + blocks * still.weight_bytes)
     assert f"{blocks:,} of them frozen" in dict(to_lines(still))["parameters"]
 
@@ -336,8 +338,8 @@ def test_blocks_of_several_kinds_count_as_they_are() -> None:
     assert counted.matmul_macs == products
     assert counted.attention == 6 * attention
     assert counted.causal == 6 * by_hand(config, [near, near, s * s // 2, near])[1]
-    told = dict(to_lines(describe(config)))
-    assert "as patterns see pairs; full attention in full" in told["  with attention"]
+    message = dict(to_lines(describe(config)))
+    assert "as patterns see pairs; full attention in full" in message["  with attention"]
 
 
 def test_what_blocks_look_at_is_told_by_kind() -> None:
@@ -378,9 +380,9 @@ def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> No
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         block(torch.zeros(1, 7, 24), SequenceMetadata(torch.arange(7)[None]))
     assert 2 * module_cost(block, TokenCounts(7)).matmul_macs == counter.get_total_flops()
-    found = describe(config)
-    assert found.parameters - found.active == 2 * 2 * 24
-    assert dict(to_lines(found))["  active"] == f"{found.active:,} for each token"
+    actual = describe(config)
+    assert actual.parameters - actual.active == 2 * 2 * 24
+    assert dict(to_lines(actual))["  active"] == f"{actual.active:,} for each token"
     assert "  active" not in dict(to_lines(describe(load_config("quickstart", VOCABULARY))))
 
 

@@ -22,7 +22,7 @@ def lines() -> list[tuple[str, str]]:
 
 
 def of(lines: list[tuple[str, str]], instruction: str) -> list[str]:
-    return [rest for word, rest in lines if word == instruction]
+    return [line for word, line in lines if word == instruction]
 
 
 def test_its_instructions_are_docker_s(lines: list[tuple[str, str]]) -> None:
@@ -32,7 +32,7 @@ def test_its_instructions_are_docker_s(lines: list[tuple[str, str]]) -> None:
 
 
 def test_what_is_copied_is_there_and_is_all_that_an_install_needs(lines: list[tuple[str, str]]) -> None:
-    copied = {source for rest in of(lines, "COPY") for source in shlex.split(rest)[:-1]}
+    copied = {source for remaining in of(lines, "COPY") for source in shlex.split(remaining)[:-1]}
     for source in copied:
         assert (ROOT / source).exists(), source
     include = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
@@ -58,10 +58,12 @@ def test_python_torch_and_extras_are_the_project_s(lines: list[tuple[str, str]])
     assert least
     assert tuple(map(int, image.groups())) >= tuple(map(int, least.groups()))
     assert len(re.findall("^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)) == 1
-    arguments = dict(rest.split("=") for rest in of(lines, "ARG"))
+    arguments = dict(remaining.split("=") for remaining in of(lines, "ARG"))
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
     for name in arguments:
-        assert any(f"${name}" in rest or f"${{{name}" in rest for rest in of(lines, "RUN")), name
+        assert any(f"${name}" in remaining or f"${{{name}" in remaining for remaining in of(lines, "RUN")), (
+            name
+        )
 
 
 def test_the_manual_shows_it() -> None:

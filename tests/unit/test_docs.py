@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import re
 import shlex
@@ -11,7 +12,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,28 +22,23 @@ from megatfm.config import Config, find_config, load, preset_names
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import sections_of
+from megatfm.data.sequences import DocumentChunk
+from megatfm.engines.interface import Engine
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds
+from megatfm.layers.loss_terms import BlockOutput
+from megatfm.layers.position import PositionEncoding
+from megatfm.models import Model
+from megatfm.objectives import Objective
+from tests.support.documentation import FENCE, PAGES, ROOT, fences, load_module
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    ROOT.glob("docs/**/*.md")
-)
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
-FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 GENERATED = {"config.md": Config, "prep.md": PrepConfig}
 COMMANDS_PAGE = "commands.md"
 PYTHON_PAGE, PARTS_PAGE = "python.md", "parts.md"
 MADE = (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE, PARTS_PAGE)
 """Of the reference: in the repository these say where to look, and the manual has them whole."""
-
-
-def fences(language: str) -> Iterator[tuple[Path, str, str]]:
-    """The fenced blocks of a language in all pages: page, title, text."""
-    for page in PAGES:
-        for found, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
-            if found == language:
-                yield page, title, text
 
 
 def commands(program: str) -> list[Any]:
@@ -58,14 +53,14 @@ def commands(program: str) -> list[Any]:
 
 def inline_commands() -> list[Any]:
     """Whole commands in running text, such as `megatfm launch quickstart --slurm`."""
-    found = []
+    actual = []
     for page in PAGES:
         prose = FENCE.sub("", page.read_text(encoding="utf-8"))
         for line in (" ".join(text.split()) for text in re.findall(r"`(megatfm [a-z]+ [^`]+)`", prose)):
             # Those with placeholders such as CONFIG or N, or short of arguments, only name a command.
             if not re.search(r"\b[A-Z]+\b|…", line) and len(line.split()) > 3:
-                found.append(pytest.param(line, id=f"{page.name}: {line}"))
-    return found
+                actual.append(pytest.param(line, id=f"{page.name}: {line}"))
+    return actual
 
 
 @pytest.mark.parametrize("line", commands("megatfm") + inline_commands())
@@ -136,22 +131,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.name} links to {target}"
-        made = path.parent.name == "reference" and path.name in MADE
-        assert made or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+        result = path.parent.name == "reference" and path.name in MADE
+        assert result or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("kind", GENERATED.values())
 def test_the_reference_explains_every_key(kind: type[Config]) -> None:
-    generator = module(ROOT / "docs" / "gen_reference.py")
+    generator = load_module(ROOT / "docs" / "gen_reference.py")
     rows = [line.split(" | ") for line in generator.page("x", kind).splitlines() if line.startswith("| `")]
     keys = {row[0].removeprefix("| `").removesuffix("`") for row in rows}
     for name, field in kind.model_fields.items():
@@ -164,7 +150,7 @@ def test_the_reference_explains_every_key(kind: type[Config]) -> None:
 
 
 def test_the_reference_spells_types_and_defaults() -> None:
-    text = module(ROOT / "docs" / "gen_reference.py").page("x", Config)
+    text = load_module(ROOT / "docs" / "gen_reference.py").page("x", Config)
     for row in (
         "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
         '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',
@@ -179,7 +165,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
 
 def test_every_command_and_flag_is_explained() -> None:
     cli = importlib.import_module("megatfm.cli")
-    text = module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
+    text = load_module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
     headings = re.findall(r"^## `megatfm ([\w ]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
@@ -195,7 +181,7 @@ def test_every_command_and_flag_is_explained() -> None:
 def test_every_offer_of_the_package_is_in_the_reference() -> None:
     import megatfm
 
-    text = module(ROOT / "docs" / "gen_python.py").page()
+    text = load_module(ROOT / "docs" / "gen_python.py").page()
     for name in megatfm.__all__:
         assert name == "__version__" or f"## `megatfm.{name}`\n\n" in text
     for line in (
@@ -207,9 +193,9 @@ def test_every_offer_of_the_package_is_in_the_reference() -> None:
 
 
 def test_every_registered_part_is_in_the_reference() -> None:
-    made = module(ROOT / "docs" / "gen_parts.py")
-    text = made.page()
-    for key, registry in made.PARTS.items():
+    module = load_module(ROOT / "docs" / "gen_parts.py")
+    text = module.page()
+    for key, registry in module.PARTS.items():
         rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
         for name in registry.names():
             assert f"| `{name}` |" in rows, (key, name)
@@ -273,18 +259,18 @@ def test_words_that_people_search_for_stand_where_they_are_answered(word: str) -
     page, answer = WORDS[word]
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     paragraph = r"[^\n]*(?:\n[^\n]+)*\n*[^\n]*(?:\n[^\n]+)*"  # the word's, and the one after
-    found = [match[0] for match in re.finditer(rf"(?i){re.escape(word)}{paragraph}", text)]
-    assert any(answer in each for each in found) or (found and answer in text), (word, page)
+    actual = [match[0] for match in re.finditer(rf"(?i){re.escape(word)}{paragraph}", text)]
+    assert any(answer in item for item in actual) or (actual and answer in text), (word, page)
 
 
 def test_who_comes_from_elsewhere_finds_every_key_that_an_error_translates() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    ours = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
-    assert ours >= set(FOREIGN_KEYS.values())
+    actual = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
+    assert actual >= set(FOREIGN_KEYS.values())
     words = (word for row in rows for cell in row[:-1] for word in re.findall(r"`([^`]+)`", cell))
-    told = {word.removeprefix("--").replace("-", "_") for word in words}
-    assert set(FOREIGN_KEYS) <= told, set(FOREIGN_KEYS) - told
+    message = {word.removeprefix("--").replace("-", "_") for word in words}
+    assert set(FOREIGN_KEYS) <= message, set(FOREIGN_KEYS) - message
 
 
 def test_the_extras_are_those_of_the_package() -> None:
@@ -309,9 +295,9 @@ def plan_rows() -> str:
     """The rows that the parts of megatfm bring, as docs/internals/parallelism.md shows them."""
     lines = []
     for package in (importlib.import_module("megatfm.layers"), importlib.import_module("megatfm.models")):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            for name, part in vars(importlib.import_module(found.name)).items():
-                if getattr(part, "__module__", "") == found.name and "tp_plan" in vars(part):
+        for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for name, part in vars(importlib.import_module(module_info.name)).items():
+                if getattr(part, "__module__", "") == module_info.name and "tp_plan" in vars(part):
                     lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.tp_plan]
     return "\n".join(f"{modules:<40}{style}" for modules, style in lines)
 
@@ -359,16 +345,16 @@ def test_adding_a_part_works_as_its_page_says(
     config = load(Config, "quickstart", options)
     try:
         import_plugins(config.plugins)
-        getattr(module(tmp_path / f"test_my_{part}.py"), test)()
+        getattr(load_module(tmp_path / f"test_my_{part}.py"), test)()
         model = build(config.model)
     finally:
         sys.modules.pop(f"my_{part}", None)
     initialise(model, seed=0)
-    parts = [each for each in model.modules() if type(each).__name__ == kind]
+    parts = [module for module in model.modules() if type(module).__name__ == kind]
     assert len(parts) == count
     tokens = torch.arange(8).view(1, 8)
     model(tokens, targets=tokens.roll(-1, 1)).losses["causal"].backward()
-    grads = [parameter.grad for each in parts for parameter in each.parameters()]
+    grads = [parameter.grad for part in parts for parameter in part.parameters()]
     assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
 
 
@@ -389,7 +375,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     )
     try:
         import_plugins(config.plugins)
-        module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
+        load_module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
         objective, arrays = objective_for(config), random_batch(config)
     finally:
         sys.modules.pop("fill_in", None)
@@ -412,19 +398,19 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
     stations = re.findall(r"`(megatfm/[\w/]+\.py)`(?: `([\w.]+)`)?", text)
     assert len(stations) > 20
     for file, name in stations:
-        found: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        target: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         for part in name.split(".") if name else []:
-            found = getattr(found, part)
+            target = getattr(target, part)
 
 
 def defined_names() -> set[str]:
     """Every class, function and alias of a type in the package, by its own name."""
-    found: set[str] = set()
+    actual: set[str] = set()
     for path in (ROOT / "megatfm").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        found |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
-    return found
+        actual |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        actual |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+    return actual
 
 
 def glossary_terms(text: str) -> list[str]:
@@ -439,6 +425,52 @@ def test_the_glossary_s_names_are_there() -> None:
     assert not set(terms) - defined_names()
     assert glossary_terms("| `Judge`, plan | as `Verdict` says | `DeviceMesh` |") == ["Judge", "Verdict"]
     assert not {"Judge", "Verdict"} & defined_names()
+
+
+def test_the_log_of_experiments_has_the_newest_first() -> None:
+    log = (ROOT / "docs/LOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"(?m)^## (.*)", log)
+    dates = [heading[:10] for heading in headings]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates), headings
+    assert dates == sorted(dates, reverse=True)
+
+
+MEMBER_OF_LIST = re.compile(r"^(?:- |\| )(?:\*\*[^*]+\*\*:? )?((?:`[^`]+`(?:, | and | or | )?)+)", re.M)
+
+
+def members_of_lists(text: str) -> set[str]:
+    """Names of methods and attributes with which list items and table rows of a page on extending begin."""
+    prose = FENCE.sub("", text)
+    spans = [span for start in MEMBER_OF_LIST.findall(prose) for span in re.findall(r"`([^`]+)`", start)]
+    names = (re.fullmatch(r"([a-z_]+)(?:\(.*\)| = .*)?", span) for span in spans)
+    return {name[1] for name in names if name}
+
+
+def test_members_on_the_pages_on_extending_are_those_of_the_interfaces() -> None:
+    """A renamed method leaves no old name there: it is one of an interface, or of the page's own example."""
+    interfaces = (
+        AttentionPattern,
+        BlockBounds,
+        Objective,
+        DocumentChunk,
+        Model,
+        PositionEncoding,
+        Engine,
+        BlockOutput,
+    )
+    members = {name for kind in interfaces for name in (*dir(kind), *inspect.get_annotations(kind))}
+    n_members = 0
+    for page in sorted((ROOT / "docs" / "extend").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        example = set(re.findall(r"\w+", "\n".join(fence[0] for fence in FENCE.finditer(text))))
+        names = members_of_lists(text)
+        n_members += len(names)
+        unknown = sorted(names - members - example)
+        assert not unknown, f"{page.name}: {unknown}"
+    assert n_members > 30
+    assert members_of_lists("| `sees(q, k)` | x |\n- `plan` holds\n- **State.** `keep`, `x = 1`") == {
+        "sees", "plan", "keep", "x"
+    }  # fmt: skip
 
 
 def test_percentages_are_spelled_with_a_space() -> None:

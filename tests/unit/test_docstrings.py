@@ -11,7 +11,7 @@ from functools import cached_property
 import pytest
 
 from megatfm.cli import COMMANDS
-from tests.unit.test_floors import ROOT, module_of
+from tests.support.source_tree import ROOT, module_of
 
 ROOMS = ("megatfm", "data_prep", "launchers")
 OF_TORCH = {
@@ -59,26 +59,26 @@ class House:
 
     @cached_property
     def classes(self) -> dict[str, list[ast.ClassDef]]:
-        found: dict[str, list[ast.ClassDef]] = {}
+        actual: dict[str, list[ast.ClassDef]] = {}
         for tree in self.trees.values():
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
-                    found.setdefault(node.name, []).append(node)
-        return found
+                    actual.setdefault(node.name, []).append(node)
+        return actual
 
     def lineage(self, node: ast.ClassDef) -> Iterator[ast.ClassDef]:
         """The class, and those of the house that it inherits from, near or far."""
         yield node
         for base in node.bases:
-            for found in self.classes.get(last_name(base), []):
-                if found.name != node.name:
-                    yield from self.lineage(found)
+            for actual in self.classes.get(last_name(base), []):
+                if actual.name != node.name:
+                    yield from self.lineage(actual)
 
     def members(self, node: ast.ClassDef) -> set[str]:
         """Public methods and fields, inherited ones too, and what methods set on `self`."""
         names = set()
-        for each in self.lineage(node):
-            for part in each.body:
+        for item in self.lineage(node):
+            for part in item.body:
                 if isinstance(part, Function):
                     names |= {part.name, *_set_on_self(part)}
                 elif isinstance(part, ast.Assign | ast.AnnAssign):
@@ -90,13 +90,13 @@ class House:
     def protocols(self) -> list[set[str]]:
         """The members of each Protocol that has a docstring, and more than a call to itself."""
         every = [node for same_name in self.classes.values() for node in same_name]
-        told = [self.members(node) for node in every if is_protocol(node) and ast.get_docstring(node)]
-        return [members for members in told if members]
+        message = [self.members(node) for node in every if is_protocol(node) and ast.get_docstring(node)]
+        return [members for members in message if members]
 
     def told_of_methods(self, node: ast.ClassDef) -> set[str]:
         """Methods that a base class, torch or a Protocol that the class fulfils tells about."""
         lineage, members = list(self.lineage(node)), self.members(node)
-        torchs = [OF_TORCH.get(last_name(base), set()) for each in lineage for base in each.bases]
+        torchs = [OF_TORCH.get(last_name(base), set()) for item in lineage for base in item.bases]
         fulfilled = [protocol for protocol in self.protocols if protocol <= members]
         return set[str]().union(*map(documented, lineage[1:]), *torchs, *fulfilled)
 
@@ -104,15 +104,15 @@ class House:
         """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, or in `register_x(name, Entry(…))`, and those
         of a command."""
         names = [name for name, (place, _) in COMMANDS.items() if place == module]
-        found = {told for name in names for told in (f"add_{name}_arguments", f"{name}_command")}
+        actual = {message for name in names for message in (f"add_{name}_arguments", f"{name}_command")}
         for node in ast.walk(self.trees[module]):
             match node:
                 case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) | ast.Call(
                     ast.Name("register_architecture"), [_, ast.Call(kind) as entry]
                 ) if any(ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])):
                     values = [*entry.args, *(keyword.value for keyword in entry.keywords)]
-                    found |= {value.id for value in values if isinstance(value, ast.Name)}
-        return found
+                    actual |= {value.id for value in values if isinstance(value, ast.Name)}
+        return actual
 
     def faults(self) -> Iterator[str]:
         """What has no docstring and is told nowhere else, and what has one that leads with a pronoun."""
@@ -123,10 +123,10 @@ class House:
                     yield from self._faults(module, f"{node.name}.", node.body, self.told_of_methods(node))
 
     @staticmethod
-    def _faults(module: str, prefix: str, body: list[ast.stmt], told: set[str]) -> Iterator[str]:
+    def _faults(module: str, prefix: str, body: list[ast.stmt], message: set[str]) -> Iterator[str]:
         for node in public(body):
             text = ast.get_docstring(node)
-            if not text and node.name not in told:
+            if not text and node.name not in message:
                 yield f"{module}:{node.lineno} {prefix}{node.name} has no docstring"
             if text and text.split()[0] in PRONOUNS:
                 yield f"{module}:{node.lineno} {prefix}{node.name} leads with {text.split()[0]!r}: name the thing"
@@ -135,8 +135,8 @@ class House:
 def test_every_public_callable_says_what_its_name_does_not() -> None:
     files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
     assert len(files) > 100
-    found = list(House({module_of(path): path.read_text(encoding="utf-8") for path in files}).faults())
-    assert not found, "\n".join(found)
+    actual = list(House({module_of(path): path.read_text(encoding="utf-8") for path in files}).faults())
+    assert not actual, "\n".join(actual)
 
 
 BASE = 'class Base:\n    """A base."""\n    def run(self):\n        """Tell."""\n'
@@ -179,4 +179,4 @@ def test_a_commands_two_functions_are_told_by_the_command_line() -> None:
     faults = {
         module: list(House({module: source}).faults()) for module in ("megatfm.commands.data", "megatfm.data")
     }
-    assert [len(found) for found in faults.values()] == [1, 2]
+    assert [len(lines) for lines in faults.values()] == [1, 2]

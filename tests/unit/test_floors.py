@@ -3,11 +3,11 @@
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.source_tree import FOLDERS, ROOT, module_of
+
 EVERYBODYS = {
     "megatfm.errors": set[str](),
     "megatfm.rng": set[str](),
@@ -33,6 +33,13 @@ CORE = {
     "megatfm.object_collectives": set[str](),
     "megatfm.parallel": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
     "megatfm.checkpoint": {"megatfm.object_collectives", "megatfm.ops", "megatfm.config"},
+    "megatfm.tasks": {
+        "megatfm.object_collectives",
+        "megatfm.objectives",
+        "megatfm.corpus",
+        "megatfm.tokenizers",
+        "megatfm.config",
+    },
     "megatfm.engines": {
         "megatfm.object_collectives",
         "megatfm.parallel",
@@ -113,9 +120,6 @@ ROOMS = {
     **ROOT_PACKAGE,
 }
 
-FOLDERS = {"data_prep", "launchers", "slurm"}
-"""Rooms whose folders lie at the top of the repository. All import them as `megatfm.data_prep`, …: by the bare name a
-user's own `megatfm.data_prep.py` would be imported instead, or ours a second time."""
 NO_TORCH = {"megatfm.config", "megatfm.launchers", "megatfm.slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
 ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
@@ -130,11 +134,6 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     inner = (".".join(parts[:depth]) for depth in (4, 3))
     return next((room for room in inner if room in ROOMS), ".".join(parts[:2]))
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(["megatfm"] * (parts[0] in FOLDERS) + [*parts]).removesuffix(".__init__")
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -160,46 +159,92 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
     room = room_of(module)
     if room not in ROOMS:
         return [f"{module}: the room {room} has no row in the table: say what it may import"]
-    found = []
+    actual = []
     for line, name in imports(source, module, is_package):
         other = room_of(name) if room_of(name) in ROOMS else name.split(".")[0]
         if name.split(".")[0] in FOLDERS:
-            found.append(f"{module}:{line} imports {name}: its name is megatfm.{name}")
+            actual.append(f"{module}:{line} imports {name}: its name is megatfm.{name}")
         elif name.split(".")[0] == "megatfm" and other in ROOMS:
             if other in ONLY_FROM and module == ONLY_FROM[other]:
                 continue
             if other != room and other not in {*ROOMS[room], *({} if room in EVERYBODYS else EVERYBODYS)}:
-                found.append(f"{module}:{line} imports {name}: {room} may import {sorted(ROOMS[room])}")
+                actual.append(f"{module}:{line} imports {name}: {room} may import {sorted(ROOMS[room])}")
             elif not room.startswith(other) and not is_through(name, DOORS.get(other, (other,))):
-                found.append(f"{module}:{line} imports {name}: other rooms see {DOORS[other]} alone")
+                actual.append(f"{module}:{line} imports {name}: other rooms see {DOORS[other]} alone")
         elif room in NO_TORCH and name.split(".")[0] == "torch":
-            found.append(f"{module}:{line} imports {name}: {room} runs on a login node without torch")
+            actual.append(f"{module}:{line} imports {name}: {room} runs on a login node without torch")
         elif room in NO_DISTRIBUTED and name.startswith("torch.distributed"):
-            found.append(f"{module}:{line} uses {name}: {room} knows no ranks")
-    return found
+            actual.append(f"{module}:{line} uses {name}: {room} knows no ranks")
+    return actual
 
 
 def test_every_import_goes_down() -> None:
     files = [path for room in ("megatfm", *FOLDERS) for path in sorted((ROOT / room).rglob("*.py"))]
     assert len(files) > 20
-    found = [
+    actual = [
         fault
         for path in files
         for fault in faults(path.read_text(encoding="utf-8"), module_of(path), path.name == "__init__.py")
     ]
-    assert not found, "\n".join(found)
+    assert not actual, "\n".join(actual)
 
 
 def test_nobody_imports_a_folder_of_the_checkout() -> None:
     """Tests, benchmarks and documentation, too, where the bare name works as well, and makes a second module of it."""
     files = [path for folder in ("tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
-    found = [
+    actual = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
         for line, name in imports(path.read_text(encoding="utf-8"), module_of(path), False)
         if name.split(".")[0] in FOLDERS
     ]
-    assert not found, found
+    assert not actual, actual
+
+
+SHARED_BY_TESTS = ("tests.support", "tests.plugins")
+READ_BY_THE_LAYOUT_TABLE = "tests.parity.test_pipelines"
+"""Test module whose cases the table of layouts is made from."""
+
+
+def shares(module: str, name: str) -> bool:
+    """Whether a file of tests or benchmarks may import this name."""
+    if not name.startswith("tests."):
+        return True
+    if module == "tests.support.layout_table" and is_through(name, (READ_BY_THE_LAYOUT_TABLE,)):
+        return True
+    return is_through(name, SHARED_BY_TESTS) and not any(
+        part.startswith("test_") or part == "conftest" for part in name.split(".")[:-1]
+    )
+
+
+def test_tests_share_support_alone() -> None:
+    """Nobody imports a test module or a conftest: a test that changes would change others."""
+    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    actual = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}: what tests share lies in tests/support"
+        for path in files
+        for line, name in imports(path.read_text(encoding="utf-8"), module_of(path), False)
+        if not shares(module_of(path), name)
+    ]
+    assert not actual, "\n".join(actual)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fits"),
+    [
+        ("tests.unit.test_x", "from tests.support.parity import build_engine", True),
+        ("tests.unit.test_x", "from tests.plugins import plugin", True),
+        ("tests.unit.test_x", "from tests.parity import test_layouts", False),
+        ("tests.unit.test_x", "from tests.parity.test_layouts import compare_gradients", False),
+        ("tests.unit.test_x", "import tests.parity.test_pipelines", False),
+        ("tests.unit.test_x", "from .conftest import write", False),
+        ("tests.unit.test_x", "def f():\n    from tests.plugins.test_blocks import PAGES", False),
+        ("tests.support.layout_table", "from tests.parity import test_pipelines", True),
+        ("tests.support.layout_table", "from tests.parity import test_experts", False),
+    ],
+)
+def test_sharing_is_told_from_importing_a_test(module: str, source: str, fits: bool) -> None:
+    assert all(shares(module, name) for _, name in imports(source, module, False)) is fits
 
 
 def test_the_table_has_floors() -> None:
@@ -286,12 +331,12 @@ def test_only_the_mesh_names_its_axes() -> None:
         for path in sorted((ROOT / "megatfm").rglob("*.py"))
         if not str(path.relative_to(ROOT)).startswith(NAMES_AXES)
     ]
-    found = [
+    actual = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
         for line in literal_axes(path.read_text(encoding="utf-8"))
     ]
-    assert not found, found
+    assert not actual, actual
 
 
 @pytest.mark.parametrize(

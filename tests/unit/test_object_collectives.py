@@ -35,10 +35,10 @@ def agreed() -> tuple[int, str, list[int], dict[str, list[str]]]:
     assert calls == ([0] if rank == 0 else [])
     try:
         run_on_rank_0_raising(fails)
-        said = "nothing"
+        output = "nothing"
     except UsageError as error:
-        said = str(error)
-    return result, said, all_gather(rank), gather_errors(["bad"] if rank == 2 else [])
+        output = str(error)
+    return result, output, all_gather(rank), gather_errors(["bad"] if rank == 2 else [])
 
 
 def test_all_ranks_know_the_same(workers: Workers) -> None:
@@ -52,7 +52,9 @@ def on_machines_of_one_name(folder: Path) -> tuple[set[str], tuple[int, ...]]:
         patch.setattr(socket, "gethostname", lambda: "localhost")
         real, boot = Path.read_text, f"boot of {dist.get_rank() // 2}\n"
         patch.setattr(
-            Path, "read_text", lambda path, *rest: boot if path.name == "boot_id" else real(path, *rest)
+            Path,
+            "read_text",
+            lambda path, *remaining: boot if path.name == "boot_id" else real(path, *remaining),
         )
         return unique_on_host(["a", f"of {dist.get_rank()}"]), NodeTopology.discover(
             folder, dist.group.WORLD
@@ -94,7 +96,7 @@ def unsendable() -> list[str]:
     def raises() -> None:
         raise TwoArguments("a", 3)
 
-    said = []
+    output = []
     for function, work in (
         (run_on_rank_0_raising, lambda: lambda: 1),
         (lambda work: run_on_rank_0("not done", work), lambda: lambda: 1),
@@ -103,19 +105,19 @@ def unsendable() -> list[str]:
     ):
         try:
             function(work)  # type: ignore[operator]
-            said.append("nothing")
+            output.append("nothing")
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            output.append(f"{type(error).__name__}: {error}")
     assert run_on_rank_0_raising(lambda: 5) == 5
-    return said
+    return output
 
 
 def test_what_can_not_be_sent_is_an_error_of_all_ranks(workers: Workers) -> None:
-    for said in workers.run(unsendable, 3):
-        assert "nothing" not in said
-        assert all("lost each other" not in words for words in said)
-        assert all("pickle" in words for words in (said[0], said[1], said[3])), said
-        assert said[2] == "MegatfmError: TwoArguments: a = 3"
+    for result in workers.run(unsendable, 3):
+        assert "nothing" not in result
+        assert all("lost each other" not in words for words in result)
+        assert all("pickle" in words for words in (result[0], result[1], result[3])), result
+        assert result[2] == "MegatfmError: TwoArguments: a = 3"
 
 
 def in_a_group_without_rank_0() -> tuple[int, list[int], int] | None:
@@ -148,5 +150,5 @@ def fails_on_one() -> str:
 
 
 def test_a_failure_of_one_is_that_of_all(workers: Workers) -> None:
-    (said,) = set(workers.run(fails_on_one, 2))
-    assert said.startswith("not done: rank 1 on ")
+    (result,) = set(workers.run(fails_on_one, 2))
+    assert result.startswith("not done: rank 1 on ")

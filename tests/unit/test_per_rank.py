@@ -10,9 +10,10 @@ from megatfm.describe.per_rank import rank_state
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.train.startup_checks import block_input_bytes
-from tests.parity.test_layouts import ADAMW, LENGTH, make_engine
+from tests.support.models import ADAMW, LENGTH, UNTIED_MODEL
+from tests.support.parity import build_engine
+from tests.support.sharded_engines import held_bytes
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_sharing import EVEN, held
 
 LAYOUTS = [
     *(ParallelConfig(dp_shard=3, zero=zero) for zero in (0, 1, 2, 3)),
@@ -28,7 +29,7 @@ FIRST_BLOCKS = tuple(f"decoder.layers.{number}." for number in range(3))
 def config_of(parallel: ParallelConfig) -> Config:
     config = load_config("quickstart", ["data.tokenizer=t", "data.train=d"])
     changed = {
-        "model": EVEN,
+        "model": UNTIED_MODEL,
         "parallel": parallel,
         "optimizer": ADAMW,
         "data": config.data.model_copy(update={"sequence_length": LENGTH}),
@@ -42,8 +43,8 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
 
     ZeRO 2 keeps the weights that it gathers until a step's last backward pass.
     """
-    engine: NativeEngine = make_engine(EVEN, parallel, ADAMW, precision="bf16")
-    config, counted = config_of(parallel), held(parallel)
+    engine: NativeEngine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16")
+    config, counted = config_of(parallel), held_bytes(parallel)
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
     gradients = engine.memory_needed(microbatches, block_input_bytes(config, 2)).gradients
     copy = counted["computed"] if isinstance(engine.data, Replicated) or parallel.zero == 2 else 0
@@ -80,7 +81,7 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     assert (state.gradient_bytes, state.optimizer_bytes) == (4 * first, 8 * first)
 
 
-def test_it_is_printed_for_several_ranks_alone() -> None:
+def test_the_table_is_printed_for_several_ranks_alone() -> None:
     for words, expected in (
         ([], None),
         (["parallel.engine=deepspeed", "parallel.dp_shard=2"], None),

@@ -22,7 +22,7 @@ def test_golden_values() -> None:
     assert rng.permutation(8, 1, "p").tolist() == GOLDEN_PERMUTATION
 
 
-def test_the_same_in_another_process() -> None:
+def test_draws_are_the_same_in_another_process() -> None:
     code = "from megatfm import rng; print(rng.random_uint64(3, 0, 'order', 1).tolist())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["--help"], 0, "corpora -> tokenizer"),
         (["verify", "--help"], 0, "NAME,..."),
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
 )
 def test_no_command_fails_for_what_a_terminal_lacks(
-    folder: Path, words: list[str], code: int, told: str
+    folder: Path, words: list[str], code: int, message: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megatfm", *words],
@@ -52,7 +52,7 @@ def test_no_command_fails_for_what_a_terminal_lacks(
     text = (done.stdout + done.stderr).decode()
     assert done.returncode == code, text
     assert "Traceback" not in text
-    assert told in text
+    assert message in text
 
 
 def test_characters_are_spelled_and_names_of_files_kept(monkeypatch: pytest.MonkeyPatch) -> None:

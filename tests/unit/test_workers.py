@@ -170,7 +170,7 @@ def test_misuse_is_refused(workers: Workers) -> None:
 SESSION = """
 import os
 import tests.support.workers
-from tests.e2e.ranks import free_port  # any function that pulls in nothing
+from tests.support.rank_processes import free_port  # any function that pulls in nothing
 tests.support.workers.PRELOAD[:] = ["torch.distributed.tensor.debug"]  # and nothing else that takes seconds
 if __name__ == "__main__":
     workers = tests.support.workers.Workers()

@@ -8,9 +8,13 @@ from megatfm.convert.architectures import electra as electra
 from megatfm.convert.architectures import gemma as gemma
 from megatfm.convert.architectures import gpt as gpt
 from megatfm.convert.architectures import gpt_oss as gpt_oss
+from megatfm.convert.architectures import image_towers as image_towers
 from megatfm.convert.architectures import llama as llama
 from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import moe_decoders as moe_decoders
+from megatfm.convert.architectures import sequence_classification as sequence_classification
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
+from megatfm.convert.architectures import swin as swin
 from megatfm.convert.architectures import t5 as t5
+from megatfm.convert.architectures import vit as vit
 from megatfm.convert.architectures import xlnet as xlnet

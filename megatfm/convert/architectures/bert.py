@@ -58,49 +58,49 @@ ENCODER_MAPPING = {
 }
 
 
-def read_encoder(theirs: Json, **others: Any) -> ModelConfig:
+def read_encoder(hf_config: Json, **overrides: Any) -> ModelConfig:
     """Our config of a post-norm encoder with learned positions and BERT's head.
 
-    others: what differs; None: no such key. Raises UsageError for what we lack.
+    overrides: keys that differ; None: no such key. Raises UsageError for what we lack.
     """
     common = {
-        **read_mapped(theirs, ENCODER_MAPPING),
+        **read_mapped(hf_config, ENCODER_MAPPING),
         "family": "encoder",
         "norm.name": "layer_norm",
         "norm.placement": "post",
         "embedding.norm": True,
-        "ffn.activation": activation_from_hf(theirs["hidden_act"]),
+        "ffn.activation": activation_from_hf(hf_config["hidden_act"]),
         "attention.bias": True,
         "ffn.bias": True,
         "position.name": "learned",
-        "embedding.n_segments": theirs["type_vocab_size"],
+        "embedding.n_segments": hf_config["type_vocab_size"],
         "lm_head.name": "transform",
         "lm_head.bias": True,
         "init.name": "bert",
     }
     return ModelConfig.from_dotted(
-        {key: value for key, value in (common | others).items() if value is not None}
+        {key: value for key, value in (common | overrides).items() if value is not None}
     )
 
 
-def write_encoder(ours: ModelConfig, **others: Any) -> Json:
+def write_encoder(config: ModelConfig, **overrides: Any) -> Json:
     """The reverse of `read_encoder`. Raises UsageError for an activation that they lack."""
     common = {
-        **write_mapped(ours, ENCODER_MAPPING),
-        "hidden_act": activation_to_hf(ours.ffn.activation),
-        "type_vocab_size": max(ours.embedding.n_segments, 1),
+        **write_mapped(config, ENCODER_MAPPING),
+        "hidden_act": activation_to_hf(config.ffn.activation),
+        "type_vocab_size": max(config.embedding.n_segments, 1),
         "tie_word_embeddings": True,
     }
-    return common | others
+    return common | overrides
 
 
-def embedding_rules(theirs: str, *, copies: Iterable[str] = ()) -> list[WeightMapping]:
-    """Tables and norm under `theirs`, such as "bert.embeddings."; copies: names of the output matrix."""
+def embedding_rules(hf_prefix: str, *, copies: Iterable[str] = ()) -> list[WeightMapping]:
+    """Tables and norm under `hf_prefix`, such as "bert.embeddings."; copies: names of the output matrix."""
     return [
-        rename("encoder.embedding.tokens.weight", f"{theirs}word_embeddings.weight", copies=copies),
-        rename("encoder.embedding.positions.weight", f"{theirs}position_embeddings.weight"),
-        rename("encoder.embedding.segments.weight", f"{theirs}token_type_embeddings.weight"),
-        *rename_linear("encoder.embedding.norm", f"{theirs}LayerNorm", bias=True),
+        rename("encoder.embedding.tokens.weight", f"{hf_prefix}word_embeddings.weight", copies=copies),
+        rename("encoder.embedding.positions.weight", f"{hf_prefix}position_embeddings.weight"),
+        rename("encoder.embedding.segments.weight", f"{hf_prefix}token_type_embeddings.weight"),
+        *rename_linear("encoder.embedding.norm", f"{hf_prefix}LayerNorm", bias=True),
     ]
 
 
@@ -136,8 +136,8 @@ BERT_KEYS = ENCODER_KEYS | POOLER | {"pad_token_id": used(0, int, None)}
 BERT_MARKS = {"family": "encoder", "position.name": "learned", "position.offset": 0}
 
 
-def read_bert_pretraining(theirs: Json) -> ModelConfig:
-    return read_encoder(theirs, **{"extra_heads.sentence.classes": 2})
+def read_bert_pretraining(hf_config: Json) -> ModelConfig:
+    return read_encoder(hf_config, **{"extra_heads.sentence.classes": 2})
 
 
 def bert_rules(config: ModelConfig) -> list[WeightMapping]:
@@ -201,28 +201,28 @@ ROBERTA_KEYS = ENCODER_KEYS | {
 }
 
 
-def read_roberta(theirs: Json) -> ModelConfig:
-    if theirs["pad_token_id"] < 0:
+def read_roberta(hf_config: Json) -> ModelConfig:
+    if hf_config["pad_token_id"] < 0:
         raise UsageError(
-            f"config.json: pad_token_id = {theirs['pad_token_id']}: RoBERTa's positions begin after it"
+            f"config.json: pad_token_id = {hf_config['pad_token_id']}: RoBERTa's positions begin after it"
         )
-    offset = theirs["pad_token_id"] + 1
+    offset = hf_config["pad_token_id"] + 1
     return read_encoder(
-        theirs,
+        hf_config,
         **{
-            "position.max_positions": theirs["max_position_embeddings"] - offset,
+            "position.max_positions": hf_config["max_position_embeddings"] - offset,
             "position.offset": offset,
             "init.name": "normal",
         },
     )
 
 
-def write_roberta(ours: ModelConfig) -> Json:
-    position = require_variant(ours.position, LearnedPositionConfig, "model.position")
+def write_roberta(config: ModelConfig) -> Json:
+    position = require_variant(config.position, LearnedPositionConfig, "model.position")
     if position.offset < 1:
         raise UsageError("RoBERTa's positions begin after the padding token's id: model.position.offset is 0")
     return write_encoder(
-        ours,
+        config,
         max_position_embeddings=position.max_positions + position.offset,
         pad_token_id=position.offset - 1,
     )
@@ -286,31 +286,31 @@ ALBERT_KEYS = ENCODER_KEYS | {
 ALBERT_MARKS = {"family": "encoder", "position.name": "learned", "distinct_layers": 1}
 
 
-def read_albert(theirs: Json) -> ModelConfig:
-    if theirs["embedding_size"] == theirs["hidden_size"]:
+def read_albert(hf_config: Json) -> ModelConfig:
+    if hf_config["embedding_size"] == hf_config["hidden_size"]:
         raise UsageError(
             "config.json: embedding_size = hidden_size: ALBERT projects even then, and megatfm does not"
         )
     return read_encoder(
-        theirs,
+        hf_config,
         **{
-            "embedding.dim": theirs["embedding_size"],
-            "distinct_layers": theirs["num_hidden_groups"],
+            "embedding.dim": hf_config["embedding_size"],
+            "distinct_layers": hf_config["num_hidden_groups"],
         },
     )
 
 
-def read_albert_pretraining(theirs: Json) -> ModelConfig:
-    return read_albert(theirs).with_changes({"extra_heads.sentence.name": "sentence"})
+def read_albert_pretraining(hf_config: Json) -> ModelConfig:
+    return read_albert(hf_config).with_changes({"extra_heads.sentence.name": "sentence"})
 
 
-def write_albert(ours: ModelConfig) -> Json:
-    if ours.distinct_layers is None:
+def write_albert(config: ModelConfig) -> Json:
+    if config.distinct_layers is None:
         raise UsageError("without model.distinct_layers this is an ELECTRA generator's architecture")
     return write_encoder(
-        ours,
-        embedding_size=ours.embedding_width,
-        num_hidden_groups=ours.distinct_layers,
+        config,
+        embedding_size=config.embedding_width,
+        num_hidden_groups=config.distinct_layers,
         inner_group_num=1,
     )
 

@@ -43,31 +43,31 @@ def check_kinds(kinds: Any) -> None:
         raise UsageError(f"config.json: pos_att_type = {kinds!r} is not supported, only c2p and p2c together")
 
 
-def read_deberta(theirs: Json) -> ModelConfig:
-    check_implied_values(theirs, embedding_size=theirs["hidden_size"])
-    check_kinds(theirs["pos_att_type"])
-    farthest = theirs["max_relative_positions"]
+def read_deberta(hf_config: Json) -> ModelConfig:
+    check_implied_values(hf_config, embedding_size=hf_config["hidden_size"])
+    check_kinds(hf_config["pos_att_type"])
+    farthest = hf_config["max_relative_positions"]
     return read_encoder(
-        theirs,
+        hf_config,
         **{
             "attention.name": "deberta",
             "attention.bias": None,
             "position.name": "deberta",
             "position.max_positions": None,
-            "position.max_distance": farthest if farthest > 0 else theirs["max_position_embeddings"],
+            "position.max_distance": farthest if farthest > 0 else hf_config["max_position_embeddings"],
             "init.name": "normal",
         },
     )
 
 
-def write_deberta(ours: ModelConfig) -> Json:
+def write_deberta(config: ModelConfig) -> Json:
     return write_encoder(
-        ours,
+        config,
         max_position_embeddings=require_variant(
-            ours.position, DebertaPositionConfig, "model.position"
+            config.position, DebertaPositionConfig, "model.position"
         ).max_distance,
         max_relative_positions=-1,
-        type_vocab_size=ours.embedding.n_segments,
+        type_vocab_size=config.embedding.n_segments,
         relative_attention=True,
         position_biased_input=False,
         pos_att_type=["c2p", "p2c"],
@@ -83,8 +83,8 @@ def qkv_by_head(n_heads: int) -> WeightMapping:
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [x.flatten(0, 1) for x in tensors[0].unflatten(0, (n_heads, 3, -1)).unbind(1)]
 
-    ours = tuple(f"attn.w{part}.weight" for part in "qkv")
-    return WeightMapping(ours, ("attention.self.in_proj.weight",), forth, back)
+    names = tuple(f"attn.w{part}.weight" for part in "qkv")
+    return WeightMapping(names, ("attention.self.in_proj.weight",), forth, back)
 
 
 def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
@@ -167,37 +167,39 @@ DEBERTA_V2_KEYS = ENCODER_KEYS | {
 }
 
 
-def read_deberta_v2(theirs: Json) -> ModelConfig:
-    check_implied_values(theirs, embedding_size=theirs["hidden_size"])
-    check_implied_values(theirs, attention_head_size=theirs["hidden_size"] // theirs["num_attention_heads"])
-    check_kinds(theirs["pos_att_type"])
-    if theirs["position_buckets"] < 1:
+def read_deberta_v2(hf_config: Json) -> ModelConfig:
+    check_implied_values(hf_config, embedding_size=hf_config["hidden_size"])
+    check_implied_values(
+        hf_config, attention_head_size=hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    )
+    check_kinds(hf_config["pos_att_type"])
+    if hf_config["position_buckets"] < 1:
         raise UsageError(
             "config.json: position_buckets = -1 is not supported, only relative positions in buckets"
         )
-    farthest = theirs["max_relative_positions"]
+    farthest = hf_config["max_relative_positions"]
     return read_encoder(
-        theirs,
+        hf_config,
         **{
             "attention.name": "deberta_v2",
             "attention.bias": None,
             "position.name": "deberta_v2",
             "position.max_positions": None,
-            "position.buckets": theirs["position_buckets"],
-            "position.max_distance": farthest if farthest > 0 else theirs["max_position_embeddings"],
+            "position.buckets": hf_config["position_buckets"],
+            "position.max_distance": farthest if farthest > 0 else hf_config["max_position_embeddings"],
             "init.name": "normal",
         },
     )
 
 
-def write_deberta_v2(ours: ModelConfig) -> Json:
-    position = require_variant(ours.position, DebertaV2PositionConfig, "model.position")
+def write_deberta_v2(config: ModelConfig) -> Json:
+    position = require_variant(config.position, DebertaV2PositionConfig, "model.position")
     return write_encoder(
-        ours,
+        config,
         max_position_embeddings=position.max_distance,
         max_relative_positions=-1,
         position_buckets=position.buckets,
-        type_vocab_size=ours.embedding.n_segments,
+        type_vocab_size=config.embedding.n_segments,
         relative_attention=True,
         position_biased_input=False,
         share_att_key=True,

@@ -82,27 +82,27 @@ MOST_MODULES = 64
 """More modules for later tokens than any model has."""
 
 
-def read(theirs: Json) -> ModelConfig:
+def read(hf_config: Json) -> ModelConfig:
     router = {
         "name": "deepseek_v3",
-        "n_group": theirs["n_group"],
-        "topk_group": theirs["topk_group"],
-        "norm_topk_prob": theirs["norm_topk_prob"],
-        "routed_scaling_factor": theirs["routed_scaling_factor"],
+        "n_group": hf_config["n_group"],
+        "topk_group": hf_config["topk_group"],
+        "norm_topk_prob": hf_config["norm_topk_prob"],
+        "routed_scaling_factor": hf_config["routed_scaling_factor"],
     }
-    config = read_with(theirs, router)
-    if config.layer_types and theirs["n_routed_experts"] < 2 * theirs["n_group"]:
+    config = read_with(hf_config, router)
+    if config.layer_types and hf_config["n_routed_experts"] < 2 * hf_config["n_group"]:
         raise UsageError(
-            f"config.json: n_group = {theirs['n_group']} of n_routed_experts = {theirs['n_routed_experts']}: "
+            f"config.json: n_group = {hf_config['n_group']} of n_routed_experts = {hf_config['n_routed_experts']}: "
             "transformers ranks groups by their two best experts, and a group has fewer"
         )
     return config
 
 
-def further(theirs: Mapping[str, object], names: Container[str]) -> list[str]:
+def further(hf_config: Mapping[str, object], names: Container[str]) -> list[str]:
     """Modules that predict later tokens, behind the last block: transformers has no class that reads them."""
-    first = theirs.get("num_hidden_layers", KEYS["num_hidden_layers"].default)
-    count = theirs.get("num_nextn_predict_layers", theirs.get("num_mtp_layers"))
+    first = hf_config.get("num_hidden_layers", KEYS["num_hidden_layers"].default)
+    count = hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers"))
     if not isinstance(first, int) or not isinstance(count, int) or count < 1:
         return []
     numbers = range(first, first + min(count, MOST_MODULES))
@@ -114,50 +114,50 @@ CONFIG_MAPPING = {
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "attention.n_heads",
-    "qk_nope_head_dim": "attention.head_dim",
+    "qk_nope_head_dim": "attention.qk_nope_head_dim",
     "rms_norm_eps": "norm.eps",
     "tie_word_embeddings": "embedding.tied",
     "initializer_range": "init.std",
 }
 
 
-def read_with(theirs: Json, router: Json) -> ModelConfig:
+def read_with(hf_config: Json, router: Json) -> ModelConfig:
     """Our config, with this router in blocks with experts; DeepSeek-V2's has the same keys."""
-    check_implied_values(theirs, head_dim=theirs["qk_rope_head_dim"])
-    check_implied_values(theirs, qk_head_dim=theirs["qk_nope_head_dim"] + theirs["qk_rope_head_dim"])
-    n_layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
-    if theirs["num_key_value_heads"] not in (None, heads):
+    check_implied_values(hf_config, head_dim=hf_config["qk_rope_head_dim"])
+    check_implied_values(hf_config, qk_head_dim=hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"])
+    n_layers, heads = hf_config["num_hidden_layers"], hf_config["num_attention_heads"]
+    if hf_config["num_key_value_heads"] not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
-    rotary = rope_from_hf(theirs)
+    rotary = rope_from_hf(hf_config)
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, CONFIG_MAPPING),
-            "ffn.d_ff": theirs["intermediate_size"],
-            "ffn.activation": activation_from_hf(theirs["hidden_act"], gated=True),
+            **read_mapped(hf_config, CONFIG_MAPPING),
+            "ffn.d_ff": hf_config["intermediate_size"],
+            "ffn.activation": activation_from_hf(hf_config["hidden_act"], gated=True),
             "attention.name": "mla",
-            "attention.kv_lora_rank": theirs["kv_lora_rank"],
-            "attention.q_lora_rank": theirs["q_lora_rank"],
-            "attention.qk_rope_head_dim": theirs["qk_rope_head_dim"],
-            "attention.v_head_dim": theirs["v_head_dim"],
-            "attention.scale": _scale(theirs, rotary["position.scaling"]),
-            "attention.dropout": theirs["attention_dropout"] or 0.0,
+            "attention.kv_lora_rank": hf_config["kv_lora_rank"],
+            "attention.q_lora_rank": hf_config["q_lora_rank"],
+            "attention.qk_rope_head_dim": hf_config["qk_rope_head_dim"],
+            "attention.v_head_dim": hf_config["v_head_dim"],
+            "attention.scale": _scale(hf_config, rotary["position.scaling"]),
+            "attention.dropout": hf_config["attention_dropout"] or 0.0,
             "init.name": "normal",
             **rotary,
-            **_blocks(theirs, n_layers, router),
+            **_blocks(hf_config, n_layers, router),
         }
     )
 
 
-def _scale(theirs: Json, scaling: RopeScaling | None) -> float | None:
+def _scale(hf_config: Json, scaling: RopeScaling | None) -> float | None:
     """Scale of the scores, where YaRN changes it for all channels, those without positions too."""
-    table = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
+    table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
     mscale_all_dim = table.get("mscale_all_dim")
     if not isinstance(scaling, YarnScaling) or not mscale_all_dim:
         return None
     if isinstance(mscale_all_dim, bool) or not isinstance(mscale_all_dim, int | float):
         raise UsageError(f"config.json: mscale_all_dim = {mscale_all_dim!r} is no number")
     return float(
-        _plain_scale(theirs["qk_nope_head_dim"], theirs["qk_rope_head_dim"])
+        _plain_scale(hf_config["qk_nope_head_dim"], hf_config["qk_rope_head_dim"])
         * _stretch(scaling, mscale_all_dim) ** 2
     )
 
@@ -170,31 +170,31 @@ def _stretch(scaling: YarnScaling, every: float) -> float:
     return 0.1 * every * log(max(scaling.factor, 1.0)) + 1.0
 
 
-def _their_scale(ours: ModelConfig) -> Json:
+def _their_scale(config: ModelConfig) -> Json:
     """rope_parameters, with the reverse of `_scale` in it. Raises UsageError for a scale that no YaRN explains."""
-    latent, theirs = _latent(ours), rope_to_hf(ours)
-    scaling = ours.position.scaling if isinstance(ours.position, RopeConfig) else None
+    latent, hf_config = _latent(config), rope_to_hf(config)
+    scaling = config.position.scaling if isinstance(config.position, RopeConfig) else None
     if latent.scale is None:
-        return theirs
+        return hf_config
     if not isinstance(scaling, YarnScaling) or scaling.factor <= 1:
         raise UsageError(f"model.attention.scale = {latent.scale}: here transformers has one with YaRN alone")
-    stretch = (latent.scale / _plain_scale(ours.head_width, latent.qk_rope_head_dim)) ** 0.5
-    theirs["rope_parameters"]["mscale_all_dim"] = (stretch - 1) / (0.1 * log(scaling.factor))
-    return theirs
+    stretch = (latent.scale / _plain_scale(config.head_width, latent.qk_rope_head_dim)) ** 0.5
+    hf_config["rope_parameters"]["mscale_all_dim"] = (stretch - 1) / (0.1 * log(scaling.factor))
+    return hf_config
 
 
-def _blocks(theirs: Json, n_layers: int, router: Json) -> Json:
+def _blocks(hf_config: Json, n_layers: int, router: Json) -> Json:
     """Which blocks have experts, and these."""
-    n_dense = max(theirs["first_k_dense_replace"], 0)
+    n_dense = max(hf_config["first_k_dense_replace"], 0)
     if n_dense >= n_layers:
         return {}
     experts = {
         "name": "moe",
-        "d_ff": theirs["moe_intermediate_size"],
-        "activation": activation_from_hf(theirs["hidden_act"], gated=True),
-        "n_experts": theirs["n_routed_experts"],
-        "top_k": theirs["num_experts_per_tok"],
-        "n_shared_experts": theirs["n_shared_experts"],
+        "d_ff": hf_config["moe_intermediate_size"],
+        "activation": activation_from_hf(hf_config["hidden_act"], gated=True),
+        "n_experts": hf_config["n_routed_experts"],
+        "top_k": hf_config["num_experts_per_tok"],
+        "n_shared_experts": hf_config["n_shared_experts"],
         "router": router,
     }
     return {
@@ -204,57 +204,57 @@ def _blocks(theirs: Json, n_layers: int, router: Json) -> Json:
     }
 
 
-def write(ours: ModelConfig) -> Json:
-    theirs = write_with(ours)
-    for config in sparse_blocks(ours)[:1]:
-        router = require_variant(require_dropless(config).router, DeepSeekV3RouterConfig, "model.ffn.router")
-        theirs |= {
+def write(config: ModelConfig) -> Json:
+    hf_config = write_with(config)
+    for block in sparse_blocks(config)[:1]:
+        router = require_variant(require_dropless(block).router, DeepSeekV3RouterConfig, "model.ffn.router")
+        hf_config |= {
             "n_group": router.n_group,
             "topk_group": router.topk_group,
             "norm_topk_prob": router.norm_topk_prob,
             "routed_scaling_factor": router.routed_scaling_factor,
         }
-    return theirs | {"num_nextn_predict_layers": 0}
+    return hf_config | {"num_nextn_predict_layers": 0}
 
 
-def sparse_blocks(ours: ModelConfig) -> list[ModelConfig]:
+def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
     """The configs of the blocks with experts."""
-    return [one for one in map(ours.layer_config, range(ours.n_layers)) if isinstance(one.ffn, MoEConfig)]
+    return [one for one in map(config.layer_config, range(config.n_layers)) if isinstance(one.ffn, MoEConfig)]
 
 
-def write_with(ours: ModelConfig) -> Json:
+def write_with(config: ModelConfig) -> Json:
     """All but what the router has."""
-    latent = _latent(ours)
-    if ours.norm.eps != 1e-6:
+    latent = _latent(config)
+    if config.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")
     return {
-        **write_mapped(ours, CONFIG_MAPPING),
-        **_their_experts(ours),
-        "num_key_value_heads": ours.attention.n_heads,
+        **write_mapped(config, CONFIG_MAPPING),
+        **_their_experts(config),
+        "num_key_value_heads": config.attention.n_heads,
         "qk_rope_head_dim": latent.qk_rope_head_dim,
-        "v_head_dim": latent.v_head_dim or ours.head_width,
+        "v_head_dim": latent.v_head_dim or config.head_width,
         "q_lora_rank": latent.q_lora_rank,
         "kv_lora_rank": latent.kv_lora_rank,
-        "intermediate_size": ours.layer_config(0).ffn.d_ff,
-        "hidden_act": activation_to_hf(ours.ffn.activation, gated=True),
-        "attention_dropout": ours.attention.dropout,
-        **_their_scale(ours),
+        "intermediate_size": config.layer_config(0).ffn.d_ff,
+        "hidden_act": activation_to_hf(config.ffn.activation, gated=True),
+        "attention_dropout": config.attention.dropout,
+        **_their_scale(config),
     }
 
 
-def _their_experts(ours: ModelConfig) -> Json:
-    ffns = [ours.layer_config(depth).ffn for depth in range(ours.n_layers)]
+def _their_experts(config: ModelConfig) -> Json:
+    ffns = [config.layer_config(depth).ffn for depth in range(config.n_layers)]
     sparse = [depth for depth, ffn in enumerate(ffns) if isinstance(ffn, MoEConfig)]
-    theirs: Json = {
-        "first_k_dense_replace": sparse[0] if sparse else ours.n_layers,
+    hf_config: Json = {
+        "first_k_dense_replace": sparse[0] if sparse else config.n_layers,
     }
     if not sparse:
-        return theirs
-    experts = require_dropless(ours.layer_config(sparse[0]))
+        return hf_config
+    experts = require_dropless(config.layer_config(sparse[0]))
     if not experts.n_shared_experts:
         raise UsageError("model.ffn.n_shared_experts = 0: DeepSeek's blocks have at least one")
     return {
-        **theirs,
+        **hf_config,
         "moe_intermediate_size": experts.d_ff,
         "n_routed_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,

@@ -43,34 +43,34 @@ KEYS = {key: value for key, value in deepseek.KEYS.items() if key not in V3_ALON
 }
 
 
-def read(theirs: Json) -> ModelConfig:
-    has_experts = theirs["first_k_dense_replace"] < theirs["num_hidden_layers"]
-    needed = ["num_experts_per_tok"] + ["n_group", "topk_group"] * (theirs["topk_method"] == LIMITED)
+def read(hf_config: Json) -> ModelConfig:
+    has_experts = hf_config["first_k_dense_replace"] < hf_config["num_hidden_layers"]
+    needed = ["num_experts_per_tok"] + ["n_group", "topk_group"] * (hf_config["topk_method"] == LIMITED)
     for key in needed if has_experts else ():
-        if theirs[key] is None:
+        if hf_config[key] is None:
             raise UsageError(f"config.json: {key} is not there: say how many")
-    groups = {"n_group": theirs["n_group"], "topk_group": theirs["topk_group"]}
+    groups = {"n_group": hf_config["n_group"], "topk_group": hf_config["topk_group"]}
     router = {
         "name": "deepseek_v2",
-        "routed_scaling_factor": theirs["routed_scaling_factor"],
-        **(groups if theirs["topk_method"] == LIMITED else {}),
+        "routed_scaling_factor": hf_config["routed_scaling_factor"],
+        **(groups if hf_config["topk_method"] == LIMITED else {}),
     }
-    return deepseek.read_with(theirs, router)
+    return deepseek.read_with(hf_config, router)
 
 
-def write(ours: ModelConfig) -> Json:
-    theirs = deepseek.write_with(ours)
-    for config in deepseek.sparse_blocks(ours)[:1]:
-        router = require_variant(require_dropless(config).router, DeepSeekV2RouterConfig, "model.ffn.router")
+def write(config: ModelConfig) -> Json:
+    hf_config = deepseek.write_with(config)
+    for block in deepseek.sparse_blocks(config)[:1]:
+        router = require_variant(require_dropless(block).router, DeepSeekV2RouterConfig, "model.ffn.router")
         limited = router.n_group > 1
-        theirs |= {
+        hf_config |= {
             "topk_method": LIMITED if limited else GREEDY,
             "n_group": router.n_group,
             "topk_group": router.topk_group,
             "routed_scaling_factor": router.routed_scaling_factor,
             "norm_topk_prob": False,
         }
-    return theirs
+    return hf_config
 
 
 register_architecture(

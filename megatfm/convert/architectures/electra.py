@@ -30,16 +30,18 @@ ELECTRA_GENERATOR_KEYS = ELECTRA_KEYS | {"hidden_act": supported_values("gelu")}
 """The activation of its head is always this one."""
 
 
-def read_electra_generator(theirs: Json) -> ModelConfig:
-    return read_encoder(theirs, **{"embedding.dim": theirs["embedding_size"]})
+def read_electra_generator(hf_config: Json) -> ModelConfig:
+    return read_encoder(hf_config, **{"embedding.dim": hf_config["embedding_size"]})
 
 
-def read_electra_discriminator(theirs: Json) -> ModelConfig:
-    return read_encoder(theirs, **{"family": "discriminator", "embedding.dim": theirs["embedding_size"]})
+def read_electra_discriminator(hf_config: Json) -> ModelConfig:
+    return read_encoder(
+        hf_config, **{"family": "discriminator", "embedding.dim": hf_config["embedding_size"]}
+    )
 
 
-def write_electra(ours: ModelConfig) -> Json:
-    return write_encoder(ours, embedding_size=ours.embedding_width)
+def write_electra(config: ModelConfig) -> Json:
+    return write_encoder(config, embedding_size=config.embedding_width)
 
 
 def electra_generator_rules(config: ModelConfig) -> list[WeightMapping]:

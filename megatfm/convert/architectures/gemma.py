@@ -71,25 +71,25 @@ PATTERN, THETA, LOCAL_THETA = 6, 1e6, 1e4
 SCALE = "embedding.scale"
 
 
-def read(theirs: Json) -> ModelConfig:
-    kinds = read_layer_types(theirs, 2)
-    return _read(theirs, {**rope_from_hf(theirs), **layer_type_blocks(kinds, _window(theirs), {})})
+def read(hf_config: Json) -> ModelConfig:
+    kinds = read_layer_types(hf_config, 2)
+    return _read(hf_config, {**rope_from_hf(hf_config), **layer_type_blocks(kinds, _window(hf_config), {})})
 
 
-def read_3(theirs: Json) -> ModelConfig:
-    pattern = PATTERN if theirs["sliding_window_pattern"] is None else theirs["sliding_window_pattern"]
+def read_3(hf_config: Json) -> ModelConfig:
+    pattern = PATTERN if hf_config["sliding_window_pattern"] is None else hf_config["sliding_window_pattern"]
     if pattern < 1:
         raise UsageError(f"config.json: sliding_window_pattern = {pattern}: choose 1 or more")
-    full = rope_of_layer_type(theirs, GLOBAL, "rope_theta", THETA, scaled=True)
-    local = rope_of_layer_type(theirs, LOCAL, "rope_local_base_freq", LOCAL_THETA)
+    full = rope_of_layer_type(hf_config, GLOBAL, "rope_theta", THETA, scaled=True)
+    local = rope_of_layer_type(hf_config, LOCAL, "rope_local_base_freq", LOCAL_THETA)
     kinds = layer_type_blocks(
-        read_layer_types(theirs, pattern), {**_window(theirs), "position": local}, {"position": full}
+        read_layer_types(hf_config, pattern), {**_window(hf_config), "position": local}, {"position": full}
     )
-    return _read(theirs, {"attention.qk_norm": True, **kinds})
+    return _read(hf_config, {"attention.qk_norm": True, **kinds})
 
 
-def _window(theirs: Json) -> Json:
-    return {"attention": {"pattern": {"name": "window", "width": theirs["sliding_window"]}}}
+def _window(hf_config: Json) -> Json:
+    return {"attention": {"pattern": {"name": "window", "width": hf_config["sliding_window"]}}}
 
 
 CONFIG_MAPPING = {
@@ -108,65 +108,69 @@ CONFIG_MAPPING = {
 }
 
 
-def _read(theirs: Json, others: Json) -> ModelConfig:
+def _read(hf_config: Json, extra: Json) -> ModelConfig:
     width, heads, queries = (
-        theirs["hidden_size"],
-        theirs["num_attention_heads"],
-        theirs["query_pre_attn_scalar"],
+        hf_config["hidden_size"],
+        hf_config["num_attention_heads"],
+        hf_config["query_pre_attn_scalar"],
     )
-    if heads < 1 or width % heads or theirs["head_dim"] < 1 or queries < 1:
+    if heads < 1 or width % heads or hf_config["head_dim"] < 1 or queries < 1:
         raise UsageError(
             f"config.json: num_attention_heads = {heads} must divide hidden_size = {width}, and head_dim = "
-            f"{theirs['head_dim']} and query_pre_attn_scalar = {queries} be above 0"
+            f"{hf_config['head_dim']} and query_pre_attn_scalar = {queries} be above 0"
         )
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if isinstance(theirs[key], int):
-            raise UsageError(f"config.json: {key} = {theirs[key]}: transformers takes {theirs[key]}.0 alone")
+        if isinstance(hf_config[key], int):
+            raise UsageError(
+                f"config.json: {key} = {hf_config[key]}: transformers takes {hf_config[key]}.0 alone"
+            )
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, CONFIG_MAPPING),
+            **read_mapped(hf_config, CONFIG_MAPPING),
             "attention.scale": queries**-0.5,
-            "attention.softcap": theirs["attn_logit_softcapping"],
-            "attention.dropout": theirs["attention_dropout"] or 0.0,
-            "ffn.activation": activation_from_hf(theirs["hidden_activation"], gated=True),
+            "attention.softcap": hf_config["attn_logit_softcapping"],
+            "attention.dropout": hf_config["attention_dropout"] or 0.0,
+            "ffn.activation": activation_from_hf(hf_config["hidden_activation"], gated=True),
             "norm.placement": "sandwich",
             "norm.zero_centered": True,
             "embedding.scale": width**0.5,
             "init.name": "normal",
-            **others,
+            **extra,
         }
     )
 
 
-def write(ours: ModelConfig) -> Json:
-    return {**_write(ours), **rope_to_hf(ours)}
+def write(config: ModelConfig) -> Json:
+    return {**_write(config), **rope_to_hf(config)}
 
 
-def write_3(ours: ModelConfig) -> Json:
-    if not getattr(ours.attention, "qk_norm", False):
+def write_3(config: ModelConfig) -> Json:
+    if not getattr(config.attention, "qk_norm", False):
         raise UsageError("model.attention.qk_norm = false: Gemma 3 normalises queries and keys")
-    types = write_layer_types(ours)
+    types = write_layer_types(config)
     depths = {kind: types.index(kind) for kind in dict.fromkeys(types)}
-    ropes = {kind: rope_to_hf(ours.layer_config(depth))["rope_parameters"] for kind, depth in depths.items()}
+    ropes = {
+        kind: rope_to_hf(config.layer_config(depth))["rope_parameters"] for kind, depth in depths.items()
+    }
     plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
     return {
-        **_write(ours),
+        **_write(config),
         "rope_parameters": {kind: ropes.get(kind, plain) for kind in (LOCAL, GLOBAL)},
     }
 
 
-def _write(ours: ModelConfig) -> Json:
-    attention = require_variant(ours.attention, ScaledAttention, "model.attention")
-    require_variant(ours.layer_config(0).position, RopeConfig, "model.position")
-    scale = attention.scale or ours.head_width**-0.5
-    activated = activation_to_hf(ours.ffn.activation, gated=True)
+def _write(config: ModelConfig) -> Json:
+    attention = require_variant(config.attention, ScaledAttention, "model.attention")
+    require_variant(config.layer_config(0).position, RopeConfig, "model.position")
+    scale = attention.scale or config.head_width**-0.5
+    activated = activation_to_hf(config.ffn.activation, gated=True)
     return {
-        **write_mapped(ours, CONFIG_MAPPING),
+        **write_mapped(config, CONFIG_MAPPING),
         "hidden_activation": "gelu_pytorch_tanh" if activated == "gelu_new" else activated,
         "attention_dropout": attention.dropout,
         "query_pre_attn_scalar": round(scale**-2),
-        "sliding_window": window_width(ours, 4096),
-        "layer_types": write_layer_types(ours),
+        "sliding_window": window_width(config, 4096),
+        "layer_types": write_layer_types(config),
         "attn_logit_softcapping": attention.softcap,
     }
 

@@ -52,14 +52,14 @@ GPT_MAPPING = {
 }
 
 
-def read_gpt2(theirs: Json) -> ModelConfig:
-    width = theirs["n_embd"]
+def read_gpt2(hf_config: Json) -> ModelConfig:
+    width = hf_config["n_embd"]
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, GPT_MAPPING),
-            "ffn.d_ff": 4 * width if theirs["n_inner"] is None else theirs["n_inner"],
+            **read_mapped(hf_config, GPT_MAPPING),
+            "ffn.d_ff": 4 * width if hf_config["n_inner"] is None else hf_config["n_inner"],
             "norm.name": "layer_norm",
-            "ffn.activation": activation_from_hf(theirs["activation_function"]),
+            "ffn.activation": activation_from_hf(hf_config["activation_function"]),
             "attention.bias": True,
             "ffn.bias": True,
             "position.name": "learned",
@@ -68,12 +68,12 @@ def read_gpt2(theirs: Json) -> ModelConfig:
     )
 
 
-def write_gpt2(ours: ModelConfig) -> Json:
+def write_gpt2(config: ModelConfig) -> Json:
     return {
-        **write_mapped(ours, GPT_MAPPING),
-        "n_inner": None if ours.ffn.d_ff == 4 * ours.d_model else ours.ffn.d_ff,
-        "activation_function": activation_to_hf(ours.ffn.activation),
-        "embd_pdrop": ours.dropout,
+        **write_mapped(config, GPT_MAPPING),
+        "n_inner": None if config.ffn.d_ff == 4 * config.d_model else config.ffn.d_ff,
+        "activation_function": activation_to_hf(config.ffn.activation),
+        "embd_pdrop": config.dropout,
     }
 
 
@@ -145,13 +145,13 @@ GPT1_KEYS = SUMMARY | {
 }
 
 
-def read_gpt1(theirs: Json) -> ModelConfig:
-    width, afn = theirs["n_embd"], theirs["afn"]
+def read_gpt1(hf_config: Json) -> ModelConfig:
+    width, afn = hf_config["n_embd"], hf_config["afn"]
     if afn not in GPT1_ACTIVATIONS:
         raise UsageError(f"config.json: afn = {afn!r} is not one of {', '.join(GPT1_ACTIVATIONS)}")
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, GPT_MAPPING),
+            **read_mapped(hf_config, GPT_MAPPING),
             "ffn.d_ff": 4 * width,
             "norm.name": "layer_norm",
             "norm.placement": "post",
@@ -164,16 +164,16 @@ def read_gpt1(theirs: Json) -> ModelConfig:
     )
 
 
-def write_gpt1(ours: ModelConfig) -> Json:
-    afn = next((theirs for theirs, name in GPT1_ACTIVATIONS.items() if name == ours.ffn.activation), None)
+def write_gpt1(config: ModelConfig) -> Json:
+    afn = next((hf_name for hf_name, name in GPT1_ACTIVATIONS.items() if name == config.ffn.activation), None)
     if afn is None:
         raise UsageError(
-            f"model.ffn.activation = {ours.ffn.activation!r} is not one that transformers has here"
+            f"model.ffn.activation = {config.ffn.activation!r} is not one that transformers has here"
         )
     return {
-        **write_mapped(ours, GPT_MAPPING),
+        **write_mapped(config, GPT_MAPPING),
         "afn": afn,
-        "embd_pdrop": ours.dropout,
+        "embd_pdrop": config.dropout,
     }
 
 

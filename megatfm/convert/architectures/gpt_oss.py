@@ -67,57 +67,59 @@ KEYS = LLAMA_KEYS | {
 }
 
 
-def read(theirs: Json) -> ModelConfig:
-    if theirs["rope_parameters"] is None and not theirs["rope_scaling"]:
-        theirs = theirs | {"rope_parameters": YARN}
-    table = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
-    if theirs["rope_theta"] is None and "rope_theta" not in table:
-        theirs = theirs | {"rope_theta": THETA}
-    if theirs["head_dim"] < 1:
-        raise UsageError(f"config.json: head_dim = {theirs['head_dim']} is not supported: give one above 0")
+def read(hf_config: Json) -> ModelConfig:
+    if hf_config["rope_parameters"] is None and not hf_config["rope_scaling"]:
+        hf_config = hf_config | {"rope_parameters": YARN}
+    table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
+    if hf_config["rope_theta"] is None and "rope_theta" not in table:
+        hf_config = hf_config | {"rope_theta": THETA}
+    if hf_config["head_dim"] < 1:
+        raise UsageError(
+            f"config.json: head_dim = {hf_config['head_dim']} is not supported: give one above 0"
+        )
     experts = {
         "name": "moe",
-        "d_ff": theirs["intermediate_size"],
+        "d_ff": hf_config["intermediate_size"],
         "activation": "clamped_swiglu",
         "bias": True,
-        "n_experts": theirs["num_local_experts"],
-        "top_k": theirs["num_experts_per_tok"],
+        "n_experts": hf_config["num_local_experts"],
+        "top_k": hf_config["num_experts_per_tok"],
         "router": {"name": "top_k", "norm_topk_prob": True, "bias": True},
     }
-    window = {"attention": {"pattern": {"name": "window", "width": theirs["sliding_window"]}}}
+    window = {"attention": {"pattern": {"name": "window", "width": hf_config["sliding_window"]}}}
     return ModelConfig.from_dotted(
         {
-            "vocab_size": theirs["vocab_size"],
-            "d_model": theirs["hidden_size"],
-            "n_layers": theirs["num_hidden_layers"],
-            "attention.n_heads": theirs["num_attention_heads"],
-            "attention.n_kv_heads": theirs["num_key_value_heads"],
-            "attention.head_dim": theirs["head_dim"],
-            "attention.bias": theirs["attention_bias"],
+            "vocab_size": hf_config["vocab_size"],
+            "d_model": hf_config["hidden_size"],
+            "n_layers": hf_config["num_hidden_layers"],
+            "attention.n_heads": hf_config["num_attention_heads"],
+            "attention.n_kv_heads": hf_config["num_key_value_heads"],
+            "attention.head_dim": hf_config["head_dim"],
+            "attention.bias": hf_config["attention_bias"],
             "attention.sinks": True,
-            "attention.dropout": theirs["attention_dropout"],
-            "norm.eps": theirs["rms_norm_eps"],
+            "attention.dropout": hf_config["attention_dropout"],
+            "norm.eps": hf_config["rms_norm_eps"],
             "ffn": experts,
-            "embedding.tied": theirs["tie_word_embeddings"],
+            "embedding.tied": hf_config["tie_word_embeddings"],
             "init.name": "normal",
-            "init.std": theirs["initializer_range"],
-            **layer_type_blocks(read_layer_types(theirs, 2), window, {}),
-            **rope_from_hf(theirs),
+            "init.std": hf_config["initializer_range"],
+            **layer_type_blocks(read_layer_types(hf_config, 2), window, {}),
+            **rope_from_hf(hf_config),
         }
     )
 
 
-def write(ours: ModelConfig) -> Json:
-    experts = require_dropless(ours)
-    require_top_k_router(ours)
+def write(config: ModelConfig) -> Json:
+    experts = require_dropless(config)
+    require_top_k_router(config)
     without = ("hidden_act", "mlp_bias")
-    theirs = write_llama(ours.with_changes({"ffn.activation": "swiglu"}))
+    hf_config = write_llama(config.with_changes({"ffn.activation": "swiglu"}))
     return {
-        **{key: value for key, value in theirs.items() if key not in without},
+        **{key: value for key, value in hf_config.items() if key not in without},
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
-        "sliding_window": window_width(ours, 128),
-        "layer_types": write_layer_types(ours),
+        "sliding_window": window_width(config, 128),
+        "layer_types": write_layer_types(config),
         "swiglu_alpha": ALPHA,
         "swiglu_limit": LIMIT,
     }

@@ -57,8 +57,8 @@ LLAMA_MAPPING = {
 }
 
 
-def read_llama(theirs: Json) -> ModelConfig:
-    width, heads = theirs["hidden_size"], theirs["num_attention_heads"]
+def read_llama(hf_config: Json) -> ModelConfig:
+    width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     if heads < 1 or width % heads:
         raise UsageError(
             f"config.json: num_attention_heads = {heads} does not divide hidden_size = {width}, as transformers asks "
@@ -66,21 +66,21 @@ def read_llama(theirs: Json) -> ModelConfig:
         )
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, LLAMA_MAPPING),
-            "ffn.activation": activation_from_hf(theirs["hidden_act"], gated=True),
-            "attention.dropout": theirs["attention_dropout"] or 0.0,
+            **read_mapped(hf_config, LLAMA_MAPPING),
+            "ffn.activation": activation_from_hf(hf_config["hidden_act"], gated=True),
+            "attention.dropout": hf_config["attention_dropout"] or 0.0,
             "init.name": "normal",
-            **rope_from_hf(theirs),
+            **rope_from_hf(hf_config),
         }
     )
 
 
-def write_llama(ours: ModelConfig) -> Json:
+def write_llama(config: ModelConfig) -> Json:
     return {
-        **write_mapped(ours, LLAMA_MAPPING),
-        "hidden_act": activation_to_hf(ours.ffn.activation, gated=True),
-        "attention_dropout": ours.attention.dropout,
-        **rope_to_hf(ours),
+        **write_mapped(config, LLAMA_MAPPING),
+        "hidden_act": activation_to_hf(config.ffn.activation, gated=True),
+        "attention_dropout": config.attention.dropout,
+        **rope_to_hf(config),
     }
 
 
@@ -128,13 +128,13 @@ def rules_around(
     ]
 
 
-def dense_rules(ours: str, theirs: str, *, bias: bool = False) -> list[WeightMapping]:
+def dense_rules(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[WeightMapping]:
     """Rules of a gated feed-forward network."""
     parts = ("gate", "up", "down")
     return [
         rule
         for part in parts
-        for rule in rename_linear(f"{ours}.w_{part}", f"{theirs}.{part}_proj", bias=bias)
+        for rule in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
     ]
 
 
@@ -170,19 +170,21 @@ MISTRAL_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_mistral(theirs: Json) -> ModelConfig:
-    ours = read_llama(theirs)
-    width = theirs["sliding_window"]
+def read_mistral(hf_config: Json) -> ModelConfig:
+    config = read_llama(hf_config)
+    width = hf_config["sliding_window"]
     if width is None:
-        return ours
-    return ours.with_changes({"attention.pattern": {"name": "window", "width": width}})
+        return config
+    return config.with_changes({"attention.pattern": {"name": "window", "width": width}})
 
 
-def write_mistral(ours: ModelConfig) -> Json:
-    theirs = write_llama(ours)
-    pattern = ours.attention.pattern
+def write_mistral(config: ModelConfig) -> Json:
+    hf_config = write_llama(config)
+    pattern = config.attention.pattern
     window = {"sliding_window": pattern.width if isinstance(pattern, WindowPatternConfig) else None}
-    return window | {key: value for key, value in theirs.items() if key not in ("attention_bias", "mlp_bias")}
+    return window | {
+        key: value for key, value in hf_config.items() if key not in ("attention_bias", "mlp_bias")
+    }
 
 
 register_architecture(

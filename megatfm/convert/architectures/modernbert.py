@@ -93,21 +93,24 @@ CONFIG_MAPPING = {
 }
 
 
-def read(theirs: Json) -> ModelConfig:
-    check_implied_values(theirs, classifier_activation=theirs["hidden_activation"])
-    every = EVERY if theirs["global_attn_every_n_layers"] is None else theirs["global_attn_every_n_layers"]
-    width, local = theirs["hidden_size"], theirs["local_attention"]
-    if every < 1 or local < 2 or width % max(theirs["num_attention_heads"], 1):
+def read(hf_config: Json) -> ModelConfig:
+    check_implied_values(hf_config, classifier_activation=hf_config["hidden_activation"])
+    every = (
+        EVERY if hf_config["global_attn_every_n_layers"] is None else hf_config["global_attn_every_n_layers"]
+    )
+    width, local = hf_config["hidden_size"], hf_config["local_attention"]
+    if every < 1 or local < 2 or width % max(hf_config["num_attention_heads"], 1):
         raise UsageError(
             f"config.json: global_attn_every_n_layers = {every} and local_attention = {local} must be above 0 and 1, "
             f"and num_attention_heads divide hidden_size = {width}"
         )
-    if theirs["pad_token_id"] is not None and not 0 <= theirs["pad_token_id"] < theirs["vocab_size"]:
+    if hf_config["pad_token_id"] is not None and not 0 <= hf_config["pad_token_id"] < hf_config["vocab_size"]:
         raise UsageError(
-            f"config.json: pad_token_id = {theirs['pad_token_id']} is no token of vocab_size = {theirs['vocab_size']}"
+            f"config.json: pad_token_id = {hf_config['pad_token_id']} is no token of vocab_size = "
+            f"{hf_config['vocab_size']}"
         )
     position = {
-        kind: rope_of_layer_type(theirs, kind, key, theta)
+        kind: rope_of_layer_type(hf_config, kind, key, theta)
         for kind, key, theta in (
             (LOCAL, "local_rope_theta", LOCAL_THETA),
             (GLOBAL, "global_rope_theta", THETA),
@@ -116,18 +119,18 @@ def read(theirs: Json) -> ModelConfig:
     window = {"attention": {"pattern": {"name": "window", "width": local // 2 * 2}}}
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, CONFIG_MAPPING),
+            **read_mapped(hf_config, CONFIG_MAPPING),
             "family": "encoder",
-            "attention.bias": theirs["attention_bias"],
-            "ffn.activation": activation_from_hf(theirs["hidden_activation"], gated=True),
+            "attention.bias": hf_config["attention_bias"],
+            "ffn.activation": activation_from_hf(hf_config["hidden_activation"], gated=True),
             "norm.name": "layer_norm",
-            "norm.bias": theirs["norm_bias"],
+            "norm.bias": hf_config["norm_bias"],
             "norm.first_attention_norm": False,
             "embedding.norm": True,
             "lm_head.name": "transform",
             "init.name": "bert",
             **layer_type_blocks(
-                read_layer_types(theirs, every, first=GLOBAL),
+                read_layer_types(hf_config, every, first=GLOBAL),
                 {**window, "position": position[LOCAL]},
                 {"position": position[GLOBAL]},
             ),
@@ -135,24 +138,24 @@ def read(theirs: Json) -> ModelConfig:
     )
 
 
-def write(ours: ModelConfig) -> Json:
-    types = write_layer_types(ours)
+def write(config: ModelConfig) -> Json:
+    types = write_layer_types(config)
     ropes = {
-        kind: rope_to_hf(ours.layer_config(types.index(kind)))["rope_parameters"]
+        kind: rope_to_hf(config.layer_config(types.index(kind)))["rope_parameters"]
         for kind in dict.fromkeys(types)
     }
     plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
-    activated = activation_to_hf(ours.ffn.activation, gated=True)
+    activated = activation_to_hf(config.ffn.activation, gated=True)
     return {
-        **write_mapped(ours, CONFIG_MAPPING),
+        **write_mapped(config, CONFIG_MAPPING),
         "hidden_activation": activated,
         "classifier_activation": activated,
-        "norm_bias": require_variant(ours.norm, LayerNormConfig, "model.norm").bias,
-        "attention_bias": require_variant(ours.attention, GQAAttentionConfig, "model.attention").bias,
+        "norm_bias": require_variant(config.norm, LayerNormConfig, "model.norm").bias,
+        "attention_bias": require_variant(config.attention, GQAAttentionConfig, "model.attention").bias,
         "layer_types": types,
-        "local_attention": window_width(ours, 128),
+        "local_attention": window_width(config, 128),
         "rope_parameters": {kind: ropes.get(kind, plain) for kind in (LOCAL, GLOBAL)},
-        **({} if (ours.vocab_size or 0) > PAD else {"pad_token_id": None}),
+        **({} if (config.vocab_size or 0) > PAD else {"pad_token_id": None}),
     }
 
 
@@ -161,13 +164,14 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     norm_bias = require_variant(config.norm, LayerNormConfig, "model.norm").bias
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
 
-    def norm(ours: str, theirs: str) -> list[WeightMapping]:
-        return rename_linear(ours, theirs, bias=norm_bias)
+    def norm(megatfm_name: str, hf_name: str) -> list[WeightMapping]:
+        return rename_linear(megatfm_name, hf_name, bias=norm_bias)
 
-    def stacked(ours: list[str], theirs: str, size: int, *, with_bias: bool) -> list[WeightMapping]:
+    def stacked(megatfm_names: list[str], hf_name: str, size: int, *, with_bias: bool) -> list[WeightMapping]:
         parts = ["weight", *["bias"] * with_bias]
         return [
-            concat([f"{o}.{part}" for o in ours], f"{theirs}.{part}", [size] * len(ours)) for part in parts
+            concat([f"{o}.{part}" for o in megatfm_names], f"{hf_name}.{part}", [size] * len(megatfm_names))
+            for part in parts
         ]
 
     block = [

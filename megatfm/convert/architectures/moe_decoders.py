@@ -40,23 +40,23 @@ MIXTRAL_KEYS = MISTRAL_KEYS | {
 }
 
 
-def read_mixtral(theirs: Json) -> ModelConfig:
-    table = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
-    if theirs["rope_theta"] is None and "rope_theta" not in table:
-        theirs = theirs | {"rope_theta": MIXTRAL_THETA}
-    dense = read_mistral(theirs)
+def read_mixtral(hf_config: Json) -> ModelConfig:
+    table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
+    if hf_config["rope_theta"] is None and "rope_theta" not in table:
+        hf_config = hf_config | {"rope_theta": MIXTRAL_THETA}
+    dense = read_mistral(hf_config)
     experts = top_k_moe_section(
-        theirs, theirs["num_local_experts"], dense.ffn.d_ff, dense.ffn.activation, normalise=True
+        hf_config, hf_config["num_local_experts"], dense.ffn.d_ff, dense.ffn.activation, normalise=True
     )
     return dense.with_changes({"ffn": experts})
 
 
-def write_mixtral(ours: ModelConfig) -> Json:
-    router, experts = require_top_k_router(ours), require_dropless(ours)
+def write_mixtral(config: ModelConfig) -> Json:
+    router, experts = require_top_k_router(config), require_dropless(config)
     if not router.norm_topk_prob:
         raise UsageError("model.ffn.router.norm_topk_prob = false: Mixtral's weights add up to 1")
     return {
-        **write_mistral(ours),
+        **write_mistral(config),
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
     }
@@ -110,27 +110,27 @@ OLMOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_olmoe(theirs: Json) -> ModelConfig:
-    dense = read_llama(theirs)
-    if theirs["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
+def read_olmoe(hf_config: Json) -> ModelConfig:
+    dense = read_llama(hf_config)
+    if hf_config["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
         raise UsageError(
-            f"config.json: head_dim = {theirs['head_dim']}: OLMoE's norms of queries and keys are as wide as "
+            f"config.json: head_dim = {hf_config['head_dim']}: OLMoE's norms of queries and keys are as wide as "
             "hidden_size: leave it out"
         )
     experts = top_k_moe_section(
-        theirs,
-        theirs["num_experts"],
+        hf_config,
+        hf_config["num_experts"],
         dense.ffn.d_ff,
         dense.ffn.activation,
-        normalise=theirs["norm_topk_prob"],
+        normalise=hf_config["norm_topk_prob"],
     )
     return dense.with_changes({"ffn": experts, "attention.qk_norm": "all_heads"})
 
 
-def write_olmoe(ours: ModelConfig) -> Json:
-    router, experts = require_top_k_router(ours), require_dropless(ours)
+def write_olmoe(config: ModelConfig) -> Json:
+    router, experts = require_top_k_router(config), require_dropless(config)
     return {
-        **{key: value for key, value in write_llama(ours).items() if key not in ("mlp_bias", "head_dim")},
+        **{key: value for key, value in write_llama(config).items() if key not in ("mlp_bias", "head_dim")},
         "clip_qkv": None,
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
@@ -196,23 +196,23 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
 }
 
 
-def read_qwen3_moe(theirs: Json) -> ModelConfig:
-    dense = read_llama(theirs)
+def read_qwen3_moe(hf_config: Json) -> ModelConfig:
+    dense = read_llama(hf_config)
     experts = top_k_moe_section(
-        theirs,
-        theirs["num_local_experts"],
-        theirs["moe_intermediate_size"],
+        hf_config,
+        hf_config["num_local_experts"],
+        hf_config["moe_intermediate_size"],
         dense.ffn.activation,
-        normalise=theirs["norm_topk_prob"],
+        normalise=hf_config["norm_topk_prob"],
     )
     return dense.with_changes({"ffn": experts, "attention.qk_norm": True})
 
 
-def write_qwen3_moe(ours: ModelConfig) -> Json:
-    router, experts = require_top_k_router(ours), require_dropless(ours)
-    theirs = {key: value for key, value in write_llama(ours).items() if key != "mlp_bias"}
+def write_qwen3_moe(config: ModelConfig) -> Json:
+    router, experts = require_top_k_router(config), require_dropless(config)
+    hf_config = {key: value for key, value in write_llama(config).items() if key != "mlp_bias"}
     return {
-        **theirs,
+        **hf_config,
         "moe_intermediate_size": experts.d_ff,
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,

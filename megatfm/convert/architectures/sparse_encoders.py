@@ -41,27 +41,28 @@ BIG_BIRD_KEYS = ENCODER_KEYS | {
 BIG_BIRD_MARKS = {"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"}
 
 
-def read_big_bird(theirs: Json, **others: object) -> ModelConfig:
-    if theirs["num_random_blocks"] < 1:
+def read_big_bird(hf_config: Json, **overrides: object) -> ModelConfig:
+    if hf_config["num_random_blocks"] < 1:
         raise UsageError(
-            f"config.json: num_random_blocks = {theirs['num_random_blocks']} does not run in transformers: 1 or more do"
+            f"config.json: num_random_blocks = {hf_config['num_random_blocks']} does not run in transformers: 1 or "
+            "more do"
         )
     pattern = {
         "name": "bigbird",
-        "block_size": theirs["block_size"],
-        "n_random_blocks": theirs["num_random_blocks"],
+        "block_size": hf_config["block_size"],
+        "n_random_blocks": hf_config["num_random_blocks"],
     }
-    return read_encoder(theirs, **{"attention.pattern": pattern}, **others)
+    return read_encoder(hf_config, **{"attention.pattern": pattern}, **overrides)
 
 
-def read_big_bird_pretraining(theirs: Json) -> ModelConfig:
-    return read_big_bird(theirs, **{"extra_heads.sentence.classes": 2})
+def read_big_bird_pretraining(hf_config: Json) -> ModelConfig:
+    return read_big_bird(hf_config, **{"extra_heads.sentence.classes": 2})
 
 
-def write_big_bird(ours: ModelConfig) -> Json:
-    pattern = require_variant(ours.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
+def write_big_bird(config: ModelConfig) -> Json:
+    pattern = require_variant(config.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
     return write_encoder(
-        ours,
+        config,
         attention_type="block_sparse",
         block_size=pattern.block_size,
         num_random_blocks=pattern.n_random_blocks,
@@ -137,38 +138,40 @@ LONGFORMER_KEYS = ROBERTA_KEYS | {
 }
 
 
-def read_longformer(theirs: Json) -> ModelConfig:
-    given = theirs["attention_window"]
-    widths = set(given) if isinstance(given, list) else {given}
-    if isinstance(given, list) and len(given) != theirs["num_hidden_layers"]:
+def read_longformer(hf_config: Json) -> ModelConfig:
+    window = hf_config["attention_window"]
+    widths = set(window) if isinstance(window, list) else {window}
+    if isinstance(window, list) and len(window) != hf_config["num_hidden_layers"]:
         raise UsageError(
-            f"config.json: attention_window = {given!r:.80} has {len(given)} widths, but num_hidden_layers = "
-            f"{theirs['num_hidden_layers']}: give one number, or one for each layer"
+            f"config.json: attention_window = {window!r:.80} has {len(window)} widths, but num_hidden_layers = "
+            f"{hf_config['num_hidden_layers']}: give one number, or one for each layer"
         )
     if len(widths) > 1:
         raise UsageError(
-            f"config.json: attention_window = {given} differs by layer: megatfm reads one for all layers"
+            f"config.json: attention_window = {window} differs by layer: megatfm reads one for all layers"
         )
-    pattern = {"name": "longformer", "width": widths.pop(), "global_tokens": theirs[TOKENS]}
-    ours = read_roberta(theirs)
-    return ours.with_changes({"attention.name": "longformer", "attention.pattern": pattern})
+    pattern = {"name": "longformer", "width": widths.pop(), "global_tokens": hf_config[TOKENS]}
+    config = read_roberta(hf_config)
+    return config.with_changes({"attention.name": "longformer", "attention.pattern": pattern})
 
 
-def write_longformer(ours: ModelConfig) -> Json:
-    pattern = require_variant(ours.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
+def write_longformer(config: ModelConfig) -> Json:
+    pattern = require_variant(config.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
     if pattern.width % 2:
         raise UsageError(
             f"model.attention.pattern.width = {pattern.width}: transformers' windows are even: an odd one is "
             f"{pattern.width - 1}"
         )
-    return write_roberta(ours) | {"attention_window": pattern.width, TOKENS: list(pattern.global_tokens)}
+    return write_roberta(config) | {"attention_window": pattern.width, TOKENS: list(pattern.global_tokens)}
 
 
 def longformer_rules(config: ModelConfig) -> list[WeightMapping]:
     wide = [
         rule
-        for ours, theirs in (("wq", "query"), ("wk", "key"), ("wv", "value"))
-        for rule in rename_linear(f"attn.{ours}_global", f"attention.self.{theirs}_global", bias=True)
+        for megatfm_name, hf_name in (("wq", "query"), ("wk", "key"), ("wv", "value"))
+        for rule in rename_linear(
+            f"attn.{megatfm_name}_global", f"attention.self.{hf_name}_global", bias=True
+        )
     ]
     block = [*SELF_ATTENTION, *wide, *AFTER_ATTENTION]
     return [

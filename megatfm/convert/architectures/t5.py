@@ -69,28 +69,30 @@ T5_MAPPING = {
 }
 
 
-def read_t5(theirs: Json) -> ModelConfig:
-    width, rate, inner = theirs["d_model"], theirs["dropout_rate"], theirs["feed_forward_proj"]
-    check_implied_values(theirs, is_gated_act=inner.startswith("gated-"))
+def read_t5(hf_config: Json) -> ModelConfig:
+    width, rate, inner = hf_config["d_model"], hf_config["dropout_rate"], hf_config["feed_forward_proj"]
+    check_implied_values(hf_config, is_gated_act=inner.startswith("gated-"))
     check_implied_values(
-        theirs, dense_act_fn="gelu_new" if inner == GATED_GELU else inner.removeprefix("gated-")
+        hf_config, dense_act_fn="gelu_new" if inner == GATED_GELU else inner.removeprefix("gated-")
     )
     # transformers 4 says by tie_word_embeddings what transformers 5 says by scale_decoder_outputs, where it writes it.
-    scaled = theirs["scale_decoder_outputs"]
-    scaled = theirs["tie_word_embeddings"] is not False if scaled is None else scaled
-    n_layers = theirs["num_layers"]
+    scaled = hf_config["scale_decoder_outputs"]
+    scaled = hf_config["tie_word_embeddings"] is not False if scaled is None else scaled
+    n_layers = hf_config["num_layers"]
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, T5_MAPPING),
+            **read_mapped(hf_config, T5_MAPPING),
             "family": "encoder_decoder",
-            "n_layers": n_layers if theirs["num_decoder_layers"] is None else theirs["num_decoder_layers"],
+            "n_layers": n_layers
+            if hf_config["num_decoder_layers"] is None
+            else hf_config["num_decoder_layers"],
             "n_encoder_layers": n_layers,
             "ffn.activation": _t5_activation(inner),
             "attention.scale": 1.0,
             "position.name": "t5",
-            "position.buckets": theirs["relative_attention_num_buckets"],
-            "position.max_distance": theirs["relative_attention_max_distance"],
-            "embedding.tied": theirs["tie_word_embeddings"] is not False,
+            "position.buckets": hf_config["relative_attention_num_buckets"],
+            "position.max_distance": hf_config["relative_attention_max_distance"],
+            "embedding.tied": hf_config["tie_word_embeddings"] is not False,
             "lm_head.scale": width**-0.5 if scaled else 1.0,
             "dropout": rate,
             "attention.dropout": rate,
@@ -100,22 +102,22 @@ def read_t5(theirs: Json) -> ModelConfig:
     )
 
 
-def write_t5(ours: ModelConfig) -> Json:
-    gated = ACTIVATIONS.get(ours.ffn.activation).gated
-    name = activation_to_hf(ours.ffn.activation, gated=gated)
-    position = require_variant(ours.position, T5PositionConfig, "model.position")
+def write_t5(config: ModelConfig) -> Json:
+    gated = ACTIVATIONS.get(config.ffn.activation).gated
+    name = activation_to_hf(config.ffn.activation, gated=gated)
+    position = require_variant(config.position, T5PositionConfig, "model.position")
     return {
-        **write_mapped(ours, T5_MAPPING),
-        "num_layers": ours.encoder_layers,
-        "num_decoder_layers": ours.n_layers,
+        **write_mapped(config, T5_MAPPING),
+        "num_layers": config.encoder_layers,
+        "num_decoder_layers": config.n_layers,
         "relative_attention_num_buckets": position.buckets,
         "relative_attention_max_distance": position.max_distance,
-        "dropout_rate": ours.dropout,
+        "dropout_rate": config.dropout,
         "feed_forward_proj": GATED_GELU
-        if ours.ffn.activation == "geglu_tanh"
+        if config.ffn.activation == "geglu_tanh"
         else f"{'gated-' * gated}{name}",
-        "tie_word_embeddings": ours.embedding.tied,
-        **({"scale_decoder_outputs": False} if ours.embedding.tied and ours.head_scale == 1.0 else {}),
+        "tie_word_embeddings": config.embedding.tied,
+        **({"scale_decoder_outputs": False} if config.embedding.tied and config.head_scale == 1.0 else {}),
         "is_encoder_decoder": True,
         "decoder_start_token_id": 0,
     }
@@ -128,7 +130,11 @@ def t5_rules(config: ModelConfig) -> list[WeightMapping]:
         ups = {"ffn.w_gate": "wi_0", "ffn.w_up": "wi_1"} if gated else {"ffn.w_up": "wi"}
         return [
             *rename_linear("ffn_residual.norm", f"layer.{number}.layer_norm"),
-            *(rule for ours, theirs in ups.items() for rule in rename_linear(ours, f"{inner}.{theirs}")),
+            *(
+                rule
+                for megatfm_name, hf_name in ups.items()
+                for rule in rename_linear(megatfm_name, f"{inner}.{hf_name}")
+            ),
             *rename_linear("ffn.w_down", f"{inner}.wo"),
         ]
 
@@ -140,8 +146,8 @@ def t5_rules_around(
 ) -> list[WeightMapping]:
     """Rules of all but feed-forward networks, whose rules are `ffn(depth, number of the sublayer)`."""
 
-    def attention(ours: str, theirs: str) -> list[WeightMapping]:
-        return [rule for part in "qkvo" for rule in rename_linear(f"{ours}.w{part}", f"{theirs}.{part}")]
+    def attention(prefix: str, hf_prefix: str) -> list[WeightMapping]:
+        return [rule for part in "qkvo" for rule in rename_linear(f"{prefix}.w{part}", f"{hf_prefix}.{part}")]
 
     def stack(side: str, n: int, attentions: list[WeightMapping], number: int) -> list[WeightMapping]:
         return [
@@ -190,10 +196,10 @@ def refine_tying(config: ModelConfig, names: Container[str]) -> ModelConfig:
     return config if config.head_scale != 1.0 else config.with_changes({"embedding.tied": shares})
 
 
-def _t5_activation(theirs: str) -> str:
-    if theirs == GATED_GELU:
+def _t5_activation(hf_name: str) -> str:
+    if hf_name == GATED_GELU:
         return "geglu_tanh"
-    return activation_from_hf(theirs.removeprefix("gated-"), gated=theirs.startswith("gated-"))
+    return activation_from_hf(hf_name.removeprefix("gated-"), gated=hf_name.startswith("gated-"))
 
 
 register_architecture(
@@ -239,40 +245,40 @@ SWITCH_KEYS = {key: value for key, value in T5_KEYS.items() if key not in NOT_OF
 }
 
 
-def read_switch(theirs: Json) -> ModelConfig:
+def read_switch(hf_config: Json) -> ModelConfig:
     plain = {
         "feed_forward_proj": "relu",
         "is_gated_act": None,
         "dense_act_fn": None,
         "scale_decoder_outputs": None,
     }
-    dense = read_t5(theirs | plain)
-    scaled = dense.d_model**-0.5 if theirs["tie_word_embeddings"] else 1.0
-    acts = activation_from_hf(theirs["dense_act_fn"])
+    dense = read_t5(hf_config | plain)
+    scaled = dense.d_model**-0.5 if hf_config["tie_word_embeddings"] else 1.0
+    acts = activation_from_hf(hf_config["dense_act_fn"])
     dense = dense.with_changes({"ffn.activation": acts, "lm_head.scale": scaled})
     experts = {
         "name": "moe",
-        "d_ff": theirs["d_ff"],
+        "d_ff": hf_config["d_ff"],
         "activation": acts,
-        "n_experts": theirs["num_experts"],
+        "n_experts": hf_config["num_experts"],
         "top_k": 1,
-        "expert_capacity": theirs["expert_capacity"],
+        "expert_capacity": hf_config["expert_capacity"],
         "dropout": 0.0,
         "router": {"name": "switch"},
     }
     kinds = _sparse_layers(
-        theirs["num_sparse_encoder_layers"], dense.encoder_layers, theirs["encoder_sparse_step"]
+        hf_config["num_sparse_encoder_layers"], dense.encoder_layers, hf_config["encoder_sparse_step"]
     )
-    others = _sparse_layers(
-        theirs["num_sparse_decoder_layers"], dense.n_layers, theirs["decoder_sparse_step"]
+    decoder_kinds = _sparse_layers(
+        hf_config["num_sparse_decoder_layers"], dense.n_layers, hf_config["decoder_sparse_step"]
     )
-    if any(one != other for one, other in zip(kinds, others, strict=False)):
+    if any(one != other for one, other in zip(kinds, decoder_kinds, strict=False)):
         raise UsageError(
             "config.json: num_sparse_encoder_layers and num_sparse_decoder_layers (or encoder_sparse_step and "
             "decoder_sparse_step) put experts into other layers of the encoder than of the decoder, which "
             "megatfm has not"
         )
-    longer = max(kinds, others, key=len)
+    longer = max(kinds, decoder_kinds, key=len)
     if True not in longer:
         return dense
     names = ["sparse" if sparse else "dense" for sparse in longer]
@@ -292,34 +298,36 @@ def _sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> lis
     return [step == 1 or (step > 0 and i % step == 1) for i in range(n_layers)]
 
 
-def write_switch(ours: ModelConfig) -> Json:
-    acts = activation_to_hf(ours.ffn.activation)
-    theirs = write_t5(ours)
-    theirs = {
-        key: value for key, value in theirs.items() if key in SWITCH_KEYS and key != "feed_forward_proj"
+def write_switch(config: ModelConfig) -> Json:
+    acts = activation_to_hf(config.ffn.activation)
+    hf_config = write_t5(config)
+    hf_config = {
+        key: value for key, value in hf_config.items() if key in SWITCH_KEYS and key != "feed_forward_proj"
     }
-    theirs |= {"dense_act_fn": acts, "router_jitter_noise": 0.0}
+    hf_config |= {"dense_act_fn": acts, "router_jitter_noise": 0.0}
     sparse = [
-        config for config in map(ours.layer_config, range(ours.n_layers)) if isinstance(config.ffn, MoEConfig)
+        block
+        for block in map(config.layer_config, range(config.n_layers))
+        if isinstance(block.ffn, MoEConfig)
     ]
-    for config in sparse[:1]:
-        experts = require_variant(config.ffn, MoEConfig, "model.ffn")
+    for block in sparse[:1]:
+        experts = require_variant(block.ffn, MoEConfig, "model.ffn")
         require_variant(experts.router, SwitchRouterConfig, "model.ffn.router")
         if experts.expert_capacity is None:
             raise UsageError(
                 "model.ffn.expert_capacity is not set: transformers' Switch gives each expert a number of "
                 "places for a row"
             )
-        theirs |= {"num_experts": experts.n_experts, "expert_capacity": experts.expert_capacity}
-    for side, n_layers in (("encoder", ours.encoder_layers), ("decoder", ours.n_layers)):
-        wanted = [isinstance(ours.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
+        hf_config |= {"num_experts": experts.n_experts, "expert_capacity": experts.expert_capacity}
+    for side, n_layers in (("encoder", config.encoder_layers), ("decoder", config.n_layers)):
+        wanted = [isinstance(config.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
         counts = (n for n in range(n_layers + 1) if _sparse_layers(n, n_layers) == wanted)
         if (count := next(counts, None)) is None:
             raise UsageError(
                 f"model.layer_types: transformers' Switch can't have experts in these layers of the {side}"
             )
-        theirs[f"num_sparse_{side}_layers"] = count
-    return theirs
+        hf_config[f"num_sparse_{side}_layers"] = count
+    return hf_config
 
 
 def switch_rules(config: ModelConfig) -> list[WeightMapping]:
@@ -329,12 +337,12 @@ def switch_rules(config: ModelConfig) -> list[WeightMapping]:
             rename("ffn.router.weight", f"{inner}.router.classifier.weight"),
             *(
                 WeightMapping(
-                    (f"ffn.experts.w_{ours}",),
-                    tuple(f"{inner}.experts.expert_{e}.{theirs}.weight" for e in range(n)),
+                    (f"ffn.experts.w_{megatfm_name}",),
+                    tuple(f"{inner}.experts.expert_{e}.{hf_name}.weight" for e in range(n)),
                     unbind_experts,
                     stack_experts,
                 )
-                for ours, theirs in (("up", "wi"), ("down", "wo"))
+                for megatfm_name, hf_name in (("up", "wi"), ("down", "wo"))
             ),
         ]
 
@@ -347,8 +355,8 @@ def switch_rules(config: ModelConfig) -> list[WeightMapping]:
         return [
             norm,
             *(
-                rename(f"ffn.w_{ours}.weight", f"layer.{number}.mlp.{theirs}.weight")
-                for ours, theirs in parts
+                rename(f"ffn.w_{megatfm_name}.weight", f"layer.{number}.mlp.{hf_name}.weight")
+                for megatfm_name, hf_name in parts
             ),
         ]
 

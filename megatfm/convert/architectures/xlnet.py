@@ -61,35 +61,35 @@ CONFIG_MAPPING = {
 }
 
 
-def read(theirs: Json) -> ModelConfig:
-    if theirs["d_model"] % 2 or theirs["n_head"] < 1:
+def read(hf_config: Json) -> ModelConfig:
+    if hf_config["d_model"] % 2 or hf_config["n_head"] < 1:
         raise UsageError(
-            f"config.json: d_model = {theirs['d_model']}, n_head = {theirs['n_head']}: only even "
+            f"config.json: d_model = {hf_config['d_model']}, n_head = {hf_config['n_head']}: only even "
             "widths run in transformers"
         )
-    check_implied_values(theirs, d_head=theirs["d_model"] // theirs["n_head"])
+    check_implied_values(hf_config, d_head=hf_config["d_model"] // hf_config["n_head"])
     return ModelConfig.from_dotted(
         {
-            **read_mapped(theirs, CONFIG_MAPPING),
+            **read_mapped(hf_config, CONFIG_MAPPING),
             "family": "xlnet",
             "norm.name": "layer_norm",
             "norm.placement": "post",
-            "ffn.activation": activation_from_hf(theirs["ff_activation"]),
+            "ffn.activation": activation_from_hf(hf_config["ff_activation"]),
             "attention.name": "two_stream",
             "ffn.bias": True,
             "position.name": "transformer_xl",
             "lm_head.bias": True,
-            "attention.dropout": theirs["dropout"],
+            "attention.dropout": hf_config["dropout"],
             "init.name": "normal",
         }
     )
 
 
-def write(ours: ModelConfig) -> Json:
+def write(config: ModelConfig) -> Json:
     return {
-        **write_mapped(ours, CONFIG_MAPPING),
-        "d_head": ours.head_width,
-        "ff_activation": activation_to_hf(ours.ffn.activation),
+        **write_mapped(config, CONFIG_MAPPING),
+        "d_head": config.head_width,
+        "ff_activation": activation_to_hf(config.ffn.activation),
         "attn_type": "bi",
         "bi_data": False,
         "clamp_len": -1,
@@ -130,22 +130,22 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-def _inwards(ours: str, theirs: str, n_heads: int) -> WeightMapping:
+def _inwards(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
     """[heads · width, d_in] as [d_in, heads, width]."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].T.unflatten(1, (n_heads, -1))]
 
-    return WeightMapping((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1).T])
+    return WeightMapping((megatfm_name,), (hf_name,), forth, lambda tensors: [tensors[0].flatten(1).T])
 
 
-def _outwards(ours: str, theirs: str, n_heads: int) -> WeightMapping:
+def _outwards(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
     """[d_out, heads · width] as [d_out, heads, width]."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].unflatten(1, (n_heads, -1))]
 
-    return WeightMapping((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1)])
+    return WeightMapping((megatfm_name,), (hf_name,), forth, lambda tensors: [tensors[0].flatten(1)])
 
 
 register_architecture(

@@ -42,6 +42,7 @@ from megatfm.engines.interface import (
     LossScale,
     LossTotals,
     MemoryNeeds,
+    RowSources,
 )
 from megatfm.engines.losses import LossAccumulator
 from megatfm.engines.passes import ForwardBackward, GradientSync, LossScaler, Terms
@@ -130,11 +131,18 @@ class DeepSpeedEngine(BaseEngine):
         self.engine.train(training)
 
     def forward_backward(
-        self, microbatches: Sequence[Arrays], objective: LossFunction, *, record_activations: bool = False
+        self,
+        microbatches: Sequence[Arrays],
+        objective: LossFunction,
+        *,
+        record_activations: bool = False,
+        sources: RowSources | None = None,
     ) -> LossTotals:
         """See `Engine.forward_backward`."""
         with quiet():
-            return super().forward_backward(microbatches, objective, record_activations=record_activations)
+            return super().forward_backward(
+                microbatches, objective, record_activations=record_activations, sources=sources
+            )
 
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool

@@ -98,7 +98,9 @@ def release(engine: Any) -> None:
         engine.destroy()
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
-    offload.FWD_MODULE_STACK[:] = [each for each in offload.FWD_MODULE_STACK if each is not engine.module]
+    offload.FWD_MODULE_STACK[:] = [
+        module for module in offload.FWD_MODULE_STACK if module is not engine.module
+    ]
     method: Any = getattr(coordinator.PartitionedParameterCoordinator, CACHED_METHOD)
     inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
@@ -207,7 +209,7 @@ def parameter_groups(
     """
     _refuse_frozen_ranks(pipeline)
     names, options = [], []
-    for group_names, made in group.parameter_groups(trained):
+    for group_names, settings in group.parameter_groups(trained):
         alike: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
         for name in group_names:
             placement, holders = layout[name], pipeline.parameter_ranks[name] if pipeline else ()
@@ -215,10 +217,10 @@ def parameter_groups(
             alike.setdefault(
                 (placement.data_axes == EXPERT_DATA_AXES, bool(placement.shards), shared), []
             ).append(name)
-        for (experts, _, _), own in sorted(alike.items()):
+        for (experts, _, _), alike_names in sorted(alike.items()):
             statistics = {"moe": True, "name": EXPERT} if experts else {}
-            names.append(own)
-            options.append({**made, **statistics, "params": [trained[name] for name in own]})
+            names.append(alike_names)
+            options.append({**settings, **statistics, "params": [trained[name] for name in alike_names]})
     return names, options
 
 
@@ -236,8 +238,8 @@ def _refuse_frozen_ranks(pipeline: Pipeline | None) -> None:
 
 def require_single_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup:
     """The one optimizer that there is. Raises UsageError for several, or one that DeepSpeed's flat parts don't suit."""
-    (group, *others) = optimizers
-    if others or group.granularity != "elementwise":
+    (group, *more_optimizers) = optimizers
+    if more_optimizers or group.granularity != "elementwise":
         raise UsageError(
             "parallel.engine = 'deepspeed' with an optimizer that looks at whole tensors, while its ZeRO cuts "
             "flattened ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw', or parallel.engine = "

@@ -151,14 +151,14 @@ class SyncIOHandle:
         return tensor.untyped_storage().data_ptr() in self._buffers
 
     def _move(self, call: Any, flags: int, buffer: Tensor, path: str, offset: int) -> int:
-        rest = buffer.detach().view(torch.uint8).numpy().data
+        unmoved = buffer.detach().view(torch.uint8).numpy().data
         try:
             file = os.open(path, flags, 0o600)
             try:
-                while rest:
-                    if not (done := call(file, [rest], offset)):
-                        raise OSError(0, f"it ends {len(rest):,} bytes early")
-                    rest, offset = rest[done:], offset + done
+                while unmoved:
+                    if not (done := call(file, [unmoved], offset)):
+                        raise OSError(0, f"it ends {len(unmoved):,} bytes early")
+                    unmoved, offset = unmoved[done:], offset + done
             finally:
                 os.close(file)
         except OSError as error:

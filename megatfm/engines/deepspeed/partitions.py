@@ -85,9 +85,9 @@ class Partitions(ABC):
         """Set the weights that the model computes with from the parts."""
 
     @torch.no_grad()
-    def set_frozen(self, parameter: Any, whole: Tensor) -> None:
+    def set_frozen(self, parameter: Any, full: Tensor) -> None:
         """Let the model compute with a frozen weight, of which this is all that tensor parallelism leaves here."""
-        parameter.copy_(whole)
+        parameter.copy_(full)
 
     def optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the state of torch's optimizer for an owner, where it can be read."""
@@ -139,13 +139,13 @@ class FlatPartitions(Partitions):
         owner, mapping = getattr(self._optimizer, self.OWNERS)[group], parameter._hp_mapping
         if mapping is None:  # all of it is other ranks'
             return Part(owner, 0, 0, 0, group, owner)
-        there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Part(owner, int(here.start), int(here.numel), int(there.start), group, owner)
+        in_parameter, in_shard = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return Part(owner, int(in_shard.start), int(in_shard.numel), int(in_parameter.start), group, owner)
 
     def _complete(self) -> bool:
         gradients = self._optimizer.averaged_gradients
         return self._optimizer.cpu_offload or (
-            bool(gradients) and all(each is not None for each in gradients.values())
+            bool(gradients) and all(gradient is not None for gradient in gradients.values())
         )
 
     def _gradient(self, parameter: Any, part: Part) -> Tensor:
@@ -216,7 +216,7 @@ class ShardedPartitions(Partitions):
         if self._optimizer.offload_optimizer:
             return bool(self._optimizer._offload_boundary_param_ids)
         gradients = self._optimizer.averaged_gradients
-        return bool(gradients) and all(each is not None for each in gradients.values())
+        return bool(gradients) and all(gradient is not None for gradient in gradients.values())
 
     def _gradient(self, parameter: Any, part: Part) -> Tensor:
         gradient: Tensor = getattr(self._optimizer, BY_PARAMETER)[parameter.ds_id]
@@ -245,12 +245,12 @@ class ShardedPartitions(Partitions):
         optimizer.invalidate_secondary_tensor()
 
     @torch.no_grad()
-    def set_frozen(self, parameter: Any, whole: Tensor) -> None:
+    def set_frozen(self, parameter: Any, full: Tensor) -> None:
         shard = parameter.ds_tensor
         first = torch.distributed.get_rank(parameter.ds_process_group) * shard.ds_numel
-        own = whole.reshape(-1)[first : first + shard.ds_numel]
+        local = full.reshape(-1)[first : first + shard.ds_numel]
         with self._swapped.swap_in_parameter(parameter):
-            shard.view(-1)[: own.numel()].copy_(own)
+            shard.view(-1)[: local.numel()].copy_(local)
         parameter.ds_secondary_tensor = None
 
     def optimizer_state(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

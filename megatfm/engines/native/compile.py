@@ -181,7 +181,7 @@ def _split_addmm(node: Node) -> None:
 def _merge_matmuls(scattered: Node) -> None:
     """Make one product of a sum of products, the gradient to what several matrices multiplied: the gradients side by
     side, times the matrices one below the other. It also adds them up in the product's precision."""
-    (summed, *others), graph = scattered.args, scattered.graph
+    (summed, *more_arguments), graph = scattered.args, scattered.graph
     assert isinstance(summed, Node)
     products = list(_addends(summed))
     if len(products) < 2 or any(product.target is not _aten.mm.default for product in products):
@@ -193,7 +193,7 @@ def _merge_matmuls(scattered: Node) -> None:
         product = _call(graph, _aten.mm.default, left, right)
         if product.meta["val"].shape != summed.meta["val"].shape:
             product = _call(graph, _aten.reshape.default, product, list(summed.meta["val"].shape))
-    scattered.args = (product, *others)
+    scattered.args = (product, *more_arguments)
 
 
 def _addends(node: Node) -> Iterator[Node]:

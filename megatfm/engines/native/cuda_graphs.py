@@ -43,12 +43,12 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Run) -> None:
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             for _ in range(2):  # compiles, chooses kernels, and then runs as it always will
                 run()
-        here.wait_stream(beside)
+        current.wait_stream(side)
 
     def record(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
@@ -119,15 +119,15 @@ class GraphedModel:
                     )
                 self._recorded[_key(batch, objective)] = self._record(batch, objective, scale_loss)
         self._bind_gradients()
-        found = []
+        results = []
         for batch in batches:
             data.begin(is_last=batch is batches[-1])
             recorded = self._recorded[_key(batch, objective)]
             torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
             recorded.factors.copy_(scale_loss.factors)
             recorded.replay()
-            found.append({name: term.clone() for name, term in recorded.terms.items()})
-        return found
+            results.append({name: term.clone() for name, term in recorded.terms.items()})
+        return results
 
     def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
         """See `ForwardBackward`; not recorded."""
@@ -135,13 +135,13 @@ class GraphedModel:
 
     def _record(self, batch: Batch, objective: LossFunction, weigh: TermWeights) -> CapturedPass:
         inputs = {name: values.clone() for name, values in batch.items()}
-        own = replace(weigh, factors=weigh.factors.clone())
+        scaled = replace(weigh, factors=weigh.factors.clone())
         terms: Terms = {}
 
         def run() -> None:
-            made = objective(self._model, inputs)
-            own(made).backward()
-            terms.update({name: term.detach() for name, term in made.items()})
+            computed = objective(self._model, inputs)
+            scaled(computed).backward()
+            terms.update({name: term.detach() for name, term in computed.items()})
 
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
@@ -155,7 +155,7 @@ class GraphedModel:
         replay = self._recorder.record(run)
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-        return CapturedPass(objective, inputs, own.factors, terms, replay)
+        return CapturedPass(objective, inputs, scaled.factors, terms, replay)
 
     def _bind_gradients(self) -> None:
         """Gradients are in the places to which graphs add: what there was, or 0."""

@@ -1,7 +1,7 @@
 """The native engine: a model whose plan is laid, its weights sharded over the data axes by ZeRO 0 to 3."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from megatfm.engines.interface import (
     MemoryNeeds,
     OptimizerGroup,
     Precision,
+    T,
 )
 from megatfm.engines.losses import LossAccumulator
 from megatfm.engines.native.compile import compile_all
@@ -158,6 +159,13 @@ class NativeEngine(BaseEngine):
                 optimizer.restore_counters()
         self.zero_grad()
         return host_norm
+
+    @torch.no_grad()
+    def run_model(self, function: Callable[[nn.Module], T]) -> T:
+        """See `RunsModel`. Nothing is compiled for shapes that occur once."""
+        self._set_training(False)
+        with torch.compiler.set_stance("force_eager"), self.state.averaged_weights(self._weights_were_moved):
+            return function(self.model)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""

@@ -179,13 +179,13 @@ def _hide_hooks(module: nn.Module) -> None:
             if torch.compiler.is_compiling():
                 return hook(*args, **kwargs)
             with _disable_current_modes() as modes:
-                others = [mode for mode in modes if not isinstance(mode, CHECKPOINT_MODES)]
-                for mode in others:
+                kept_modes = [mode for mode in modes if not isinstance(mode, CHECKPOINT_MODES)]
+                for mode in kept_modes:
                     _push_mode(mode)
                 try:
                     return hook(*args, **kwargs)
                 finally:
-                    for _ in others:
+                    for _ in kept_modes:
                         _pop_mode()
 
         return call

@@ -43,9 +43,9 @@ class Bucket:
     def rows(self, name: str, rank: int) -> tuple[int, int]:
         """The first row that a rank keeps, and how many."""
         n_rows = self.shapes[name][0]
-        each = -(-n_rows // self.ranks)
-        first = min(each * rank, n_rows)
-        return first, min(each, n_rows - first)
+        rows_per_rank = -(-n_rows // self.ranks)
+        first = min(rows_per_rank * rank, n_rows)
+        return first, min(rows_per_rank, n_rows - first)
 
     def pack(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Copy whole tensors into the buffer; a missing one is zeros. like: has the buffer's dtype and device."""
@@ -267,8 +267,10 @@ class Replicated:
                 in_blocks.update(block.parameters())
                 awaited = frozenset(places[p] for p in block.parameters() if p in places)
                 block.register_forward_pre_hook(partial(arrive, awaited))
-        others = frozenset(places[p] for p in model.parameters() if p in places and p not in in_blocks)
-        model.register_forward_pre_hook(partial(arrive, others))
+        outside_blocks = frozenset(
+            places[p] for p in model.parameters() if p in places and p not in in_blocks
+        )
+        model.register_forward_pre_hook(partial(arrive, outside_blocks))
         for module in model.modules():
             awaited = frozenset(places[p] for p in module.parameters(recurse=False) if p in places)
             if awaited and module not in compiled:

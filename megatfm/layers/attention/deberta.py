@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatfm.config import DebertaPositionConfig, DebertaV2PositionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS
+from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
@@ -28,21 +28,15 @@ from megatfm.ops.attention.reference import attend_in_chunks, probabilities, unl
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions or buckets of them
 
 
-class _Projections(nn.Module):
+class _Projections(HeadProjections):
     """Projections around the core; positions go through two of them, `position_projections`."""
 
     cp_plan = "local"
     core: "DisentangledCore"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, *, key_bias: bool) -> None:
-        super().__init__()
+        super().__init__(config, initial, bias=True, key_bias=key_bias)
         require_full(config)
-        d, width = config.d_model, config.attention.n_heads * config.head_width
-        self.head_dim = config.head_width
-        self.wq = Linear(d, width, initial("query", d, width), bias=True)
-        self.wk = Linear(d, width, initial("key", d, width), bias=key_bias)
-        self.wv = Linear(d, width, initial("value", d, width), bias=True)
-        self.wo = Linear(width, d, initial("out", width, d), bias=True)
 
     def position_projections(self) -> tuple[Linear, Linear]:
         """Projections of the table of positions to queries and keys: those of the content."""
@@ -66,9 +60,6 @@ class _Projections(nn.Module):
         q_position, k_position = (self._heads(w(bias)) for w in self.position_projections())
         heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
 
 @ATTENTIONS.register("deberta")
@@ -109,7 +100,7 @@ class DisentangledSharedAttention(_Projections):
         if not isinstance(config.position, DebertaV2PositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
                 "model.attention.name = 'deberta_v2' needs model.position.name = "
-                "'disentangled_buckets' and family = 'encoder'"
+                "'deberta_v2' and family = 'encoder'"
             )
         n, farthest = config.position.buckets, config.position.max_distance
         self.core = DisentangledCore(config, pattern, partial(_bucketed, n=n, farthest=farthest), 2 * n)

@@ -12,6 +12,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask, global_query_ind
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.kernels import AttentionRequest, choose
 from megatfm.ops.attention.mask import AttentionMask
@@ -22,6 +23,30 @@ from megatfm.registry import Registry
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
 
 log = logging.getLogger("megatfm")
+
+
+class HeadProjections(nn.Module):
+    """Projections of tokens to the queries, keys and values of heads, and of the heads' outputs back to tokens.
+
+    The base of attention layers. Heads are viewed as −1, so that any number of local heads works.
+    """
+
+    def __init__(
+        self, config: ModelConfig, initial: Initialiser, *, bias: bool, key_bias: bool | None = None
+    ) -> None:
+        """key_bias: that of the keys, where it is another."""
+        super().__init__()
+        d, self.head_dim, n_kv_heads = config.d_model, config.head_width, config.attention.kv_heads
+        width, kv_width = config.attention.n_heads * self.head_dim, n_kv_heads * self.head_dim
+        key_bias = bias if key_bias is None else key_bias
+        self.wq = Linear(d, width, initial("query", d, width), bias=bias)
+        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=key_bias, heads=n_kv_heads)
+        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=n_kv_heads)
+        self.wo = Linear(width, d, initial("out", width, d), bias=bias)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[…, T, N · H] → […, N, T, H]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
 
 class DotProductAttention(nn.Module):

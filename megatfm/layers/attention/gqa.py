@@ -4,11 +4,10 @@ from torch import Tensor, nn
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
-from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache, update_cache
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
@@ -18,8 +17,8 @@ from megatfm.ops.attention.relative_bias import for_last_keys
 
 
 @ATTENTIONS.register("gqa")
-class HeadsAttention(nn.Module):
-    """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
+class GroupedQueryAttention(HeadProjections):
+    """Projections around the core."""
 
     tp_plan = (
         ("", "gather_input"),
@@ -31,24 +30,16 @@ class HeadsAttention(nn.Module):
     cp_plan = "local"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
-        super().__init__()
-        self.head_dim, self.of_memory = config.head_width, pattern.is_cross_attention
         options = require_variant(config.attention, GQAAttentionConfig, "model.attention")
-        d, width, kv_width = (
-            config.d_model,
-            *(n * self.head_dim for n in (options.n_heads, options.kv_heads)),
-        )
-        bias = options.bias
-        self.wq = Linear(d, width, initial("query", d, width), bias=bias)
-        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=options.kv_heads)
-        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=options.kv_heads)
-        self.wo = Linear(width, d, initial("out", width, d), bias=bias)
+        super().__init__(config, initial, bias=options.bias)
+        self.of_memory = pattern.is_cross_attention
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         self.wq_norm: nn.Module | None = None
         self.wk_norm: nn.Module | None = None
         if options.qk_norm == "all_heads":
-            self.wq_norm, self.wk_norm = (ShardedRMSNorm(n, config.norm.eps) for n in (width, kv_width))
+            widths = (n * self.head_dim for n in (options.n_heads, options.kv_heads))
+            self.wq_norm, self.wk_norm = (ShardedRMSNorm(width, config.norm.eps) for width in widths)
         elif options.qk_norm:
             self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         position = POSITIONS.get(config.position.name)
@@ -65,8 +56,8 @@ class HeadsAttention(nn.Module):
         """Keys and values are made from what is looked at."""
         looked_at = tokens.with_count(tokens.encoder_tokens) if self.of_memory else tokens
         keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
-        others = (part for part in self.children() if part not in keys_and_values)
-        return total_cost(others, tokens) + total_cost(keys_and_values, looked_at)
+        remaining_parts = (part for part in self.children() if part not in keys_and_values)
+        return total_cost(remaining_parts, tokens) + total_cost(keys_and_values, looked_at)
 
     def forward(
         self,
@@ -94,9 +85,6 @@ class HeadsAttention(nn.Module):
             k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _keys_and_values(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         k_BSX = self.wk(x_BSD)

@@ -21,7 +21,7 @@ class LayerCache:
         self.memory: tuple[Tensor, Tensor] | None = None
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._made: tuple[Tensor, Tensor, Tensor] | None = None
+        self._compressed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(
         self, k_BKTH: Tensor, v_BKTH: Tensor, *, keeps: int | None = None, first: int = 0
@@ -48,18 +48,18 @@ class LayerCache:
         self, k_BKSH: Tensor, v_BKSH: Tensor, places_BS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add keys and values that were made of several tokens, and where they stand; returns all so far."""
-        if self._made is not None:
-            k, v, places = self._made
+        if self._compressed is not None:
+            k, v, places = self._compressed
             k_BKSH, v_BKSH = torch.cat([k, k_BKSH], 2), torch.cat([v, v_BKSH], 2)
             places_BS = torch.cat([places, places_BS], 1)
-        self._made = k_BKSH, v_BKSH, places_BS
-        return self._made
+        self._compressed = k_BKSH, v_BKSH, places_BS
+        return self._compressed
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows of the batch, int64 [rows], as beam search does."""
-        if self._made is not None:
-            k, v, places = self._made
-            self._made = k[rows], v[rows], places[rows]
+        if self._compressed is not None:
+            k, v, places = self._compressed
+            self._compressed = k[rows], v[rows], places[rows]
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows], self._values[rows]
         if self.memory is not None:

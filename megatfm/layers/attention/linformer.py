@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from megatfm.config import LinformerAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, log_once
-from megatfm.layers.attention.gqa import HeadsAttention
+from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections, log_once
+from megatfm.layers.attention.gqa import GroupedQueryAttention
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.ops.attention.kernels import AttentionRequest, choose
 from megatfm.ops.attention.mask import FULL_MASK
@@ -41,7 +40,7 @@ def linformer(config: ModelConfig, initial: Initialiser, pattern: AttentionPatte
     if config.family == "encoder_decoder" and (
         pattern.is_cross_attention or pattern.builtin_mask == "causal"
     ):
-        return HeadsAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
+        return GroupedQueryAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
     return LinformerAttention(config, initial, pattern)
 
 
@@ -55,8 +54,10 @@ def layerwise_projection(
 ) -> "SequenceProjection | None":
     """The projection that these layers of an encoder have in common. Raises UsageError where its sizes differ."""
     options = [config.layer_config(depth).attention for depth, has in enumerate(sketched) if has]
-    linformers = [require_variant(each, LinformerAttentionConfig, "model.attention") for each in options]
-    if len({(each.max_length, each.projected_length) for each in linformers}) > 1:
+    linformers = [
+        require_variant(attention, LinformerAttentionConfig, "model.attention") for attention in options
+    ]
+    if len({(attention.max_length, attention.projected_length) for attention in linformers}) > 1:
         raise UsageError(
             "model.attention.share = 'layerwise' is one projection for all layers, and model.layer_type has "
             "other lengths "
@@ -65,7 +66,7 @@ def layerwise_projection(
     return SequenceProjection(linformers[0], initial) if linformers else None
 
 
-class LinformerAttention(nn.Module):
+class LinformerAttention(HeadProjections):
     """softmax(q (E k)ᵀ · scale) (F v): each document has R keys and values. Padding is a document of its own."""
 
     tp_plan = (
@@ -77,7 +78,6 @@ class LinformerAttention(nn.Module):
     cp_plan = "all_reduce"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
-        super().__init__()
         options = require_variant(config.attention, LinformerAttentionConfig, "model.attention")
         require_full(config)
         if pattern.builtin_mask != "all" or config.position.name not in ("learned", "sinusoidal", "none"):
@@ -86,12 +86,8 @@ class LinformerAttention(nn.Module):
                 f"future in family = {config.family!r} with position.name = {config.position.name!r}: choose family = "
                 "'encoder' or 'encoder_decoder', and position.name = 'learned', 'sinusoidal' or 'none'"
             )
-        d, self.head_dim = config.d_model, config.head_width
-        self.channels = width = options.n_heads * self.head_dim
-        self.wq = Linear(d, width, initial("query", d, width), bias=options.bias)
-        self.wk = Linear(d, width, initial("key", d, width), bias=options.bias)
-        self.wv = Linear(d, width, initial("value", d, width), bias=options.bias)
-        self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
+        super().__init__(config, initial, bias=options.bias)
+        self.channels = options.n_heads * self.head_dim
         self.length, self.rank = options.max_length, options.projected_length
         sketch = PerHeadSequenceProjection if options.share == "none" else SequenceProjection
         self.of_keys = None if options.share == "layerwise" else sketch(options, initial)
@@ -193,10 +189,13 @@ class LinformerAttention(nn.Module):
     ) -> Tensor:
         """[B, N, T, H] of some of the tokens of documents: what is here of each is sketched, and these are summed."""
         documents, sketches = [], []
-        here, of_rows = to_host(part.token_indices), part.full_sequence.on_host().positions_in_document()[0]
+        indices, of_rows = (
+            to_host(part.token_indices),
+            part.full_sequence.on_host().positions_in_document()[0],
+        )
         for row, places_S in enumerate(of_rows.expand(len(q_BNTH), -1)):
             for start, end in pairwise([*(places_S == 0).nonzero()[:, 0].tolist(), len(places_S)]):
-                first, last = torch.searchsorted(here, torch.tensor([start, end])).tolist()
+                first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
                 places_T = part.token_indices[at[2]] - start
@@ -215,9 +214,6 @@ class LinformerAttention(nn.Module):
             for b in range(len(q_BNTH))
         ]
         return torch.cat([torch.cat(row, 2) for row in rows])
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def reduced_numel(self, row: SequenceMetadata) -> int:
         """Numbers of a head that are summed where rows are cut: a document's `rank` keys and values."""

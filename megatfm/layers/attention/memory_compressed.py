@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from megatfm.config import CompressedAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fixed_inputs
-from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.ops.attention.mask import FULL_MASK, BuiltinMask
 
@@ -36,13 +35,13 @@ class CompressedBlocks:
     """places int64 [B or 1, S]: where in its row the token stands that comes after a stretch; `first`: or that is the
     document's first, and alone.
 
-    tokens int64 [B or 1, S, F]: numbers of its tokens among those that are here; here: booleans, whether they are.
+    tokens int64 [B or 1, S, F]: numbers of its tokens among those that are here; is_here: booleans, whether they are.
     """
 
     places: Tensor
     first: Tensor
     tokens: Tensor
-    here: Tensor
+    is_here: Tensor
 
 
 def compress_blocks(sequence: SequenceMetadata, factor: int, new: int | None = None) -> CompressedBlocks:
@@ -106,19 +105,19 @@ class CompressedKeyMask:
         return near & (of_q[:, None, :, None] == of_k[:, None, None])
 
     def block_mask(self, size: int) -> Tensor:
-        return self._table(size, whole=False)
+        return self._table(size, full=False)
 
     def full_block_mask(self, size: int) -> Tensor:
-        return self._table(size, whole=True)
+        return self._table(size, full=True)
 
-    def _table(self, size: int, *, whole: bool) -> Tensor:
+    def _table(self, size: int, *, full: bool) -> Tensor:
         """Stretches stand in order, and documents too: what a row does not have is last, and in none."""
         (q_first, q_last), (k_first, k_last) = (
             _ends(x, size, dim) for x, dim in ((self._sequence.indices[None], -1), (self._places, -2))
         )
         documents_q, documents_k = self._documents()
         (of_q, of_q_last), (of_k, of_k_last) = _ends(documents_q, size, -1), _ends(documents_k, size, -2)
-        if whole:
+        if full:
             same = (of_q == of_q_last) & (of_k == of_k_last) & (of_q == of_k)
             return (k_last <= q_first) & same
         return (k_first <= q_last) & (of_k <= of_q_last) & (of_k_last >= of_q)
@@ -187,14 +186,13 @@ class MemoryCompressedPattern(AttentionPattern):
 
 
 @ATTENTIONS.register("compressed")
-class CompressedAttention(nn.Module):
+class CompressedAttention(HeadProjections):
     """Keys and values of F tokens are convolved to one, within each head: work and memory are 1/F of full attention."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
     cp_plan = "all_reduce"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
-        super().__init__()
         options = require_variant(config.attention, CompressedAttentionConfig, "model.attention")
         require_full(config)
         if pattern.builtin_mask != "causal" or config.position.name not in ("learned", "sinusoidal", "none"):
@@ -203,12 +201,8 @@ class CompressedAttention(nn.Module):
                 f"one position: not in family = {config.family!r} with position.name = {config.position.name!r}: "
                 "choose family = 'decoder', and position.name = 'learned', 'sinusoidal' or 'none'"
             )
-        d, self.head_dim, self.factor = config.d_model, config.head_width, options.factor
-        width = options.n_heads * self.head_dim
-        self.wq = Linear(d, width, initial("query", d, width), bias=options.bias)
-        self.wk = Linear(d, width, initial("key", d, width), bias=options.bias)
-        self.wv = Linear(d, width, initial("value", d, width), bias=options.bias)
-        self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
+        super().__init__(config, initial, bias=options.bias)
+        self.factor = options.factor
         shape = self.factor, self.head_dim, self.head_dim, options.n_heads
         fan = self.factor * self.head_dim, self.head_dim
         fixed = with_fixed_inputs(initial)  # a head's channels are as many at every width
@@ -237,19 +231,16 @@ class CompressedAttention(nn.Module):
         new = k_BNTH.shape[2]
         if cache is not None:
             k_BNTH, v_BNTH = cache.update(k_BNTH, v_BNTH, keeps=self.factor)
-        found = compress_blocks(sequence.after_eviction(k_BNTH.shape[2]), self.factor, new)
-        k_BNSH, v_BNSH = self.of_keys(k_BNTH, found), self.of_values(v_BNTH, found)
+        blocks = compress_blocks(sequence.after_eviction(k_BNTH.shape[2]), self.factor, new)
+        k_BNSH, v_BNSH = self.of_keys(k_BNTH, blocks), self.of_values(v_BNTH, blocks)
         k_BNSH, v_BNSH = self.summed(torch.cat([k_BNSH, v_BNSH], -1)).chunk(2, -1)
-        places_BS = found.places
+        places_BS = blocks.places
         if cache is not None:
             k_BNSH, v_BNSH, places_BS = cache.append_compressed(
                 k_BNSH, v_BNSH, places_BS.expand(len(x_BTD), -1)
             )
         heads_BNTH = self.core(q_BNTH, k_BNSH, v_BNSH, sequence, places_BS)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def reduced_numel(self, row: SequenceMetadata) -> int:
         """Numbers of a head that are summed where rows are cut."""
@@ -260,7 +251,7 @@ class CompressedAttentionCore(DotProductAttention):
     """Attention to stretches, which are all here wherever the tokens are."""
 
     cp_plan = "local"
-    eager_when_long = True
+    attends_in_chunks = True
 
     def forward(  # type: ignore[override]  # instead of a bias, where the keys stand
         self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, places_BS: Tensor
@@ -290,12 +281,12 @@ class Convolution(nn.Module):
         """Each token meets one of the matrices."""
         return Cost(matmul_macs=self.weight.numel() / len(self.weight) * tokens.n)
 
-    def forward(self, x_BNTH: Tensor, found: CompressedBlocks) -> Tensor:
+    def forward(self, x_BNTH: Tensor, blocks: CompressedBlocks) -> Tensor:
         """Keys or values of tokens → those of stretches [B, N, S, H], or what the tokens that are here give to them."""
         b, n, _, h = x_BNTH.shape
-        index_BSF = found.tokens.expand(b, -1, -1)
+        index_BSF = blocks.tokens.expand(b, -1, -1)
         index = index_BSF.flatten(1)[:, None, :, None].expand(-1, n, -1, h)
         x_BNSFH = x_BNTH.gather(2, index).unflatten(2, index_BSF.shape[1:])
-        x_BNSFH = x_BNSFH.where(found.here[:, None, ..., None], 0)
+        x_BNSFH = x_BNSFH.where(blocks.is_here[:, None, ..., None], 0)
         made_BNSH = x_BNSFH.flatten(3) @ self.weight.permute(3, 0, 1, 2).flatten(1, 2)
-        return x_BNSFH[..., 0, :].where(found.first[:, None, :, None], made_BNSH)
+        return x_BNSFH[..., 0, :].where(blocks.first[:, None, :, None], made_BNSH)

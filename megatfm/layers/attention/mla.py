@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
                 "needs model.position.name = 'rope' and a decoder or encoder, not "
                 f"{config.position.name!r} and {config.family}"
             )
-        d, n, self.head_dim, self.rope_dim = (
+        d, n, self.nope_dim, self.rope_dim = (
             config.d_model,
             latent.n_heads,
             config.head_width,
@@ -55,8 +55,8 @@ class LatentAttention(nn.Module):
         of_latents = initial
         if config.mup is not None and config.mup.latent_ranks == "fixed":
             of_latents = with_fixed_inputs(initial)
-        self.v_dim = latent.v_head_dim or self.head_dim
-        q_width = n * (self.head_dim + self.rope_dim)
+        self.v_dim = latent.v_head_dim or self.nope_dim
+        q_width = n * (self.nope_dim + self.rope_dim)
         q_in = latent.q_lora_rank or d
         if latent.q_lora_rank:
             self.wq_down = Linear(d, q_in, initial("query", d, q_in))
@@ -66,7 +66,7 @@ class LatentAttention(nn.Module):
         self.wkv_down = Linear(d, latent.kv_lora_rank, initial("key", d, latent.kv_lora_rank))
         self.kv_norm = RMSNorm(latent.kv_lora_rank, config.norm.eps)
         self.wk_rope = Linear(d, self.rope_dim, initial("key", d, self.rope_dim))
-        rank, k_width, v_width = latent.kv_lora_rank, n * self.head_dim, n * self.v_dim
+        rank, k_width, v_width = latent.kv_lora_rank, n * self.nope_dim, n * self.v_dim
         self.wk = Linear(rank, k_width, of_latents("key", rank, k_width))
         self.wv = Linear(rank, v_width, of_latents("value", rank, v_width))
         self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
             initial,
             pattern,
             rope_dim=self.rope_dim,
-            scale=(self.head_dim + self.rope_dim) ** -0.5,
+            scale=(self.nope_dim + self.rope_dim) ** -0.5,
             channels=q_width + n * self.v_dim,
         )
 
@@ -90,8 +90,8 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """[B, T, D]."""
         q_in = self.q_norm(self.wq_down(x_BTD)) if hasattr(self, "wq_down") else x_BTD
-        q_BNTH, q_rope_BNTR = self._heads(self.wq(q_in), self.head_dim + self.rope_dim).split(
-            (self.head_dim, self.rope_dim), dim=-1
+        q_BNTH, q_rope_BNTR = self._heads(self.wq(q_in), self.nope_dim + self.rope_dim).split(
+            (self.nope_dim, self.rope_dim), dim=-1
         )
         latent_BTC = self.kv_norm(self.wkv_down(x_BTD))
         q_rope_BNTR, k_rope_B1TR = self.position(q_rope_BNTR, self.wk_rope(x_BTD)[:, None], sequence)
@@ -141,12 +141,12 @@ class LatentCore(DotProductAttention):
         channels: int,
     ) -> None:
         super().__init__(config, initial, pattern, scale=scale, channels=channels)
-        self.head_dim, self.rope_dim = config.head_width, rope_dim
+        self.nope_dim, self.rope_dim = config.head_width, rope_dim
 
     def heads(self, latent_B1SX: Tensor, of_keys_XC: Tensor, of_values_XC: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, N, S, H + R] and values [B, N, S, V] of latents, each with the R channels of the position."""
         latent_BSC, rope_B1SR = latent_B1SX[:, 0, :, : -self.rope_dim], latent_B1SX[..., -self.rope_dim :]
-        k_BNSH = F.linear(latent_BSC, of_keys_XC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k_BNSH = F.linear(latent_BSC, of_keys_XC).unflatten(-1, (-1, self.nope_dim)).transpose(1, 2)
         n = k_BNSH.shape[1]
         v_BNSV = F.linear(latent_BSC, of_values_XC).unflatten(-1, (n, -1)).transpose(1, 2)
         return torch.cat((k_BNSH, rope_B1SR.expand(-1, n, -1, -1)), -1), v_BNSV
@@ -179,7 +179,7 @@ class LatentCore(DotProductAttention):
         assert self.variant.scale is not None
         n = q_BN1H.shape[1]
         of_keys_NHC, of_values_NVC = (weight.unflatten(0, (n, -1)) for weight in (of_keys_XC, of_values_XC))
-        content_BN1H, rope_BN1R = q_BN1H.split((self.head_dim, self.rope_dim), dim=-1)
+        content_BN1H, rope_BN1R = q_BN1H.split((self.nope_dim, self.rope_dim), dim=-1)
         q_BN1X = torch.cat((content_BN1H @ of_keys_NHC, rope_BN1R), -1) * self.variant.scale
         # Heads stand where queries do elsewhere, so that latents are not copied for each.
         scores_BN1S = (q_BN1X.transpose(1, 2) @ latent_B1SX.transpose(-1, -2)).transpose(1, 2)

@@ -112,7 +112,7 @@ class TwoStreamAttention(nn.Module):
     )
 
     cp_plan = "local"
-    eager_when_long = True
+    attends_in_chunks = True
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class TwoStreamAttention(nn.Module):
         d, heads, self.head_dim = config.d_model, config.attention.n_heads, config.head_width
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5
-        self.whole = GatherKV()
+        self.gather_kv = GatherKV()
         self.content = nn.Identity()  # the seam at which tensor parallelism gathers what both streams look at
         self.wq = Linear(d, width, initial("query", d, width))
         self.wk = Linear(d, width, initial("key", d, width))
@@ -160,7 +160,7 @@ class TwoStreamAttention(nn.Module):
         """Keys and values of both streams' queries; table: of relative positions."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
-        keys, values = self.whole(keys, values, (len(table_RD) + 1) // 2)
+        keys, values = self.gather_kv(keys, values, (len(table_RD) + 1) // 2)
         return ContentKeysValues(keys, values, self._heads(self.wk_position, positions_RD))
 
     def forward(self, x_BQD: Tensor, seen: ContentKeysValues, stream: QueryStream) -> Tensor:

@@ -126,14 +126,14 @@ class Experts(nn.Module):
     """Σₖ weightₖ FFNₑ₍ₖ₎(x) over the experts that are reached from here.
 
     groups: into how many, one after the other, experts are divided; of each group those from number `first` on are
-    reached, as many as are here. `each` takes rows to all of them.
+    reached, as many as are here.
     """
 
     tp_plan = (
         ("", "expert_parallel"),
         ("gathered", "gather_expert_input"),
-        ("whole", "gather_choices"),
-        ("own", "split_choices"),
+        ("gather_row", "gather_choices"),
+        ("split_row", "split_choices"),
         ("taken", "split_kept_choices"),
         ("summed", "reduce_expert_output"),
     )
@@ -179,7 +179,7 @@ class Experts(nn.Module):
         # Where ranks that share the experts get each other's tokens, and their parts of the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
         # Where ranks that have a part of each row get its other choices, and their part of what follows from all.
-        self.whole, self.own = RowSeam(), RowSeam()
+        self.gather_row, self.split_row = RowSeam(), RowSeam()
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """A token meets those experts that it chooses."""
@@ -216,10 +216,10 @@ class Experts(nn.Module):
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts
         if self.has_capacity:
-            of_row_BSK = self.whole(choices_BTK, sequence)
+            of_row_BSK = self.gather_row(choices_BTK, sequence)
             places = self.places or expert_capacity(of_row_BSK, self.n_experts, self.capacity or 1.0)
             taken_BSK = within_capacity(of_row_BSK, self.n_experts, places, by_position=self.by_position)
-            taken_BTK = taken_BTK & self.own(taken_BSK, sequence)
+            taken_BTK = taken_BTK & self.split_row(taken_BSK, sequence)
         reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
         order_M, offs_E = sort_by_expert(reached_M, self.ep_size * len(self.w_up))
         rows = Rows(order_M, offs_E, choices_BTK.shape[-1])
@@ -231,10 +231,10 @@ class Experts(nn.Module):
 
     def _reached(self, choices_M: Tensor) -> Tensor:
         """The places of choices among the experts that are reached; −1, or one too large, for others."""
-        of_group, here = self.n_experts // self.ep_size, len(self.w_up)
+        of_group, local_experts = self.n_experts // self.ep_size, len(self.w_up)
         within_M = choices_M % of_group - self.first
-        places_M = choices_M // of_group * here + within_M
-        return places_M.where((within_M >= 0) & (within_M < here), -1)
+        places_M = choices_M // of_group * local_experts + within_M
+        return places_M.where((within_M >= 0) & (within_M < local_experts), -1)
 
     def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:
         """FFNₑ of rows sorted by expert, up to where each expert's end. What lies beyond is undefined."""

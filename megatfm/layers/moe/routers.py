@@ -283,22 +283,22 @@ class ExpertChoiceRouter(Router):
     """Each expert takes those ⌈top_k · T / experts⌉ tokens of a row that are most probably its own; `top_k` is what a
     token has on average, and it may have none or all. Weights are the probabilities."""
 
-    tp_plan = (("whole", "gather_output_replicated"), ("own", "split_output"))
+    tp_plan = (("gather_tokens", "gather_output_replicated"), ("split_tokens", "split_output"))
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
         self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
         # Where ranks that have a part of a row each get all of it, and keep their own.
-        self.whole, self.own = nn.Identity(), nn.Identity()
+        self.gather_tokens, self.split_tokens = nn.Identity(), nn.Identity()
         # The same where ranks cut rows for attention, too.
-        self.row, self.part = RowSeam(), RowSeam()
+        self.gather_row, self.split_row = RowSeam(), RowSeam()
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
         shares_BTE = logits_BTE.softmax(-1)
-        of_row_BSE = self.row(self.whole(shares_BTE.detach()), sequence)
+        of_row_BSE = self.gather_row(self.gather_tokens(shares_BTE.detach()), sequence)
         of_row_BSE = self._taken(of_row_BSE, sequence.full_non_padding_mask)
-        taken_BTE = self.own(self.part(of_row_BSE, sequence))
+        taken_BTE = self.split_tokens(self.split_row(of_row_BSE, sequence))
         # Those who chose a token first, and as many columns as the token with most has, on every rank.
         order_BTE = stable_topk(taken_BTE.to(torch.int8), self.n_experts)
         width = max(int(of_row_BSE.sum(-1).max()), 1)

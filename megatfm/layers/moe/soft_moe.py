@@ -48,7 +48,7 @@ class SoftMoE(nn.Module):
         self.initial = {"weight": initial("dense", config.d_model, n_slots)}
         self.experts = Experts(config, initial)
         # Where ranks that have a part of each row make means of all of it, and each takes some of them to experts.
-        self.means, self.made = GatherSlots(), ReturnSlots()
+        self.gather_slots, self.return_slots = GatherSlots(), ReturnSlots()
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Experts see slots, and both ways between tokens and slots are products of activations."""
@@ -67,9 +67,9 @@ class SoftMoE(nn.Module):
         B, N, _, S = shares_BNTS.shape
         means_BXD = torch.einsum("bnts,btd->bnsd", shares_BNTS.to(x_BTD.dtype), x_BTD).flatten(1, 2)
         choices_BX1 = (torch.arange(S, device=x_BTD.device) // self.slots).repeat(N).expand(B, -1)[..., None]
-        slots_BXD, choices_BX1 = self.means(means_BXD, scores_BNTS, choices_BX1)
+        slots_BXD, choices_BX1 = self.gather_slots(means_BXD, scores_BNTS, choices_BX1)
         made_BXD, _ = self.experts(slots_BXD, torch.ones_like(slots_BXD[..., :1]), choices_BX1, sequence)
-        made_BXD = self.made(made_BXD, N * S)
+        made_BXD = self.return_slots(made_BXD, N * S)
         means_BNTS = logits_BTS.softmax(-1)[:, None] * owners_BNT[..., None]
         made_BNSD = made_BXD.unflatten(1, (N, S))
         return torch.einsum("bnts,bnsd->btd", means_BNTS.to(x_BTD.dtype), made_BNSD)

@@ -91,8 +91,8 @@ def dense_blocks_as_bands(result: Sequence[BlockGroup], grid: BlockGrid) -> list
 
 def block_size(seen: AttentionMask) -> int:
     """Tokens of a block: of what is seen, if it is made of blocks of about the right size."""
-    own = seen.grain or 0
-    return own if SIZE // 4 <= own <= SIZE and own % 4 == 0 else SIZE
+    grain = seen.grain or 0
+    return grain if SIZE // 4 <= grain <= SIZE and grain % 4 == 0 else SIZE
 
 
 @dataclass(frozen=True)

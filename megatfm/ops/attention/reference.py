@@ -124,8 +124,8 @@ def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: in
 @constant_when_compiled
 def log_once(kind: str, at_once: bool, device: str, dtype: torch.dtype) -> None:
     """Log once how attention of a kind is computed."""
-    if (told := (kind, at_once, device, dtype)) not in _LOGGED:
-        _LOGGED.add(told)
+    if (entry := (kind, at_once, device, dtype)) not in _LOGGED:
+        _LOGGED.add(entry)
         how = "all queries at once" if at_once else "some queries at a time, and again in the backward pass"
         log.info("attention %s, on %s in %s: kernel products, %s", kind, device, str(dtype)[6:], how)
 

@@ -1,31 +1,15 @@
 """One cluster for all tests of this folder, and `launch`, which submits the small run as a user would."""
 
 import os
-import re
-import shlex
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import JOB_REPORT_PROPERTY
-from tests.e2e.conftest import PREP, SMALL
-from tests.e2e.slurm.cluster import HERE, JOB_REPORTS, Cluster, Job, run, why_not
-from tests.support.forked_commands import ForkedCommand, last_of_each_key
+from tests.support.slurm_cluster import JOB_REPORT_PROPERTY, JOB_REPORTS, Cluster, Job, Project, why_not
+from tests.support.small_runs import SMALL_CONFIG, SMALL_PREP
 
-# The run of these tests: two layers, forty steps, a checkpoint every five; ZeRO-3 where there are two ranks.
-STEPS = 40
-OVERRIDES = (
-    f"train.steps={STEPS}",
-    "checkpoint.every=5",
-    "evaluate.every=1000",
-    "evaluate.max_rows=4",
-    "optimizer.name=adamw",  # Muon's roundings grow from step to step
-    "train.precision=fp64",  # in float32 a single step can make 1e-4 of them
-    'plugins=["trouble"]',
-)
+HERE = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,69 +37,6 @@ def cluster() -> Iterator[Cluster]:
     cluster.down()
 
 
-@dataclass
-class Project:
-    """What a user has before submitting: a config, the description of the site, and the files that make trouble."""
-
-    folder: Path
-    cluster: Cluster
-    run_name: str = "run"
-
-    def plant_fault(self, what: str, text: str = "") -> Path:
-        """Make trouble, see plugin/trouble.py; it ends when the file that is returned is deleted."""
-        file = self.folder / "trouble" / what
-        file.write_text(text)
-        return file
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "small.toml"
-
-    @property
-    def run_dir(self) -> Path:
-        return self.folder / self.run_name
-
-    @property
-    def small(self) -> list[object]:
-        """The small run, as the commands name it."""
-        return [self.config, *OVERRIDES, f"run_dir={self.run_dir}"]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, [str(HERE / "plugin"), os.environ.get("PYTHONPATH")]))
-        return {**self.cluster.environment, "PYTHONPATH": path, "TROUBLE": str(self.folder / "trouble")}
-
-    def megatfm(self, *words: object, code: int = 0) -> str:
-        """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
-        command = ForkedCommand(last_of_each_key(words), self.folder / "said", self.folder, self.environment)
-        assert command.wait() == code, f"{words}\n{command.output}"
-        return command.output
-
-    def submit(self, *words: object) -> list[Job]:
-        """`megatfm launch … --slurm`; returns the job, or all of a chain."""
-        said = self.megatfm("launch", *words, "--slurm")
-        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", said, re.MULTILINE)
-        return [self.cluster.job(number, self.run_dir) for number in numbers.split(", ")]
-
-    def launch(self, *words: object, nodes: object = 1) -> Job:
-        """Submit the small run, one process on each node: each takes seconds to import what it needs."""
-        return self.submit(*self.small, "--nodes", nodes, "--nproc", 1, *words)[0]
-
-    def sbatch(self, script: str, *words: object, **environment: str) -> Job:
-        """Submit a script of the test's own."""
-        file = self.folder / "job.sh"
-        file.write_text(f"#!/bin/bash\n{script}\n")
-        log = f"--output={self.folder}/slurm-%j.log"
-        said = run(
-            "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
-        )
-        return self.cluster.job(said.strip(), self.run_dir)
-
-    def command(self, *words: object) -> str:
-        """A command of megatfm, for a shell."""
-        return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
-
-
 @pytest.fixture(scope="session")
 def new_project(
     cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory
@@ -124,7 +45,7 @@ def new_project(
 
     def make(name: str) -> Project:
         project = Project(tmp_path_factory.mktemp(name), cluster)
-        project.config.write_text(SMALL.format(corpus=corpus))
+        project.config.write_text(SMALL_CONFIG.format(corpus=corpus))
         (project.folder / "trouble").mkdir()
         return project
 
@@ -137,7 +58,7 @@ def prep_config(texts: Path) -> Callable[[Project], Path]:
 
     def write(project: Project) -> Path:
         file = project.folder / "prep.toml"
-        settings = PREP.format(out=project.folder / "corpus", texts=texts)
+        settings = SMALL_PREP.format(out=project.folder / "corpus", texts=texts)
         file.write_text(f"task_bytes = 5000\ntokenizer_threads = 1\n{settings}")
         return file
 
@@ -150,7 +71,7 @@ def project(new_project: Callable[[str], Project]) -> Project:
 
 
 @pytest.fixture(scope="session")
-def whole(new_project: Callable[[str], Project]) -> Job:
+def uninterrupted(new_project: Callable[[str], Project]) -> Job:
     """The run that nothing interrupts: two nodes, a process on each."""
     return new_project("whole").launch(nodes=2)
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.e2e.slurm.cluster import Job
-from tests.e2e.test_training import curve
+from tests.support.slurm_cluster import Job
+from tests.support.training_runs import training_curve
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ HOSTILE = "$(touch owned) `touch owned`; touch owned #"
 @pytest.mark.parametrize("name", [HOSTILE, "a\n#SBATCH --wrap=x", "--x", "it's", 'say "x"'])
 def test_hostile_names_are_refused_before_they_are_submitted(project, name):
     before = project.cluster.slurm("scontrol", "show", "jobs").count("JobId=")
-    said = project.megatfm("launch", project.config, "--slurm", f"--job-name={name}", code=2)
-    assert len(said.strip().splitlines()) == 1
+    output = project.megatfm("launch", project.config, "--slurm", f"--job-name={name}", code=2)
+    assert len(output.strip().splitlines()) == 1
     assert project.cluster.slurm("scontrol", "show", "jobs").count("JobId=") == before
     assert not list(project.folder.rglob("owned"))
 
@@ -53,19 +53,19 @@ def test_hostile_paths_and_values_reach_no_shell(new_project, monkeypatch):
     record = job.finish()
     assert record["JobName"] == "small"
     assert record["TimeLimit"] != "00:01:00"
-    assert [line["step"] for line in curve(job.run_dir)] == [1, 2]
+    assert [line["step"] for line in training_curve(job.run_dir)] == [1, 2]
     assert not list(project.folder.parent.rglob("owned"))
 
 
-def test_torchrun_starts_the_ranks_of_each_node(whole, project):
+def test_torchrun_starts_the_ranks_of_each_node(uninterrupted, project):
     job = project.launch("--start", "torchrun", nodes=2)
     assert job.finish()["NumNodes"] == "2"
-    whole.finish()
-    assert curve(job.run_dir) == curve(whole.run_dir)
+    uninterrupted.finish()
+    assert training_curve(job.run_dir) == training_curve(uninterrupted.run_dir)
 
 
 @pytest.mark.slow  # two nodes are above, and signals to torchrun's workers in unit/launchers/test_torchrun.py
-def test_a_stop_reaches_torchrun_s_ranks(whole, project):
+def test_a_stop_reaches_torchrun_s_ranks(uninterrupted, project):
     slow = project.plant_fault("slow", "0.3")
     job = project.launch("--start", "torchrun", nodes=2)
     job.until_step(7)
@@ -74,8 +74,8 @@ def test_a_stop_reaches_torchrun_s_ranks(whole, project):
     slow.unlink()
     assert job.finish()["Restarts"] == "1"
     assert "stopped by USR1" in job.log
-    whole.finish()
-    assert curve(job.run_dir) == curve(whole.run_dir)
+    uninterrupted.finish()
+    assert training_curve(job.run_dir) == training_curve(uninterrupted.run_dir)
 
 
 def test_a_crash_loop_stops_by_itself(crashing):
@@ -86,7 +86,7 @@ def test_a_crash_loop_stops_by_itself(crashing):
 
 
 @pytest.mark.slow  # a hang is named in tests/e2e/test_resilience.py, and what fails is restarted above
-def test_a_rank_that_hangs_is_named_and_the_run_restarted(project, whole):
+def test_a_rank_that_hangs_is_named_and_the_run_restarted(project, uninterrupted):
     project.plant_fault("hang-first", "1")
     hanging = project.launch("train.hang_seconds=20", nodes=2)
     assert hanging.finish()["Restarts"] == "1"
@@ -94,5 +94,5 @@ def test_a_rank_that_hangs_is_named_and_the_run_restarted(project, whole):
     assert (first["code"], first["failed_rank"], first["failed_host"]) == (1, 1, first["nodes"][1])
     assert f"rank 1 on {first['failed_host']}" in hanging.log
     assert "next_with_trouble" in (hanging.run_dir / "logs" / "rank-1.log").read_text(), "where it hung"
-    whole.finish()
-    assert curve(hanging.run_dir) == curve(whole.run_dir)
+    uninterrupted.finish()
+    assert training_curve(hanging.run_dir) == training_curve(uninterrupted.run_dir)

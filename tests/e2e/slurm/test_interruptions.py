@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from megatfm import checkpoint
-from tests.e2e.slurm.cluster import Job, run
-from tests.e2e.slurm.conftest import STEPS, Project
-from tests.e2e.test_training import curve
+from tests.support.slurm_cluster import STEPS, Job, Project, run
+from tests.support.training_runs import training_curve
 
 
-def assert_same_run(run: Path, whole: Path) -> None:
+def assert_same_run(run: Path, uninterrupted: Path) -> None:
     """The joined loss curve and the last checkpoint are those of the run that nothing interrupted."""
-    assert [line["step"] for line in curve(run)] == list(range(1, STEPS + 1))
-    assert curve(run) == curve(whole)
+    assert [line["step"] for line in training_curve(run)] == list(range(1, STEPS + 1))
+    assert training_curve(run) == training_curve(uninterrupted)
     last = f"checkpoints/step-{STEPS:08}"
-    one, other = (checkpoint.read_tensors(folder / last) for folder in (run, whole))
+    one, other = (checkpoint.read_tensors(folder / last) for folder in (run, uninterrupted))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
@@ -71,8 +70,8 @@ def test_requeued_in_the_middle(alone, project):
     project.cluster.slurm("scontrol", "requeuehold", job.number)
     job.until(lambda: job.state == "PENDING")
     slow.unlink()
-    said = project.megatfm("status", job.run_dir)
-    (way_out,) = re.findall(rf"^state +PENDING.*`(scontrol release {job.number})`", said, re.MULTILINE)
+    output = project.megatfm("status", job.run_dir)
+    (way_out,) = re.findall(rf"^state +PENDING.*`(scontrol release {job.number})`", output, re.MULTILINE)
     project.cluster.slurm(*way_out.split())
     assert job.finish()["Restarts"] == "1"
     assert_same_run(job.run_dir, alone)
@@ -112,10 +111,10 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
     slow.unlink()
     again = project.launch()
     again.finish()
-    said = project.megatfm("logs", job.run_dir)
-    assert f"==> {job.run_dir}/logs/slurm-{again.number}.log <==\n" in said
-    assert "rank-0.log" not in said, "the same lines are in the job's"
-    assert "megatfm job: the run ended with 0: done" in said
+    output = project.megatfm("logs", job.run_dir)
+    assert f"==> {job.run_dir}/logs/slurm-{again.number}.log <==\n" in output
+    assert "rank-0.log" not in output, "the same lines are in the job's"
+    assert "megatfm job: the run ended with 0: done" in output
     assert_same_run(again.run_dir, alone)
     record = job.record()
     assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0")
@@ -141,8 +140,8 @@ def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
         "launch", *again_words(project), code=2
     )
     script = project.run_dir / "slurm" / "pretrain.sbatch"
-    said = run("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
-    second = project.cluster.job(said.strip(), project.run_dir)  # past us
+    output = run("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
+    second = project.cluster.job(output.strip(), project.run_dir)  # past us
     assert second.finish("FAILED")["ExitCode"] == "77:0"
     assert "another process is training in this run directory (process " in second.log
     assert f"job {first.number}" in second.log
@@ -169,7 +168,7 @@ def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
     second.until(lambda: second.state in ("NODE_FAIL", "FAILED"), timeout=60)
     third.until_step(15)
     attempts = json.loads((third.run_dir / "restarts.json").read_text())
-    assert [each["job"] for each in attempts] == [first.number, second.number, third.number]
+    assert [attempt["job"] for attempt in attempts] == [first.number, second.number, third.number]
     assert (attempts[0]["code"], attempts[2]["ended"]) == (75, None)
     assert attempts[1]["code"] != 0, second.log
     assert "was cancelled" not in second.log
@@ -179,17 +178,17 @@ def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
     assert_same_run(third.run_dir, alone)
 
 
-def test_a_lost_node_is_replaced_by_a_spare(bereft, whole):
+def test_a_lost_node_is_replaced_by_a_spare(bereft, uninterrupted):
     job, node = bereft
     assert job.finish(timeout=400)["Restarts"] == "1"
     assert node not in job.nodes
     assert len(job.nodes) == 2
-    whole.finish()
-    assert_same_run(job.run_dir, whole.run_dir)
+    uninterrupted.finish()
+    assert_same_run(job.run_dir, uninterrupted.run_dir)
 
 
 @pytest.mark.slow  # that a node is lost is above, and the layout that fits the others in tests/e2e/test_elastic.py
-def test_without_a_spare_the_run_goes_on_with_fewer(project, whole):
+def test_without_a_spare_the_run_goes_on_with_fewer(project, uninterrupted):
     if not project.cluster.has_namespaces:
         pytest.skip(NAMESPACES)
     project.cluster.until_idle()
@@ -198,9 +197,11 @@ def test_without_a_spare_the_run_goes_on_with_fewer(project, whole):
     for job, node in without_a_node(project.launch("--site", "site.toml", nodes="1-2")):
         assert job.finish(timeout=400)["Restarts"] == "1"
         assert {*job.nodes, node} == {"n7", "n8"}
-        whole.finish()
-        assert [line["step"] for line in curve(job.run_dir)] == list(range(1, STEPS + 1))
-        for one, other in zip(curve(job.run_dir), curve(whole.run_dir), strict=True):
+        uninterrupted.finish()
+        assert [line["step"] for line in training_curve(job.run_dir)] == list(range(1, STEPS + 1))
+        for one, other in zip(
+            training_curve(job.run_dir), training_curve(uninterrupted.run_dir), strict=True
+        ):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.slurm.cluster import Job, run
-from tests.e2e.slurm.conftest import Project
-from tests.e2e.test_training import curve
-from tests.unit.data_prep.conftest import tree
+from tests.support.prep_files import file_hashes
+from tests.support.slurm_cluster import Job, Project, run
+from tests.support.training_runs import training_curve
 
 WAYS = ("Open MPI", "MPICH", "pmi2", "pmix")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -44,27 +43,27 @@ def debian_mpich(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def jobs(request, new_project, prep_config, whole) -> dict[str, Job | str]:
+def jobs(request, new_project, prep_config, uninterrupted) -> dict[str, Job | str]:
     """A job for each way that is tested, all submitted at once, or why there is none."""
-    found: dict[str, Job | str] = {}
+    actual: dict[str, Job | str] = {}
     for way in (way for way in WAYS if any(item.name.endswith(f"[{way}]") for item in request.session.items)):
         project = new_project(way.replace(" ", "-"))
         try:
             words, environment = starter(way, project)
         except pytest.skip.Exception as reason:
-            found[way] = str(reason)
+            actual[way] = str(reason)
         else:
             prep = project.command("prep", prep_config(project))
             script = f"{words} {project.command('train', *project.small)} && {words} {prep}"
-            found[way] = project.sbatch(script, "--nodes=2", "--ntasks-per-node=1", **environment)
-    return found
+            actual[way] = project.sbatch(script, "--nodes=2", "--ntasks-per-node=1", **environment)
+    return actual
 
 
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
-def test_run_and_corpus_are_the_same(way, jobs, whole, corpus):
+def test_run_and_corpus_are_the_same(way, jobs, uninterrupted, corpus):
     if isinstance(job := jobs[way], str):
         pytest.skip(job)
     assert job.finish()["NumNodes"] == "2"
-    whole.finish()
-    assert curve(job.run_dir) == curve(whole.run_dir)
-    assert tree(job.run_dir.with_name("corpus")) == tree(corpus)
+    uninterrupted.finish()
+    assert training_curve(job.run_dir) == training_curve(uninterrupted.run_dir)
+    assert file_hashes(job.run_dir.with_name("corpus")) == file_hashes(corpus)

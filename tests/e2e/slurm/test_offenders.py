@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.slurm.cluster import metrics
+from tests.support.slurm_cluster import metrics
 
 
 @pytest.mark.slow  # six starts; tests/unit/launchers/test_prolog_epilog.py has what is asked of SLURM
@@ -23,7 +23,11 @@ def test_a_node_that_fails_twice_is_excluded(project):
     assert cluster.hostnames(record["ExcNodeList"]) == ["n2", "n4", "n5", "n6", "n7", "n8"]
     assert job.nodes == ["n1", "n3"]
     attempts = json.loads((job.run_dir / "restarts.json").read_text())
-    assert [(each["code"], each["failed_host"]) for each in attempts] == [(1, "n2"), (1, "n2"), (0, None)]
+    assert [(attempt["code"], attempt["failed_host"]) for attempt in attempts] == [
+        (1, "n2"),
+        (1, "n2"),
+        (0, None),
+    ]
 
 
 @pytest.mark.slow  # tests/unit/launchers/test_prolog_epilog.py has what srun writes
@@ -50,6 +54,6 @@ def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
             cluster.node("start", "n2")
     job.finish(timeout=400)
     attempts = json.loads((job.run_dir / "restarts.json").read_text())
-    assert [each["failed_host"] for each in attempts] == ["n2", "n2", None]
+    assert [attempt["failed_host"] for attempt in attempts] == ["n2", "n2", None]
     assert job.nodes == ["n1", "n3"]
     assert len(metrics(job.run_dir)) == 3

@@ -6,8 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from tests.e2e.slurm.cluster import Job
-from tests.unit.data_prep.conftest import tree
+from tests.support.prep_files import file_hashes
+from tests.support.slurm_cluster import Job
 
 
 def process_of(part: str) -> int | None:
@@ -39,4 +39,4 @@ def test_an_array_with_one_task_killed_makes_what_one_process_makes(project, cor
         assert not (out / "prep.json").exists(), "in the middle"
     for task in (tasks[0], tasks[2]):
         task.finish()
-    assert tree(out) == tree(corpus)
+    assert file_hashes(out) == file_hashes(corpus)

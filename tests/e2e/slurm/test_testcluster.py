@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.slurm.cluster import TESTCLUSTER, run, why_not
+from tests.support.slurm_cluster import TESTCLUSTER, run, why_not
 
 NAME = f"u{os.getpid()}"
 ROOT = Path("/var/lib/megatfm-testcluster")
@@ -26,17 +26,17 @@ def command(program: str, *words: object) -> str:
 
 def traces() -> list[str]:
     """What there is of this cluster on the machine: processes, namespaces, interfaces, files."""
-    found = []
+    actual = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if f"{FOLDER}/" in line:
-            found.append(line)
-    found += [name for name in run("ip", "netns", "list").split() if NAME in name]
-    found += [str(path) for path in Path("/sys/class/net").glob(f"*{NAME}*")]
-    return found + [str(path) for path in ROOT.glob(f"{NAME}*")]
+            actual.append(line)
+    actual += [name for name in run("ip", "netns", "list").split() if NAME in name]
+    actual += [str(path) for path in Path("/sys/class/net").glob(f"*{NAME}*")]
+    return actual + [str(path) for path in ROOT.glob(f"{NAME}*")]
 
 
 def wait_for(what: Callable[[], object], seconds: float) -> None:
@@ -56,13 +56,13 @@ def down_at_the_end() -> Iterator[None]:
 
 def test_up_and_down_leave_no_trace():
     start = time.monotonic()
-    said = command("up", *SMALL)
+    output = command("up", *SMALL)
     assert time.monotonic() - start < 15
-    assert said == f"export SLURM_CONF={FOLDER}/slurm.conf\n"
+    assert output == f"export SLURM_CONF={FOLDER}/slurm.conf\n"
     assert re.search(r"^n2 +runs", command("status"), re.MULTILINE)
     job = ("srun", "--nodes=2", "--gpus-per-node=2", "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES")
     assert sorted(run(*job, env=ENVIRONMENT).splitlines()) == ["n1 0,1", "n2 0,1"]
-    assert command("up", *SMALL) == said, "up again is a fresh one"
+    assert command("up", *SMALL) == output, "up again is a fresh one"
     assert "JobId" not in run("scontrol", "show", "jobs", env=ENVIRONMENT)
     assert len(traces()) > 5
     command("down")
@@ -95,7 +95,7 @@ def test_an_interrupted_up_takes_itself_down():
     assert traces() == []
 
 
-def test_it_goes_with_its_owner():
+def test_the_cluster_goes_down_with_its_owner():
     owner = subprocess.Popen(["sleep", "300"])
     command("up", *SMALL, "--until", owner.pid)
     os.kill(int((FOLDER / "run" / "watch").read_text()), signal.SIGKILL)

@@ -5,30 +5,31 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.slurm.cluster import metrics
-from tests.e2e.slurm.conftest import STEPS
+from tests.support.slurm_cluster import STEPS, metrics
 
 
-def test_two_nodes_match_a_single_process(whole, alone):
-    record = whole.finish()
+def test_two_nodes_match_a_single_process(uninterrupted, alone):
+    record = uninterrupted.finish()
     assert record["NumNodes"] == "2"
     assert record["ExitCode"] == "0:0"
-    on_two, on_one = metrics(whole.run_dir), metrics(alone)
+    on_two, on_one = metrics(uninterrupted.run_dir), metrics(alone)
     assert [line["step"] for line in on_two] == [line["step"] for line in on_one] == list(range(1, STEPS + 1))
     for two, one in zip(on_two, on_one, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-12)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-9)
-    assert "srun" not in whole.log
+    assert "srun" not in uninterrupted.log
 
 
-def test_a_job_evaluates_as_one_process_does(whole, project):
-    whole.finish()
-    file = whole.run_dir / "evaluation.json"
-    (job,) = project.submit(whole.run_dir, "--evaluate", "--trust-plugins", "--nodes", 2, "--nproc", 1)
+def test_a_job_evaluates_as_one_process_does(uninterrupted, project):
+    uninterrupted.finish()
+    file = uninterrupted.run_dir / "evaluation.json"
+    (job,) = project.submit(
+        uninterrupted.run_dir, "--evaluate", "--trust-plugins", "--nodes", 2, "--nproc", 1
+    )
     job.finish()
     of_job = json.loads(file.read_text())
     file.unlink()
-    project.megatfm("evaluate", whole.run_dir, "--trust-plugins")
+    project.megatfm("evaluate", uninterrupted.run_dir, "--trust-plugins")
     alone = json.loads(file.read_text())
     assert of_job["step"] == alone["step"] == STEPS
     assert of_job["sets"].keys() == alone["sets"].keys() == {"held-out", "again"}

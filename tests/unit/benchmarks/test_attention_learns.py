@@ -82,7 +82,7 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
     ("task", "length", "only"),
     [("listops", 128, ["longformer"]), ("recall", 512, ["window", "linformer"]), ("text", 256, ["window"])],
 )
-def test_it_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: list[str]) -> None:
+def test_the_script_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: list[str]) -> None:
     (tmp_path / "text.txt").write_text("What is learnt here is nothing. " * 200, encoding="utf-8")
     words = [task, "--sizes", length, "3", "2", "--out", tmp_path, "--folder", tmp_path, "--only", *only]
     script = ForkedCommand(words, tmp_path / "said", ROOT, program="benchmarks/attention_learns.py")

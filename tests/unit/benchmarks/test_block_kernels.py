@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
         ),
     ],
 )
-def test_they_compile_for_a_gpu_and_spill_nothing(preset: str, dtype: str) -> None:
+def test_block_kernels_compile_for_a_gpu_without_spills(preset: str, dtype: str) -> None:
     """With their dropout: Triton takes no constant of 64 bits beside an index of 32."""
     compiled = list(script("block_kernels").kernels_of_preset(preset, dtype))
     assert {way for way, _, _ in compiled} == {"forward", "backward"}

@@ -89,7 +89,7 @@ def test_peak_memory_can_be_reset(common: Any) -> None:
     del block
 
 
-def test_it_needs_python_alone() -> None:
+def test_common_needs_python_alone() -> None:
     """`make gpu` imports it where nothing is installed, and others time what they import."""
     code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import common; print(common.cpu_name())"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)

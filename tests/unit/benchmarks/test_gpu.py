@@ -64,7 +64,7 @@ def test_facts_are_written_and_a_kernel_that_is_not_there_is_said(tmp_path: Path
 def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = script("gpu_facts")
     exact = module.KERNELS["flash"]
-    monkeypatch.setitem(module.KERNELS, "flash", lambda *given: exact(*given) * float("nan"))
+    monkeypatch.setitem(module.KERNELS, "flash", lambda *inputs: exact(*inputs) * float("nan"))
     assert module.main(["--tiny", "--out", str(tmp_path)]) == 1
 
 

@@ -9,7 +9,7 @@ from tests.support.forked_commands import ForkedCommand
 ROOT = Path(__file__).parents[3]
 
 
-def test_it_writes_a_dated_result(tmp_path: Path) -> None:
+def test_the_script_writes_a_dated_result(tmp_path: Path) -> None:
     """In a process of its own: it needs a process group that isn't one."""
     small = ["--widths", "64", "--layers", "2", "--tokens", "8", "--rounds", "1", "--times", "1"]
     script = ForkedCommand(

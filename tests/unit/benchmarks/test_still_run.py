@@ -60,7 +60,7 @@ def test_their_configs_have_the_keys_of_today() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_they_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmarks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = SMALL[name].replace("FOLDER", str(tmp_path)).split()
     command = ForkedCommand(words, tmp_path / "said", ROOT, program=f"benchmarks/{name}")

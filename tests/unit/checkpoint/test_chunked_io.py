@@ -45,14 +45,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each read by position was a direct one."""
-    found, real = [], os.preadv
+    actual, real = [], os.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
-        found.append(is_direct(fd))
+        actual.append(is_direct(fd))
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    return found
+    return actual
 
 
 def is_direct(fd: int) -> bool:
@@ -183,15 +183,15 @@ def test_filesystems_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("said", "direct"),
+    ("cached_pages", "direct"),
     [([1, 1, 1], False), ([1, 1, errno.EAGAIN], True), ([errno.EAGAIN], True), ([errno.EOPNOTSUPP], True)],
 )
 def test_what_the_page_cache_has_is_read_from_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[int], direct: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_pages: list[int], direct: bool
 ) -> None:
     monkeypatch.undo()
     made(tmp_path / "file", 10)
-    answers = iter(said)
+    answers = iter(cached_pages)
 
     def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if flags != os.RWF_NOWAIT:
@@ -215,22 +215,26 @@ def test_what_the_page_cache_has_is_read_from_there(
 
 def read_alike_and_apart(folder: Path) -> list[list[str]]:
     """The files that are read past the page cache, of a checkpoint of two ranks: each its own, all, of two hosts."""
-    rank, found, genuine = dist.get_rank(), [], file_format.read_safetensors
-    own = ShardedTensor(torch.full((2, 3), float(rank)), (4, 3), (2 * rank, 0))
-    path = save(folder, 1, {"rows": own}, {})
+    rank, actual, genuine = dist.get_rank(), [], file_format.read_safetensors
+    local_rows = ShardedTensor(torch.full((2, 3), float(rank)), (4, 3), (2 * rank, 0))
+    path = save(folder, 1, {"rows": local_rows}, {})
 
     def read(path: Path, entry: Any, places: Any, direct: bool = False) -> Any:
         if direct:
-            found[-1].append(path.name)
+            actual[-1].append(path.name)
         return genuine(path, entry, places, direct)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_format, "read_safetensors", read)
-        for wanted, host in ((own, "one"), (torch.empty(4, 3), "one"), (torch.empty(4, 3), f"host-{rank}")):
-            found.append([])
+        for wanted, host in (
+            (local_rows, "one"),
+            (torch.empty(4, 3), "one"),
+            (torch.empty(4, 3), f"host-{rank}"),
+        ):
+            actual.append([])
             patch.setattr(socket, "gethostname", lambda host=host: host)
             load(path, {"rows": wanted})
-    return found
+    return actual
 
 
 def test_what_several_ranks_of_a_machine_read_comes_through_the_page_cache(
@@ -262,15 +266,15 @@ def test_filesystems_that_can_not_write_so(tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Address and size of each direct write."""
-    found, real = [], os.write
+    actual, real = [], os.write
 
     def write(fd: int, data: Any) -> int:
         if is_direct(fd):
-            found.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(data)))
+            actual.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(data)))
         return real(fd, data)
 
     monkeypatch.setattr(os, "write", write)
-    return found
+    return actual
 
 
 def test_whole_blocks_are_written_right_out_of_the_copy(
@@ -298,7 +302,7 @@ def test_whole_blocks_are_written_right_out_of_the_copy(
     assert straight == tensors["large"].nbytes + tensors["other"].nbytes
     path = tmp_path / "step-00000001"
     verify(path)
-    theirs = load_file(path / "rank-00000-000.safetensors")
-    for read in (theirs, read_tensors(path)):
+    reference = load_file(path / "rank-00000-000.safetensors")
+    for read in (reference, read_tensors(path)):
         assert read.keys() == tensors.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())

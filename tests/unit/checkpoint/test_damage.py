@@ -206,8 +206,8 @@ def move_file(name: str) -> Callable[[dict[str, Any]], None]:
 
 
 def piece(body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = body["tensors"]["w"]["pieces"][0]
-    return found
+    actual: dict[str, Any] = body["tensors"]["w"]["pieces"][0]
+    return actual
 
 
 def grow(body: dict[str, Any], size: int) -> None:

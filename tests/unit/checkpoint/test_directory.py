@@ -109,11 +109,11 @@ def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
         leftover.mkdir()
         (leftover / "rank-00000-000.safetensors").touch()
     (leftovers[0] / "link").symlink_to(outside)
-    others = [tmp_path / name for name in (".step-00000002.damaged-0123abcd", ".step-2", "notes.txt")]
-    for other in others:
+    remaining = [tmp_path / name for name in (".step-00000002.damaged-0123abcd", ".step-2", "notes.txt")]
+    for other in remaining:
         other.mkdir()
     assert remove_leftovers(tmp_path) == leftovers
-    assert sorted(tmp_path.iterdir()) == sorted([path, outside, *others])
+    assert sorted(tmp_path.iterdir()) == sorted([path, outside, *remaining])
     assert (outside / "file").exists()
     assert remove_leftovers(tmp_path) == []
     assert remove_leftovers(tmp_path / "absent") == []
@@ -150,8 +150,8 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 def look_together(folder: Path) -> tuple[str | None, list[str]]:
     read = file_format.read_safetensors
     files: list[str] = []
-    file_format.read_safetensors = lambda file, *rest: (
-        files.append(f"{file.parent.name}/{file.name}") or read(file, *rest)
+    file_format.read_safetensors = lambda file, *remaining: (
+        files.append(f"{file.parent.name}/{file.name}") or read(file, *remaining)
     )
     try:
         path = find_latest_intact(folder)
@@ -172,12 +172,12 @@ def test_the_ranks_share_the_reading(workers: Workers, tmp_path: Path) -> None:
     for step in (1, 2):
         workers.run(save_on_two, 2, tmp_path, step)
     names = [f"rank-0000{rank}-000.safetensors" for rank in range(2)]
-    found = workers.run(look_together, 2, tmp_path)
-    assert found == [("step-00000002", [f"step-00000002/{name}"]) for name in names]
+    results = workers.run(look_together, 2, tmp_path)
+    assert results == [("step-00000002", [f"step-00000002/{name}"]) for name in names]
     (file,) = (tmp_path / "step-00000002").glob(names[1])
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    found = workers.run(look_together, 2, tmp_path)
-    assert [name for name, _ in found] == ["step-00000001"] * 2
+    results = workers.run(look_together, 2, tmp_path)
+    assert [name for name, _ in results] == ["step-00000001"] * 2
     (tmp_path / "step-00000001" / names[0]).unlink()
     (first, _), (second, _) = workers.run(look_together, 2, tmp_path)
     assert first == second
@@ -210,7 +210,8 @@ def newer(path: Path) -> None:
     (path / file_format.METADATA_FILENAME).write_bytes(file_format._metadata_head(body) + body + b"}\n")
 
 
-def test_a_checkpoint_of_a_newer_version_is_neither_passed_over_nor_put_aside(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    """The checkpoint is neither passed over nor put aside."""
     for step in (3, 5):
         save_step(tmp_path, step)
     newer(tmp_path / "step-00000005")

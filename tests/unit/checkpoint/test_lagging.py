@@ -92,9 +92,9 @@ def test_what_is_seen_late_is_waited_for(workers: Workers, tmp_path: Path) -> No
 
 def test_but_not_for_ever(workers: Workers, tmp_path: Path) -> None:
     """And so the test above would fail without the wait."""
-    (said, _), (other, _) = workers.run(save_and_load, 2, tmp_path, 0.0)
-    assert said == other
-    assert "No such file or directory" in said
+    (output, _), (other, _) = workers.run(save_and_load, 2, tmp_path, 0.0)
+    assert output == other
+    assert "No such file or directory" in output
 
 
 @pytest.mark.parametrize("patience", [0.0, 0.2])

@@ -85,8 +85,8 @@ def test_a_lost_node_is_made_up_for_by_the_next(
     for node in range(nodes):
         folder = tmp_path / f"node-{node}"
         assert [path.name for path in list_checkpoints(folder)] == ["step-00000002", "step-00000003"]
-        own = {f"rank-{rank:05d}-000.safetensors" for rank in range(node * per_node, (node + 1) * per_node)}
-        assert own < {file.name for file in (folder / "step-00000003").iterdir()}
+        local = {f"rank-{rank:05d}-000.safetensors" for rank in range(node * per_node, (node + 1) * per_node)}
+        assert local < {file.name for file in (folder / "step-00000003").iterdir()}
     assert not (tmp_path / "shared").exists()
     for lost in range(nodes):
         copy = tmp_path / f"without-{lost}"

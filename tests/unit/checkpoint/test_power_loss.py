@@ -15,16 +15,11 @@ from megatfm.checkpoint import (
     ShardedTensor,
     file_format,
     file_io,
-    find_latest,
-    read_state,
-    read_tensors,
     save,
-    verify,
 )
-from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.errors import MegatfmError
+from tests.support.power_loss import CHOICES, Disk, Operation, build, newest_whole_step, recorded
 from tests.support.workers import Workers
-from tests.unit.checkpoint.power import CHOICES, Disk, Operation, build, recorded
 
 DRAWS = 6
 """Of what was not synced, for each prefix, besides the four extremes."""
@@ -50,21 +45,6 @@ def recorded_save(folder: Path, direct: bool) -> list[Operation]:
     return operations
 
 
-def found(folder: Path) -> int:
-    """The step that the next start would go on from, every value of which must be right.
-
-    Whatever else bears a checkpoint's name is whole, too.
-    """
-    for path in list_checkpoints(folder):
-        verify(path)
-    path = find_latest(folder, hashes=True)
-    assert path is not None
-    step = read_state(path)["step"]
-    assert isinstance(step, int)
-    assert all(bool((tensor == step).all()) for tensor in read_tensors(path).values())
-    return step
-
-
 def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> dict[tuple[int, str], str]:
     """(operations before the cut, what was lost) → step found, or what the reader says."""
     lossy, draw, seen, results = Disk(folder, operations), random.Random(7), dict[int, str](), {}
@@ -75,7 +55,7 @@ def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> 
             if key not in seen:
                 build(tree, scratch)
                 try:
-                    seen[key] = str(found(scratch))
+                    seen[key] = str(newest_whole_step(scratch))
                 except (MegatfmError, AssertionError) as error:
                     seen[key] = f"{type(error).__name__}: {error}"
                 shutil.rmtree(scratch)

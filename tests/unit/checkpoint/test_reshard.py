@@ -93,9 +93,9 @@ def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, saved: str, w
     paths = workers.run(save_as, world, tmp_path, saved)
     assert set(paths) == {tmp_path / "step-00000001"}
     verify(paths[0])
-    whole = read_tensors(paths[0])
-    assert whole.keys() == SHAPES.keys()
-    assert all(torch.equal(whole[name], tensor) for name, tensor in reference().items())
+    tensors = read_tensors(paths[0])
+    assert tensors.keys() == SHAPES.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in reference().items())
     for other in (1, 2, 4):
         workers.run(load_as, other, paths[0], LAYOUTS)
 

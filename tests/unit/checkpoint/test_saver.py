@@ -121,20 +121,20 @@ def test_a_save_returns_before_its_copy_where_that_is_asked_for(
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The thread of each part that is copied; the background's first waits for all others, if there are any."""
-    found: list[str] = []
+    actual: list[str] = []
     total, copy, all_others = 2 * 100, staging._copy, threading.Event()
 
     def note(*part: Any) -> None:
-        found.append(threading.current_thread().name)
-        if found[-1] == "megatfm-save" and found.count("megatfm-save") == 1:
+        actual.append(threading.current_thread().name)
+        if actual[-1] == "megatfm-save" and actual.count("megatfm-save") == 1:
             assert all_others.wait(30)
         copy(*part)
-        if len(found) >= total:
+        if len(actual) >= total:
             all_others.set()
 
     monkeypatch.setattr(staging, "PART_BYTES", 40)
     monkeypatch.setattr(staging, "_copy", note)
-    return found
+    return actual
 
 
 def halves(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
@@ -218,24 +218,24 @@ def full_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
         try:
             saving.save(2, tensors(2), {})
             saving.wait_for_save()
-            said = "saved"
+            output = "saved"
         except MegatfmError as error:
-            said = str(error)
+            output = str(error)
         finally:
             os.write = genuine
         saving.save(3, tensors(3), {})
-    return said, [path.name for path in list_checkpoints(folder)]
+    return output, [path.name for path in list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_failure_in_the_background_is_raised_on_all_ranks(
     workers: Workers, tmp_path: Path, mode: str
 ) -> None:
-    (said, there), (other, _) = workers.run(full_disk, 2, tmp_path, 1, mode)
-    assert said == other
+    (output, there), (other, _) = workers.run(full_disk, 2, tmp_path, 1, mode)
+    assert output == other
     named = r"rank 1 on \S+: cannot write .*/rank-00001-000\.safetensors: No space left on device"
-    assert re.fullmatch(f"checkpoint of step 2 not saved: {named}", said)
-    assert f"rank 1 on {HOST}" in said
+    assert re.fullmatch(f"checkpoint of step 2 not saved: {named}", output)
+    assert f"rank 1 on {HOST}" in output
     assert there == ["step-00000001", "step-00000003"]
     assert sorted(path.name for path in tmp_path.iterdir()) == there
 

@@ -115,12 +115,14 @@ def test_large_boxes_are_cut_into_pieces_and_files(tmp_path: Path, monkeypatch: 
     assert all(same_bits(tensor, tensors[name]) for name, tensor in read_tensors(path).items())
 
 
-def test_each_file_is_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", 100)
     path = save(tmp_path, 1, {"a": torch.zeros(20), "b": torch.zeros(20), "c": torch.zeros(20)}, {})
     read, opened = file_format.read_safetensors, []
     monkeypatch.setattr(
-        file_format, "read_safetensors", lambda file, *rest: opened.append(file.name) or read(file, *rest)
+        file_format,
+        "read_safetensors",
+        lambda file, *remaining: opened.append(file.name) or read(file, *remaining),
     )
     load(path, {"a": torch.ones(20), "c": torch.ones(20)})
     assert opened == ["rank-00000-000.safetensors", "rank-00000-002.safetensors"]

@@ -113,7 +113,7 @@ def on_a_gpu(saver: Saver, names: set[int]) -> Iterator[Cuda]:
 def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved, turned, here = torch.zeros(4, 3), torch.zeros(3, 5).T, torch.zeros(2)
+    moved, turned, local = torch.zeros(4, 3), torch.zeros(3, 5).T, torch.zeros(2)
     there = {x.untyped_storage().data_ptr() for x in (moved, turned)}
     trains, copies, wrote = threading.Event(), threading.Event(), threading.Event()
     write = file_format.write_safetensors
@@ -133,19 +133,19 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
             with cuda.stream(cuda.training):
                 moved.add_(1)
                 turned.add_(1)
-            here.add_(1)
-            saver.save(step, {"moved": moved, "turned": turned, "here": here}, {}, wait_for_staging=False)
+            local.add_(1)
+            saver.save(step, {"moved": moved, "turned": turned, "here": local}, {}, wait_for_staging=False)
             saver.wait_for_staging()
             with cuda.stream(cuda.training):  # the next update
                 moved.add_(100)
                 turned.add_(100)
-            here.add_(100)
+            local.add_(100)
             assert float(moved.sum()) == 101 * 12 * (step - 1), "nothing of this step was done yet"
             assert not wrote.wait(A_WHILE), "what writes waits for the copies"
             trains.set()
             if step > 1:  # the step is done, and its copies are held up
                 assert not wrote.wait(A_WHILE)
-                assert float(here[0]) == 101 * step
+                assert float(local[0]) == 101 * step
             copies.set()
             saver.wait_for_save()
             cuda.training.finish()

@@ -51,7 +51,7 @@ def send(folder: Path, fault: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("none", "sent"),
         ("missing", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: No such file or directory"),
@@ -66,10 +66,12 @@ def send(folder: Path, fault: str) -> str:
         ("in the way", "not sent: rank 1 on HOST: cannot write FOLDER/to/b: File exists"),
     ],
 )
-def test_a_file_comes_whole_or_all_say_why(workers: Workers, tmp_path: Path, fault: str, said: str) -> None:
+def test_a_file_comes_whole_or_all_say_why(
+    workers: Workers, tmp_path: Path, fault: str, message: str
+) -> None:
     first, second = workers.run(send, 2, tmp_path, fault)
     assert first == second
-    assert first.removesuffix(" (also failed: rank 1)") == said.replace("HOST", HOST).replace(
+    assert first.removesuffix(" (also failed: rank 1)") == message.replace("HOST", HOST).replace(
         "FOLDER", str(tmp_path)
     )
     for name in ("a", "c") if fault != "none" else ("a", "b", "c"):

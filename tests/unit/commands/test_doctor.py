@@ -63,14 +63,14 @@ def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch:
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setattr(doctor, "COMPILERS", set())
-    found = findings("DeepSpeed")["build lock"]
-    assert not found.ok
-    assert str(lock) in found.found
-    assert found.advice == f"rm {lock}"
+    actual = findings("DeepSpeed")["build lock"]
+    assert not actual.ok
+    assert str(lock) in actual.detail
+    assert actual.advice == f"rm {lock}"
     assert findings("DeepSpeed")["async_io"].advice == "apt-get install libaio-dev"
     (lock.parent.parent / "async_io").mkdir()
     (lock.parent.parent / "async_io/async_io.so").touch()
-    assert findings("DeepSpeed")["async_io"].found == "compiled (megatfm does without)"
+    assert findings("DeepSpeed")["async_io"].detail == "compiled (megatfm does without)"
 
 
 def test_an_old_torch_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +92,10 @@ def test_slurm_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     program(tmp_path, "sbatch", "print('slurm-wlm 22.05.8')")
     program(tmp_path, "sinfo", "print('gpu* 4\\ncpu 2')")
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = findings("SLURM")
-    assert found["sbatch"].found == "slurm-wlm 22.05.8"
-    assert found["partitions"].ok
-    assert found["partitions"].found == "gpu* 4 nodes, cpu 2 nodes"
+    actual = findings("SLURM")
+    assert actual["sbatch"].detail == "slurm-wlm 22.05.8"
+    assert actual["partitions"].ok
+    assert actual["partitions"].detail == "gpu* 4 nodes, cpu 2 nodes"
 
 
 def test_slurm_whose_controller_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,23 +103,26 @@ def test_slurm_whose_controller_hangs_or_fails(tmp_path: Path, monkeypatch: pyte
     program(tmp_path, "sinfo", "import sys; sys.exit('slurm_load_partitions: Unable to contact controller')")
     monkeypatch.setenv("PATH", str(tmp_path))
     partitions = findings("SLURM")["partitions"]
-    assert (partitions.ok, partitions.found) == (False, "slurm_load_partitions: Unable to contact controller")
+    assert (partitions.ok, partitions.detail) == (
+        False,
+        "slurm_load_partitions: Unable to contact controller",
+    )
     program(tmp_path, "sinfo", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 0.5)
-    assert findings("SLURM")["partitions"].found == "no answer within 0.5 s"
+    assert findings("SLURM")["partitions"].detail == "no answer within 0.5 s"
 
 
 def test_a_program_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sbatch").write_text("#!/nowhere/interpreter\n", encoding="utf-8")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "can't be run" in findings("SLURM")["sbatch"].found
+    assert "can't be run" in findings("SLURM")["sbatch"].detail
 
 
 def test_packages_of_the_test_extra_are_seen() -> None:
-    found = findings("Packages")
-    assert found["ftfy"].ok
-    assert found["ftfy"].found.endswith("for megatfm prep")
+    actual = findings("Packages")
+    assert actual["ftfy"].ok
+    assert actual["ftfy"].detail.endswith("for megatfm prep")
 
 
 def test_little_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,9 @@ def test_a_run_that_does_not_fit_says_what_to_change(capsys: pytest.CaptureFixtu
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*CONFIG, "--gpus", "2", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step_seconds"] == pytest.approx(sum(found["causes"].values()))
-    assert found["memory"][0]["total"] > 2**30
+    parsed = json.loads(capsys.readouterr().out)
+    assert parsed["step_seconds"] == pytest.approx(sum(parsed["causes"].values()))
+    assert parsed["memory"][0]["total"] > 2**30
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_the_config_of_a_run_that_is_under_way_is_not_replaced(
 ) -> None:
     """Its restarts read it."""
     config = load_config("quickstart", [f"run_dir={tmp_path}"])
-    monkeypatch.setattr(training, "load_training_config", lambda args: config)
+    monkeypatch.setattr(training, "load_training_config", lambda *_: config)
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
     (tmp_path / "launch.json").write_text(json.dumps(note))
     (tmp_path / training.RESOLVED_CONFIG).write_text("of the run\n")

@@ -56,7 +56,7 @@ def test_what_is_derived() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["parallel.pp=2"], "set parallel.zero = 1, or parallel.pp = 1"),
         (["parallel.dp_replicate=2"], "set parallel.dp_replicate = 1"),
@@ -87,11 +87,11 @@ def test_what_is_derived() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_it_can_t_carry_is_refused_when_the_config_is_read(overrides: list[str], said: str) -> None:
-    with pytest.raises(UsageError) as found:
+def test_what_it_can_t_carry_is_refused_when_the_config_is_read(overrides: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as actual:
         config(*overrides)
-    assert said in str(found.value)
-    assert "\n" not in str(found.value)
+    assert message in str(actual.value)
+    assert "\n" not in str(actual.value)
 
 
 def test_its_section_is_for_its_engine_alone() -> None:
@@ -108,10 +108,10 @@ def test_its_section_is_for_its_engine_alone() -> None:
 def test_config_and_its_deepspeed_section_are_no_circle() -> None:
     """Reading a config imports nothing of what makes or merges JSON."""
     code = "import sys, megatfm.config; print('megatfm.config.deepspeed_json' in sys.modules)"
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert said.stdout == "False\n"
+    assert process.stdout == "False\n"
 
 
 def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
@@ -127,30 +127,30 @@ def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
         derive(read, "fp32")
 
 
-def merged(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
+def merged(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     path = folder / "ds.json"
-    path.write_text(json.dumps(theirs), encoding="utf-8")
+    path.write_text(json.dumps(expected), encoding="utf-8")
     return derive(
         config(f"deepspeed.json_file={path}", "parallel.zero=2", "optimizer.max_grad_norm=0.5"), "fp32"
     )
 
 
 def test_a_json_of_one_s_own_tunes(tmp_path: Path) -> None:
-    theirs = {
+    expected = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": True},
         "wall_clock_breakdown": True,
     }
-    found = merged(tmp_path, theirs)
-    assert found["zero_optimization"]["reduce_bucket_size"] == 1000
-    assert found["zero_optimization"]["overlap_comm"] is True
-    assert found["wall_clock_breakdown"] is True
-    assert found["gradient_clipping"] == 0, "the engine clips"
+    actual = merged(tmp_path, expected)
+    assert actual["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert actual["zero_optimization"]["overlap_comm"] is True
+    assert actual["wall_clock_breakdown"] is True
+    assert actual["gradient_clipping"] == 0, "the engine clips"
 
 
 def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
-    theirs = {
+    expected = {
         "gradient_clipping": 1.0,
         "zero_optimization": {
             "stage": 3,
@@ -163,9 +163,9 @@ def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
         "scheduler": {"type": "WarmupLR"},
         "aio": {"block_size": 1048576, "use_gds": True},
     }
-    with pytest.raises(UsageError) as found:
-        merged(tmp_path, theirs)
-    for said in (
+    with pytest.raises(UsageError) as actual:
+        merged(tmp_path, expected)
+    for output in (
         "gradient_clipping = 1.0, but optimizer.max_grad_norm = 0.5",
         "zero_optimization.stage = 3, but parallel.zero = 2",
         "zero_optimization.zero_quantized_weights = true, but deepspeed.quantized_weights = false",
@@ -177,7 +177,7 @@ def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
         "scheduler: set [lr_schedule]",
         "aio.use_gds: its operator",
     ):
-        assert said in str(found.value)
+        assert output in str(actual.value)
 
 
 HUGGING_FACE: dict[str, Any] = {
@@ -203,35 +203,35 @@ HUGGING_FACE: dict[str, Any] = {
 OFFLOADED = ["parallel.zero=3", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"]
 
 
-def said_of(folder: Path, theirs: dict[str, Any], *overrides: str) -> list[str]:
+def said_of(folder: Path, expected: dict[str, Any], *overrides: str) -> list[str]:
     """What is refused of a JSON, each by its key."""
     path = folder / "ds.json"
-    path.write_text(json.dumps(theirs), encoding="utf-8")
+    path.write_text(json.dumps(expected), encoding="utf-8")
     try:
         read = config(f"deepspeed.json_file={path}", *overrides)
         derive(read, read.train.precision)
     except UsageError as error:
-        told = str(error).partition("deepspeed.json_file: ")[2]
-        return told.removesuffix(": leave these out of the file, or change our keys").split("; ")
+        message = str(error).partition("deepspeed.json_file: ")[2]
+        return message.removesuffix(": leave these out of the file, or change our keys").split("; ")
     return []
 
 
 def test_a_json_for_hugging_face_s_trainer_is_taken_but_for_its_scheduler(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 100}}
-    theirs = {**HUGGING_FACE, "scheduler": scheduler}
-    assert said_of(tmp_path, theirs, *OFFLOADED) == ["scheduler: set [lr_schedule]"]
+    expected = {**HUGGING_FACE, "scheduler": scheduler}
+    assert said_of(tmp_path, expected, *OFFLOADED) == ["scheduler: set [lr_schedule]"]
     assert said_of(tmp_path, HUGGING_FACE, *OFFLOADED) == []
-    found = derive(config(f"deepspeed.json_file={tmp_path / 'ds.json'}", *OFFLOADED), "bf16")
-    zero = found["zero_optimization"]
+    actual = derive(config(f"deepspeed.json_file={tmp_path / 'ds.json'}", *OFFLOADED), "bf16")
+    zero = actual["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert zero["sub_group_size"] == 1e9
     assert zero["stage3_param_persistence_threshold"] == 0
     assert "reduce_bucket_size" not in zero
-    assert found["steps_per_print"] == 2000
+    assert actual["steps_per_print"] == 2000
 
 
 def test_what_is_switched_off_asks_for_nothing(tmp_path: Path) -> None:
-    theirs = {
+    expected = {
         "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
         "compile": {"deepcompile": False},
         "optimizer": {"type": "Adam", "params": {"adam_w_mode": True, "torch_adam": True}},
@@ -239,11 +239,11 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path) -> None:
         "tensorboard": {"enabled": False, "output_path": "logs"},
         "zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1},
     }
-    assert said_of(tmp_path, theirs) == []
+    assert said_of(tmp_path, expected) == []
 
 
 def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_path: Path) -> None:
-    theirs = {
+    expected = {
         "pipeline": {"stages": "auto", "partition": "best", "activation_checkpoint_interval": 1},
         "tensor_parallel": {"autotp_size": 4},
         "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}},
@@ -254,7 +254,9 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
         },
         "compile": {"deepcompile": True},
     }
-    assert [told.partition(" and ")[0] for told in said_of(tmp_path, theirs, "train.precision=bf16")] == [
+    assert [
+        message.partition(" and ")[0] for message in said_of(tmp_path, expected, "train.precision=bf16")
+    ] == [
         "pipeline: set parallel.pp",
         "tensor_parallel: set parallel.tp",
         "optimizer.params.adam_w_mode = false, but optimizer.name = 'adamw' decays weights by themselves",
@@ -268,8 +270,8 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
 
 def test_weights_in_files_need_what_a_usual_json_has_otherwise(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 1e9}
-    theirs = {"zero_optimization": {"stage3_max_reuse_distance": 1e9, "offload_param": disk}}
-    assert said_of(tmp_path, theirs, *WEIGHTS_IN_FILES) == [
+    expected = {"zero_optimization": {"stage3_max_reuse_distance": 1e9, "offload_param": disk}}
+    assert said_of(tmp_path, expected, *WEIGHTS_IN_FILES) == [
         f"zero_optimization.{key} = 1000000000.0, but deepspeed.offload_parameters = 'nvme' needs 0"
         for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu")
     ]
@@ -277,8 +279,8 @@ def test_weights_in_files_need_what_a_usual_json_has_otherwise(tmp_path: Path) -
 
 def test_float16_s_scale_is_ours_where_it_counts(tmp_path: Path) -> None:
     assert said_of(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=bf16") == []
-    (told,) = said_of(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=fp16")
-    assert told.startswith("fp16.loss_scale_window = 1000, but the scale starts at 2¹⁶")
+    (message,) = said_of(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=fp16")
+    assert message.startswith("fp16.loss_scale_window = 1000, but the scale starts at 2¹⁶")
 
 
 def test_verify_leaves_out_what_is_inexact_and_says_so() -> None:
@@ -304,7 +306,7 @@ def test_a_missing_installation_is_one_line() -> None:
         "try: load(torch.device('cpu'))\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert said.startswith("UsageError parallel.engine = 'deepspeed': DeepSpeed can't be imported")
-    assert "`make deepspeed` installs it" in said
-    assert said.count("\n") == 1
+    stdout = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert stdout.startswith("UsageError parallel.engine = 'deepspeed': DeepSpeed can't be imported")
+    assert "`make deepspeed` installs it" in stdout
+    assert stdout.count("\n") == 1

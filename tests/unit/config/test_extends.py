@@ -109,8 +109,8 @@ def test_a_section_below_one_that_gets_another_name_goes_with_it(tmp_path: Path)
 def test_each_file_s_paths_are_relative_to_it(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here := tmp_path / "here").mkdir()
-    monkeypatch.chdir(here)
+    (local := tmp_path / "here").mkdir()
+    monkeypatch.chdir(local)
     mine = write(
         tmp_path / "mine" / "mine.toml", 'extends = "../configs/small.toml"\n[data]\ntokenizer = "t.model"\n'
     )
@@ -118,10 +118,10 @@ def test_each_file_s_paths_are_relative_to_it(
     assert config.data.train == str(file.parent / "corpus/train")
     assert config.data.tokenizer == str(mine.parent / "t.model")
     assert config.data.validation == load_config(file).data.validation
-    assert config.run_dir == str(here / "r")
+    assert config.run_dir == str(local / "r")
     of_preset = load_config(write(mine, 'extends = "gpt2"\n[data]\nvalidation = { a = "v" }\n')).data
     assert (of_preset.train, of_preset.validation) == (
-        str(here / "corpora/web/train"),
+        str(local / "corpora/web/train"),
         {"a": str(mine.parent / "v")},
     )
 
@@ -130,6 +130,45 @@ def test_a_base_s_string_outlives_pickle_and_copy() -> None:
     text = FromFile("corpus", Path("/a"))
     for again in (pickle.loads(pickle.dumps(text)), copy.deepcopy(text)):
         assert (again, again.folder) == ("corpus", Path("/a"))
+
+
+def test_a_file_takes_keys_of_its_base_out(file: Path, tmp_path: Path) -> None:
+    """A key whose default is none, a section, a name of a free table; at any depth of bases, and set again above."""
+    base = write(
+        file.parent / "base.toml",
+        f'extends = "{file.name}"\n[data]\ncache_dir = "cache"\nvalidation = {{ a = "a", b = "b" }}\n'
+        "[evaluate]\nevery = 7\nmax_rows = 5\n[model.mup]\nbase_width = 64\n",
+    )
+    middle = write(
+        tmp_path / "middle.toml",
+        f'extends = "{base}"\nwithout = ["data.cache_dir", "data.validation.a", "evaluate", "model.mup"]\n',
+    )
+    mine = write(tmp_path / "mine.toml", f'extends = "{middle}"\n[evaluate]\nmax_rows = 3\n')
+    assert (load_config(base).data.cache_dir or "").endswith("cache")
+    assert load_config(base).model.mup is not None
+    config = load_config(mine)
+    assert (config.data.cache_dir, config.model.mup) == (None, None)
+    assert list(config.data.validation) == ["b"]
+    assert (config.evaluate.every, config.evaluate.max_rows) == (0, 3)
+    assert "without" not in to_toml(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'extends = "gpt2"\nwithout = ["model.n_layer"]',
+            r"mine\.toml: without = \['model\.n_layer'\]: .*does not set this \(did you mean 'model\.n_layers'\?\)",
+        ),
+        ('extends = "gpt2"\nwithout = ["name.x"]', r"\['name\.x'\]: .*does not set this"),
+        ('extends = "gpt2"\nwithout = "model"', r"without = 'model': give a list of keys"),
+        ('extends = "gpt2"\nwithout = [3]', r"without = \[3\]: give a list of keys"),
+        ('without = ["model"]', r"takes keys out of a base: give it by `extends`"),
+    ],
+)
+def test_a_key_that_can_not_be_taken_out_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_config(write(tmp_path / "mine.toml", text))
 
 
 def test_a_file_extends_one_that_extends_one(file: Path, tmp_path: Path) -> None:

@@ -110,17 +110,17 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
             return options(schema["$defs"][node["$ref"].rpartition("/")[2]])
         nodes = [node]
         for key in ("anyOf", "oneOf", "allOf"):
-            nodes += [option for each in node.get(key, ()) for option in options(each)]
+            nodes += [option for item in node.get(key, ()) for option in options(item)]
         return nodes + (options(node["items"]) if "items" in node else [])
 
     nodes = options(schema)
     for part in path.split("."):
         key, _, variant = part.partition("[")
-        found = [
+        actual = [
             node.get("additionalProperties") if key == "*" else node.get("properties", {}).get(key)
             for node in nodes
         ]
-        nodes = [option for each in found if isinstance(each, dict) for option in options(each)]
+        nodes = [option for item in actual if isinstance(item, dict) for option in options(item)]
         if variant:
             names = [node.get("properties", {}).get("name", {}) for node in nodes]
             nodes = [
@@ -129,9 +129,10 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
     return bool(nodes)
 
 
-def test_a_stored_file_is_translated_and_a_user_s_is_refused_with_the_new_name(
+def test_stored_keys_are_translated_and_a_user_s_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The refusal has the new name."""
     monkeypatch.setattr(key_migrations, "RENAMED_KEYS", (("optimizer.max_norm", "optimizer.max_grad_norm"),))
     text = to_toml(load_config("quickstart")).replace("\nmax_grad_norm = ", "\nmax_norm = ")
     (tmp_path / "checkpoints").mkdir()
@@ -156,3 +157,12 @@ def test_prep_json_is_translated_by_its_own_table() -> None:
     assert migrate_prep(stored, renamed) == {
         "version": 3, "split": {"key": "source"}, "steps": [{"name": "near", "shingle": 5}, {"name": "c4", "words": 1}],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["latent", "mla"])
+def test_a_stored_width_of_latent_attention_is_that_without_position(name: str) -> None:
+    """Both names of the attention, as earlier versions stored them; other attentions keep `head_dim`."""
+    migrated = migrate({"model": {"attention": {"name": name, "head_dim": 24}}})
+    assert migrated == {"model": {"attention": {"name": "mla", "qk_nope_head_dim": 24}}}
+    stored = {"model": {"attention": {"name": "gqa", "head_dim": 24}}}
+    assert migrate(stored) == stored

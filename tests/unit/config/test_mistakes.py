@@ -123,7 +123,7 @@ def test_a_wrong_value(load: Callable[..., Config], file: Path, override: str, l
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["parallel.dp_shard=15485863", "parallel.ep=2"],
@@ -140,10 +140,10 @@ def test_a_wrong_value(load: Callable[..., Config], file: Path, override: str, l
     ],
 )
 def test_sizes_that_no_cluster_has_are_refused_at_once(
-    load: Callable[..., Config], overrides: list[str], said: str
+    load: Callable[..., Config], overrides: list[str], message: str
 ) -> None:
     start = time.process_time()
-    assert said in mistake(load, *overrides)
+    assert message in mistake(load, *overrides)
     assert time.process_time() - start < 1, "the nearest divisor is found without trying every number"
 
 
@@ -262,9 +262,9 @@ def test_what_toml_itself_can_not_take(
 ) -> None:
     assert reason in mistake(load, f"train.steps={value}")
     file.write_text(f"name = {value}\n")
-    said = mistake(load)
-    assert said.startswith(f"{file}: not valid TOML: ")
-    assert reason in said
+    output = mistake(load)
+    assert output.startswith(f"{file}: not valid TOML: ")
+    assert reason in output
 
 
 def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
@@ -355,9 +355,9 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
 def test_what_ranks_do_not_send_in_pieces_is_refused(
     load: Callable[..., Config], overrides: list[str], why: str
 ) -> None:
-    given = ["parallel.async_tp=true", "parallel.tp=2"]
-    assert load(*given).parallel.async_tp
-    message = mistake(load, *given, *overrides)
+    inputs = ["parallel.async_tp=true", "parallel.tp=2"]
+    assert load(*inputs).parallel.async_tp
+    message = mistake(load, *inputs, *overrides)
     assert why in message
     assert "async_tp = false" in message or "leave it out" in message
 

@@ -136,10 +136,10 @@ def test_the_smallest_buckets_of_t5_are_an_order_of_distances(family: str) -> No
                 ModelConfig.from_dotted(SMALL | options)
             except ValidationError:
                 continue
-            found = relative_position_bucket(-distances, n_buckets, farthest, causal=causal)
-            assert found[0] == 0
-            assert (found.diff() >= 0).all(), (n_buckets, farthest)
-            assert found.max() == (n_buckets if causal else n_buckets // 2) - 1
+            actual = relative_position_bucket(-distances, n_buckets, farthest, causal=causal)
+            assert actual[0] == 0
+            assert (actual.diff() >= 0).all(), (n_buckets, farthest)
+            assert actual.max() == (n_buckets if causal else n_buckets // 2) - 1
 
 
 def test_a_plugin_s_section_passes_through() -> None:
@@ -198,7 +198,7 @@ def test_dotted_keys_and_tables_meet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "overrides", "said"),
+    ("preset", "overrides", "message"),
     [
         (
             "deepseek-v2-lite",
@@ -233,8 +233,8 @@ def test_dotted_keys_and_tables_meet() -> None:
     ],
 )
 def test_what_a_model_can_not_turn_or_place_is_refused_before_the_queue(
-    preset: str, overrides: list[str], said: str
+    preset: str, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
         load_config(preset, overrides)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

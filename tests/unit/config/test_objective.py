@@ -21,8 +21,8 @@ Load = Callable[..., Config]
 def test_the_name_chooses_the_section(load: Load) -> None:
     assert load().objective == CausalObjective()
     assert load("objective.mtp_loss_weight=0.5").objective == CausalObjective(mtp_loss_weight=0.5)
-    found = load("objective.name=span_corruption", "objective.noise_density=0.3").objective
-    assert found == SpanCorruptionObjective(noise_density=0.3)
+    actual = load("objective.name=span_corruption", "objective.noise_density=0.3").objective
+    assert actual == SpanCorruptionObjective(noise_density=0.3)
     again = Config.model_validate(load("objective.name=masked").model_dump())
     assert type(again.objective) is MaskedObjective
 

@@ -71,14 +71,14 @@ def test_another_name_deep_in_a_config(
     preset: str, overrides: list[str], section: str, left: dict[str, Any]
 ) -> None:
     """The variant that the file names has the options, also where a section is one of several inside another's."""
-    found: Any = load_config(preset, overrides).model
+    model: Any = load_config(preset, overrides).model
     by_python: Any = load_config(preset).model.with_changes(
         {word.partition("=")[0].removeprefix("model."): _value(word) for word in overrides}
     )
     for part in section.split("."):
-        found, by_python = getattr(found, part), getattr(by_python, part)
-    assert {key: getattr(found, key) for key in left} == left
-    assert by_python == found, "Python and the command line agree"
+        model, by_python = getattr(model, part), getattr(by_python, part)
+    assert {key: getattr(model, key) for key in left} == left
+    assert by_python == model, "Python and the command line agree"
 
 
 def _value(word: str) -> str | int:
@@ -122,7 +122,7 @@ def test_text_that_looks_like_a_number_stays_text() -> None:
 
 
 def test_brackets_inside_a_word_stay() -> None:
-    for given, words in {
+    for override, words in {
         "decoder.layers.[01]": ["decoder.layers.[01]"],
         "[decoder.layers.[01]]": ["decoder.layers.[01]"],
         "[01].a,b.[23]": ["[01].a", "b.[23]"],
@@ -131,15 +131,15 @@ def test_brackets_inside_a_word_stay() -> None:
         "a[[]b": ["a[[]b"],
         "a]": ["a]"],
     }.items():
-        assert quickstart(f"train.freeze={given}").train.freeze == words, given
+        assert quickstart(f"train.freeze={override}").train.freeze == words, override
 
 
 def test_one_corpus_is_three_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = quickstart("data.corpus=my corpora/mine").data
-    made = f"{tmp_path}/my corpora/mine"
-    assert (data.train, data.tokenizer) == (f"{made}/train", made)
-    assert data.validation == {"validation": f"{made}/validation"}
+    result = f"{tmp_path}/my corpora/mine"
+    assert (data.train, data.tokenizer) == (f"{result}/train", result)
+    assert data.validation == {"validation": f"{result}/validation"}
     assert quickstart("data.corpus=s3://b/c/").data.train == "s3://b/c/train", "S3 keeps double slashes"
     assert quickstart("data.corpus=/").data.validation == {"validation": "/validation"}
     assert quickstart("data.corpus=a", "data.tokenizer=b").data.tokenizer == f"{tmp_path}/b"
@@ -149,12 +149,12 @@ def test_one_corpus_is_three_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_list_of_words_needs_no_quotes() -> None:
-    for given in (
+    for inputs in (
         "log.sinks=wandb,tensorboard",
         "log.sinks=[wandb, tensorboard]",
         'log.sinks=["wandb","tensorboard"]',
     ):
-        assert quickstart(given).log.sinks == ["wandb", "tensorboard"]
+        assert quickstart(inputs).log.sinks == ["wandb", "tensorboard"]
     assert quickstart("log.sinks=wandb").log.sinks == ["wandb"]
     assert quickstart("log.sinks=[]").log.sinks == []
     assert quickstart("resume.allow=data,seed").resume.allow == ["data", "seed"]
@@ -167,10 +167,10 @@ def test_what_a_shell_makes_of_what_is_pasted_is_still_right() -> None:
         "'data.corpus=my corpora/mine'",
     ):
         (word,) = shlex.split(pasted)
-        said = subprocess.run(
+        process = subprocess.run(
             ["bash", "-c", f"printf %s {pasted}"], capture_output=True, text=True, check=True
         )
-        assert said.stdout == word
+        assert process.stdout == word
         assert quickstart(word) != quickstart()
 
 
@@ -245,9 +245,9 @@ def test_another_tokenizer_brings_its_size(tmp_path: Path) -> None:
     for words in (["data.tokenizer=t"], ["data.corpus=c"]):
         assert load_config("gpt2-124m", words).model.vocab_size is None
         assert load_config("gpt2-124m", [*words, "model.vocab_size=300"]).model.vocab_size == 300
-    own = tmp_path / "own.toml"
-    own.write_text(find_config("gpt2-124m")[0].read_text())
-    assert load_config(own, ["data.tokenizer=t"]).model.vocab_size == 50257
+    local = tmp_path / "own.toml"
+    local.write_text(find_config("gpt2-124m")[0].read_text())
+    assert load_config(local, ["data.tokenizer=t"]).model.vocab_size == 50257
 
 
 def test_a_corpus_stands_in_place_of_a_mixture_and_its_schedule(file: Path) -> None:

@@ -13,14 +13,15 @@ from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.models import build
 from tests.support.alignment import lies_wrong, only_torchs_memory
-from tests.unit.convert import test_decoders as decoders
-from tests.unit.convert import test_encoders as encoders
+from tests.support.hf_decoders import hf_decoder
+from tests.support.hf_encoders import HF_ENCODERS, hf_encoder
+from tests.support.hf_folders import DECODER_TOKENS
 
-MODELS = ["gpt1", "mistral", "mla", "t5", *encoders.CASES]
+MODELS = ["gpt1", "mistral", "mla", "t5", *HF_ENCODERS]
 
 
 def theirs_of(name: str) -> Any:
-    return encoders.make(name) if name in encoders.CASES else decoders.theirs_of(name)
+    return hf_encoder(name) if name in HF_ENCODERS else hf_decoder(name)
 
 
 def shift(file: Path) -> None:
@@ -39,7 +40,7 @@ def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
     theirs_of(name).save_pretrained(tmp_path / "theirs")
     shift(tmp_path / "theirs" / "model.safetensors")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    inputs = (decoders.TOKENS, decoders.TOKENS.flip(1))[: 1 + name.startswith("t5")]
+    inputs = (DECODER_TOKENS, DECODER_TOKENS.flip(1))[: 1 + name.startswith("t5")]
     logits = []
     for folder in ("theirs", "ours"):
         model = megatfm.load(tmp_path / folder)

@@ -31,103 +31,32 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
 from megatfm.train.build import build_engine
 from megatfm.train.init_from import load_weights
+from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, decoder_logits, hf_decoder
+from tests.support.hf_folders import DECODER_TOKENS, with_fresh_memory
 from tests.support.reference_gradients import perturb
 from tests.support.workers import Workers
-from tests.unit.convert.test_convert import fresh
 
-TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
-SMALL = {"vocab_size": 60}
-GPT = {**SMALL, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
-LLAMA = {
-    **SMALL, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-MLA = {
-    **LLAMA, "num_key_value_heads": 6, "first_k_dense_replace": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
-    "v_head_dim": 3, "kv_lora_rank": 5,
-}  # fmt: skip
-MOE = {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}
-V3 = {
-    **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 12, "n_routed_experts": 8,
-    "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "q_lora_rank": 7,
-}  # fmt: skip
-V2 = {
-    **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 12, "n_routed_experts": 8,
-    "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "kv_lora_rank": 6,
-    "q_lora_rank": None, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512,
-        "mscale": 0.7, "mscale_all_dim": 0.8,
-    },
-}  # fmt: skip
-TURNS = ["sliding_attention", "full_attention"]
-GEMMA = {**LLAMA, "head_dim": 4, "query_pre_attn_scalar": 9, "sliding_window": 4, "layer_types": TURNS}
-T5 = {**SMALL, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
-SWITCH = {
-    **T5, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 3,
-    "expert_capacity": 4,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt1": ("OpenAIGPTLMHeadModel", GPT),
-    "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": None}),
-    "mistral-window": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
-    "mla": ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 7}),
-    "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": None}),
-    "mixtral": ("MixtralForCausalLM", MOE),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", {**MOE, "head_dim": 6, "moe_intermediate_size": 12}),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", V3),
-    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "eos_token_id": 2}),
-    "deepseek-v2": ("DeepseekV2ForCausalLM", V2),
-    "gpt-oss": ("GptOssForCausalLM", {**MOE, "head_dim": 4, "sliding_window": 4}),
-    "gemma2": ("Gemma2ForCausalLM", GEMMA),
-    "gemma3": ("Gemma3ForCausalLM", GEMMA),
-    "switch": ("SwitchTransformersForConditionalGeneration", SWITCH),
-    "t5": ("T5ForConditionalGeneration", T5),
-    "t5-v1.1": (
-        "T5ForConditionalGeneration",
-        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    ),
-}
 TEXTS = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
 
 
-def theirs_of(name: str) -> Any:
-    kind, values = MODELS[name]
-    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values))
-    if name == "t5-v1.1":
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    perturb(model)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
-    return model.eval()
-
-
-def logits(model: Any, *, ours: bool) -> torch.Tensor:
-    if "T5" in type(model).__name__ or hasattr(model, "encoder"):
-        return (
-            model(TOKENS, TOKENS.flip(1)).logits
-            if ours
-            else model(TOKENS.flip(1), decoder_input_ids=TOKENS).logits
-        )
-    return model(TOKENS).logits
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HF_DECODERS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    theirs = theirs_of(name)
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_decoder(name)
+    reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
-        wanted = logits(theirs, ours=False)
+        wanted = decoder_logits(reference, is_megatfm=False)
         for path in ("theirs", "ours"):
-            got = logits(megatfm.load(tmp_path / path), ours=True)
+            got = decoder_logits(megatfm.load(tmp_path / path), is_megatfm=True)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [MODELS[name][0]]
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
+        HF_DECODERS[name][0]
+    ]
+    loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        assert torch.equal(logits(fresh(loaded), ours=False), wanted)
+        assert torch.equal(decoder_logits(with_fresh_memory(loaded), is_megatfm=False), wanted)
     original, back = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(original[key], back[key]) for key in original)
@@ -135,12 +64,12 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3", "olmoe", "deepseek-v2"])
 def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Path) -> None:
-    theirs = theirs_of(name)
-    theirs.save_pretrained(tmp_path, save_original_format=False)
+    reference = hf_decoder(name)
+    reference.save_pretrained(tmp_path, save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
-        wanted = logits(theirs, ours=False)
-        got = logits(megatfm.load(tmp_path), ours=True)
+        wanted = decoder_logits(reference, is_megatfm=False)
+        got = decoder_logits(megatfm.load(tmp_path), is_megatfm=True)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -149,7 +78,7 @@ def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Pa
 )
 def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_path: Path) -> None:
     """Qwen's published files have `num_experts` alone."""
-    theirs_of(name).save_pretrained(tmp_path)
+    hf_decoder(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     number = config.pop("n_routed_experts" if name == "deepseek-v3" else "num_local_experts")
@@ -160,8 +89,8 @@ def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_p
 def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    theirs = theirs_of("t5")
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_decoder("t5")
+    reference.save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(path)
     for copy in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head"):
@@ -198,7 +127,7 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
     ],
 )
 def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    theirs_of(name).save_pretrained(tmp_path)
+    hf_decoder(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UsageError, match=message):
@@ -230,7 +159,7 @@ def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: st
     ],
 )  # fmt: skip
 def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, scaling: object) -> None:
-    read = ARCHITECTURES.get("LlamaForCausalLM").parse_config({**LLAMA, **keys}, "LlamaForCausalLM")
+    read = ARCHITECTURES.get("LlamaForCausalLM").parse_config({**LLAMA_OPTIONS, **keys}, "LlamaForCausalLM")
     assert (read.position.theta, read.position.scaling) == (theta, scaling)
 
 
@@ -307,24 +236,28 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
     convert(run, tmp_path / "theirs", "hf")
     written = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    ours = load(run)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    actual = load(run)
+    reference = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     for text in ("import textwrap\n    def x(self):  pass", " Größe, naïve 東京", "a  b\t\n"):
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.tokenizer.encode(text).tolist()
+        assert (
+            reference(text, add_special_tokens=False)["input_ids"] == actual.tokenizer.encode(text).tolist()
+        )
     roles = ("bos", "eos", "pad")
-    assert [written[f"{r}_token_id"] for r in roles] == [getattr(ours.tokenizer, r) for r in roles]
-    assert [getattr(theirs, f"{r}_token_id") for r in roles] == [getattr(ours.tokenizer, r) for r in roles]
+    assert [written[f"{r}_token_id"] for r in roles] == [getattr(actual.tokenizer, r) for r in roles]
+    assert [getattr(reference, f"{r}_token_id") for r in roles] == [
+        getattr(actual.tokenizer, r) for r in roles
+    ]
     assert written.get("max_position_embeddings", written.get("n_positions")) == 48
     if family == "encoder_decoder":
-        assert written["decoder_start_token_id"] == ours.tokenizer.pad
+        assert written["decoder_start_token_id"] == actual.tokenizer.pad
 
     convert(tmp_path / "theirs", tmp_path / "back", "megatfm")
     back = load(tmp_path / "back")
-    assert back.tokenizer.hash == ours.tokenizer.hash
+    assert back.tokenizer.hash == actual.tokenizer.hash
     assert back.config.data.sequence_length == 48
-    assert back.config.objective == ours.config.objective
+    assert back.config.objective == actual.config.objective
     assert generate_text_beam(back, "import", 9, 2, 0.6, sentinel="always") == generate_text_beam(
-        ours, "import", 9, 2, 0.6
+        actual, "import", 9, 2, 0.6
     )
     stored, again = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
     assert stored.keys() == again.keys()
@@ -340,9 +273,9 @@ def test_another_tokenizer_than_the_model_s_is_not_taken_along(tmp_path: Path) -
     assert not (tmp_path / "theirs").exists()
     state = checkpoint.read_state(find(run))
     checkpoint.save(run / "checkpoints", 4, checkpoint.read_tensors(find(run)), {**state, "tokenizer": None})
-    said = convert(run, tmp_path / "theirs", "hf")
+    output = convert(run, tmp_path / "theirs", "hf")
     assert (
-        said[1]
+        output[1]
         == f"no tokenizer: step-00000004 was saved without one; {run / 'tokenizer.json'} may be another"
     )
     assert not (tmp_path / "theirs" / "tokenizer.json").exists()
@@ -355,22 +288,22 @@ def trained_on_from(folder: str) -> torch.Tensor:
     load_weights(engine, folder)
     engine.model.eval()
     with torch.no_grad():
-        return engine.model(TOKENS).logits
+        return engine.model(DECODER_TOKENS).logits
 
 
 def test_training_starts_from_a_converted_folder(tmp_path: Path, workers: Workers) -> None:
-    theirs = theirs_of("gpt1")
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_decoder("gpt1")
+    reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     (logits,) = workers.run(trained_on_from, 1, str(tmp_path / "ours"))
-    torch.testing.assert_close(logits, theirs(TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, reference(DECODER_TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
     with pytest.raises(UsageError, match="in the Hugging Face format: make a folder of ours of it with"):
         load(tmp_path / "theirs")
 
 
 def find(folder: Path) -> Path:
-    (found,) = (folder / "checkpoints").iterdir()
-    return found
+    (path,) = (folder / "checkpoints").iterdir()
+    return path
 
 
 @pytest.mark.parametrize(
@@ -378,10 +311,10 @@ def find(folder: Path) -> Path:
 )
 def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     words = ["model.d_model=64", "model.attention.n_heads=4", "model.n_layers=2", "data.tokenizer=t"]
-    words += ["model.attention.head_dim=16"] * (preset == "mla-1b")
+    words += ["model.attention.qk_nope_head_dim=16"] * (preset == "mla-1b")
     config = load_config(preset, words).model.with_changes({"vocab_size": 4096})
-    name, _, theirs = architecture_for(config)
-    assert getattr(transformers, name).config_class.from_dict(theirs).vocab_size == 4096
+    name, _, expected = architecture_for(config)
+    assert getattr(transformers, name).config_class.from_dict(expected).vocab_size == 4096
 
 
 @pytest.mark.parametrize(
@@ -399,26 +332,26 @@ def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, wor
 
 def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
     """It always says that the output matrix is shared, and by scale_decoder_outputs what was meant by it before."""
-    kind, values = MODELS["t5-v1.1"]
-    theirs = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values)).eval()
-    perturb(theirs)
+    kind, values = HF_DECODERS["t5-v1.1"]
+    expected = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values)).eval()
+    perturb(expected)
     for folder, shared in (("tied", True), ("untied", False)):
         if not shared:
-            theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach() * 1.5)
-        theirs.save_pretrained(tmp_path / folder)
+            expected.lm_head.weight = torch.nn.Parameter(expected.lm_head.weight.detach() * 1.5)
+        expected.save_pretrained(tmp_path / folder)
         written = json.loads((tmp_path / folder / "config.json").read_text())
         written |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
         (tmp_path / folder / "config.json").write_text(json.dumps(written))
         model = megatfm.load(tmp_path / folder)
         assert model.config.embedding.tied == shared
         with torch.no_grad():
-            wanted = logits(theirs, ours=False)
-            torch.testing.assert_close(logits(model, ours=True), wanted, rtol=1e-5, atol=1e-5)
+            wanted = decoder_logits(expected, is_megatfm=False)
+            torch.testing.assert_close(decoder_logits(model, is_megatfm=True), wanted, rtol=1e-5, atol=1e-5)
         convert(tmp_path / folder, tmp_path / f"ours-{folder}", "megatfm")
         convert(tmp_path / f"ours-{folder}", tmp_path / f"back-{folder}", "hf")
         back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
         with torch.no_grad():
-            torch.testing.assert_close(logits(back, ours=False), wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(decoder_logits(back, is_megatfm=False), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("before", "ends"), [(False, 9), (True, 11)])
@@ -426,26 +359,26 @@ def test_ids_rates_and_how_to_generate_travel(
     before: bool, ends: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And a text begins as the model's own tokenizer begins it; the folder itself makes the same text."""
-    theirs = tmp_path / "theirs"
+    expected = tmp_path / "theirs"
     config = transformers.GPT2Config(
-        **GPT | {"vocab_size": 300}, embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.0, bos_token_id=7,
+        **GPT_OPTIONS | {"vocab_size": 300}, embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.0, bos_token_id=7,
         eos_token_id=9, pad_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)
     bias, embedding = model.transformer.ln_f.bias.data, model.transformer.wte.weight.data
     bias += 3 * embedding[ends] / embedding[ends].norm()
-    model.save_pretrained(theirs)
-    (theirs / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11], "top_k": 3}))
-    (theirs / "tokenizer.json").write_bytes(train_byte_bpe(TEXTS, vocab_size=300, sentinels=0))
-    library = Library.from_file(str(theirs / "tokenizer.json"))
+    model.save_pretrained(expected)
+    (expected / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11], "top_k": 3}))
+    (expected / "tokenizer.json").write_bytes(train_byte_bpe(TEXTS, vocab_size=300, sentinels=0))
+    library = Library.from_file(str(expected / "tokenizer.json"))
     begin = library.token_to_id("<s>")
     if before:
         library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-        library.save(str(theirs / "tokenizer.json"))
-    convert(theirs, tmp_path / "ours", "megatfm")
+        library.save(str(expected / "tokenizer.json"))
+    convert(expected, tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    back, original = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "back", theirs))
+    back, original = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "back", expected))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
         assert back[key] == original[key], key
     generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
@@ -456,30 +389,30 @@ def test_ids_rates_and_how_to_generate_travel(
     assert "embd_pdrop" not in tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5}), "it was set since"
 
     loaded = load(tmp_path / "ours")
-    wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
+    wanted = AutoTokenizer.from_pretrained(expected)("import os")["input_ids"]
     assert build_prompts(loaded, "import os").tokens[0].tolist() == wanted
     assert (wanted[0] == begin) == before
     assert loaded.eos_token_id == (9, 11)
     ids = torch.tensor([wanted])
-    made = transformers.GPT2LMHeadModel.from_pretrained(theirs).generate(
+    result = transformers.GPT2LMHeadModel.from_pretrained(expected).generate(
         ids, max_new_tokens=6, do_sample=False
     )
-    new = made[0, len(wanted) :].tolist()
+    new = result[0, len(wanted) :].tolist()
     assert 1 < new.index(ends) + 1 == len(new) < 6, "it ends by that id, and not at once"
     text = loaded.tokenizer.decode(new)
-    for folder in (theirs, tmp_path / "ours"):
+    for folder in (expected, tmp_path / "ours"):
         assert megatfm.load(folder).generate("import os", max_tokens=6, temperature=0) == text, folder
-    assert megatfm.load(theirs).encode(["import os"]).shape == (1, GPT["n_embd"])
+    assert megatfm.load(expected).encode(["import os"]).shape == (1, GPT_OPTIONS["n_embd"])
     models.add_generate_arguments(parser := argparse.ArgumentParser())
-    words = [str(theirs), "--prompt", "import os", "--max-tokens=6", "--temperature=0"]
+    words = [str(expected), "--prompt", "import os", "--max-tokens=6", "--temperature=0"]
     assert models.generate_command(parser.parse_args(words)) == 0
     assert capsys.readouterr().out.endswith(f"import os{text}\n")
-    transformers.GPT2Model(config).save_pretrained(theirs)
+    transformers.GPT2Model(config).save_pretrained(expected)
     with pytest.raises(UsageError, match="no head over the vocabulary, and makes no text"):
-        megatfm.load(theirs).generate("import os")
-    (theirs / "tokenizer.json").unlink()
+        megatfm.load(expected).generate("import os")
+    (expected / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="theirs: has no tokenizer that megatfm opens, and so makes no text"):
-        megatfm.load(theirs).generate("import os")
+        megatfm.load(expected).generate("import os")
     assert build_prompts(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
     assert build_prompts(loaded, "import os", begin="none").tokens[0].tolist() == wanted[before:]
     assert build_prompts(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]

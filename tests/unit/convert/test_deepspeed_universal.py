@@ -93,9 +93,9 @@ def archive(file: Path, table: bytes, storage: bytes = bytes(32), **more: bytes)
 
 def test_a_whole_one_goes_over_to_the_bit(folders: tuple[Path, Path], tmp_path: Path) -> None:
     like, source = folders
-    said = from_universal(source, tmp_path / "ours", like)
-    assert said[0].endswith("Adam's state of step 7")
-    assert not any("NaN" in line for line in said)
+    summary = from_universal(source, tmp_path / "ours", like)
+    assert summary[0].endswith("Adam's state of step 7")
+    assert not any("NaN" in line for line in summary)
     stored = checkpoint.read_tensors(tmp_path / "ours/checkpoints/step-00000007")
     norm = LlamaForCausalLM.from_pretrained(like).state_dict()[NORM]
     for scale, key in enumerate(["model.decoder.norm.weight", "optimizer.decoder.norm.weight.exp_avg"], 1):
@@ -252,9 +252,9 @@ def test_weights_that_are_no_numbers_are_said(
     like, source = copied
     put(source / f"zero/{NORM}/fp32.pt", {"param": torch.full((8,), float("nan"))})
     put(source / f"zero/{NORM}/exp_avg.pt", {"param": torch.full((8,), float("inf"))})
-    said = "\n".join(from_universal(source, tmp_path / "ours", like))
-    assert "NaN or infinity in decoder.norm.weight:" in said
-    assert "NaN or infinity in decoder.norm.weight's exp_avg:" in said
+    output = "\n".join(from_universal(source, tmp_path / "ours", like))
+    assert "NaN or infinity in decoder.norm.weight:" in output
+    assert "NaN or infinity in decoder.norm.weight's exp_avg:" in output
     assert "NaN or infinity in decoder.norm.weight:" in "\n".join(
         convert(tmp_path / "ours", tmp_path / "hf", "hf")
     )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 import megatfm
 from megatfm import checkpoint
@@ -20,64 +19,45 @@ from megatfm.convert.electra_pair import DEBERTA as HALVES
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
+from tests.support.hf_decoders import GPT_OPTIONS, LLAMA_OPTIONS
+from tests.support.hf_encoders import (
+    ENCODER_TOKENS,
+    HF_ENCODERS,
+    SMALL_ENCODER,
+    XLNET_OPTIONS,
+    first_logits,
+    hf_encoder,
+)
+from tests.support.hf_folders import (
+    edit_config,
+    edit_tensors,
+    folder_tensors,
+    hf_config_of,
+    perturbed,
+    with_fresh_memory,
+)
 from tests.support.reference_gradients import perturb
-from tests.unit.convert import test_decoders as decoders
-from tests.unit.convert.test_convert import config_of, edit, fresh, perturbed, retensor, whole
-
-TOKENS = torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))
-SMALL = {
-    "vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,
-    "max_position_embeddings": 32,
-}  # fmt: skip
-XLNET = {"vocab_size": 60, "d_model": 24, "n_layer": 2, "n_head": 4, "d_inner": 40}
-DEBERTA = {
-    "relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c", "max_relative_positions": -1,
-}  # fmt: skip
-CASES = {
-    "BertForPreTraining": {},
-    "BertForMaskedLM": {"hidden_act": "gelu_new", "type_vocab_size": 3, "layer_norm_eps": 1e-6},
-    "RobertaForMaskedLM": {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_dropout_prob": 0.2},
-    "AlbertForPreTraining": {"embedding_size": 10},
-    "AlbertForMaskedLM": {"embedding_size": 10, "num_hidden_groups": 2},
-    "DebertaForMaskedLM": DEBERTA,
-    "DebertaV2ForMaskedLM": {
-        **DEBERTA, "position_buckets": 6, "share_att_key": True, "norm_rel_ebd": "layer_norm",
-        "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0,
-    },
-    "ElectraForPreTraining": {"embedding_size": 10},
-    "ElectraForMaskedLM": {"embedding_size": 10},
-    "ModernBertForMaskedLM": {"local_attention": 4, "num_hidden_layers": 4, "pad_token_id": 1},
-    "XLNetLMHeadModel": {"mem_len": None, "dropout": 0.2},
-}  # fmt: skip
 
 
-def make(name: str, **options: Any) -> PreTrainedModel:
-    kind = getattr(transformers, name)
-    small = XLNET if name.startswith("XLNet") else SMALL
-    return perturbed(kind(kind.config_class(**(small | CASES[name] | options))))
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", HF_ENCODERS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """Files that transformers wrote become ours, and files from which transformers loads the same model."""
-    theirs = make(name)
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = hf_encoder(name)
+    reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    original, back = (whole(tmp_path / folder) for folder in ("theirs", "back"))
+    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
-    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert config_of(loaded) == config_of(theirs)
-    assert torch.equal(first(fresh(loaded)(TOKENS)), first(theirs(TOKENS)))
+    assert hf_config_of(loaded) == hf_config_of(reference)
+    assert torch.equal(
+        first_logits(with_fresh_memory(loaded)(ENCODER_TOKENS)), first_logits(reference(ENCODER_TOKENS))
+    )
     for folder in ("theirs", "ours"):
-        logits = megatfm.load(tmp_path / folder)(TOKENS).logits
-        torch.testing.assert_close(logits, first(theirs(TOKENS)), rtol=1e-5, atol=1e-5)
-
-
-def first(output: Any) -> torch.Tensor:
-    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+        logits = megatfm.load(tmp_path / folder)(ENCODER_TOKENS).logits
+        torch.testing.assert_close(logits, first_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
 def old_norms(tensors: dict[str, torch.Tensor]) -> None:
@@ -108,19 +88,19 @@ def own_head(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_files_as_they_are_published(name: str, change: Callable[..., None], tmp_path: Path) -> None:
-    theirs = make(name)
-    theirs.save_pretrained(tmp_path / "theirs")
-    retensor(tmp_path / "theirs", change)
-    logits = megatfm.load(tmp_path / "theirs")(TOKENS).logits
-    torch.testing.assert_close(logits, first(theirs(TOKENS)), rtol=1e-5, atol=1e-5)
+    reference = hf_encoder(name)
+    reference.save_pretrained(tmp_path / "theirs")
+    edit_tensors(tmp_path / "theirs", change)
+    logits = megatfm.load(tmp_path / "theirs")(ENCODER_TOKENS).logits
+    torch.testing.assert_close(logits, first_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
 def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
-    theirs = make("DebertaForMaskedLM", legacy=False)
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert any("lm_predictions" in key for key in whole(tmp_path / "theirs"))
-    logits = megatfm.load(tmp_path / "theirs")(TOKENS).logits
-    torch.testing.assert_close(logits, theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    reference = hf_encoder("DebertaForMaskedLM", legacy=False)
+    reference.save_pretrained(tmp_path / "theirs")
+    assert any("lm_predictions" in key for key in folder_tensors(tmp_path / "theirs"))
+    logits = megatfm.load(tmp_path / "theirs")(ENCODER_TOKENS).logits
+    torch.testing.assert_close(logits, reference(ENCODER_TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +124,8 @@ def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    make(name).save_pretrained(tmp_path)
-    edit(tmp_path, **change)
+    hf_encoder(name).save_pretrained(tmp_path)
+    edit_config(tmp_path, **change)
     with pytest.raises(UsageError, match=message):
         megatfm.load(tmp_path)
 
@@ -194,7 +174,7 @@ def saved(config: ModelConfig, folder: Path) -> torch.nn.Module:
 
 
 def test_an_electra_becomes_a_pair_and_a_pair_an_electra(tmp_path: Path) -> None:
-    ours = saved(ELECTRA, tmp_path / "ours")
+    actual = saved(ELECTRA, tmp_path / "ours")
     (first_line, *_) = convert(tmp_path / "ours", tmp_path / "pair", "hf")
     assert "ElectraForPreTraining" in first_line
     assert "ElectraForMaskedLM" in first_line
@@ -204,49 +184,54 @@ def test_an_electra_becomes_a_pair_and_a_pair_an_electra(tmp_path: Path) -> None
             tmp_path / "pair" / half, output_loading_info=True
         )
         assert not any(info.values()), info
-    verdict, guess = (loaded[half].eval()(TOKENS).logits for half in CLASSES)
-    torch.testing.assert_close(ours(TOKENS).logits, verdict, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.generator(TOKENS).logits, guess, rtol=1e-5, atol=1e-5)
+    verdict, guess = (loaded[half].eval()(ENCODER_TOKENS).logits for half in CLASSES)
+    torch.testing.assert_close(actual(ENCODER_TOKENS).logits, verdict, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.generator(ENCODER_TOKENS).logits, guess, rtol=1e-5, atol=1e-5)
 
     convert(tmp_path / "pair", tmp_path / "again", "megatfm")
     again = megatfm.load(tmp_path / "again")
     assert again.config.generator == ELECTRA.generator
-    original = dict(ours.named_parameters())
+    original = dict(actual.named_parameters())
     assert original.keys() == dict(again.named_parameters()).keys()
     assert all(torch.equal(p, original[name]) for name, p in again.named_parameters())
-    assert torch.equal(megatfm.load(tmp_path / "pair")(TOKENS).logits, ours(TOKENS).logits)
+    assert torch.equal(megatfm.load(tmp_path / "pair")(ENCODER_TOKENS).logits, actual(ENCODER_TOKENS).logits)
     alone = megatfm.load(tmp_path / "pair" / "discriminator")
-    assert torch.equal(alone(TOKENS).logits, ours(TOKENS).logits)
+    assert torch.equal(alone(ENCODER_TOKENS).logits, actual(ENCODER_TOKENS).logits)
 
 
 def test_halves_that_are_no_pair(tmp_path: Path) -> None:
     saved(ELECTRA, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "pair", "hf")
     table = "electra.embeddings.word_embeddings.weight"
-    retensor(tmp_path / "pair" / "generator", lambda t: t.update({table: t[table] + 1}))
+    edit_tensors(tmp_path / "pair" / "generator", lambda t: t.update({table: t[table] + 1}))
     with pytest.raises(MegatfmError, match=r"word_embeddings\.weight of the two halves differ"):
         megatfm.load(tmp_path / "pair")
-    edit(tmp_path / "pair" / "generator", type_vocab_size=3)
+    edit_config(tmp_path / "pair" / "generator", type_vocab_size=3)
     with pytest.raises(UsageError, match=r"generator has model\.embedding\.n_segments = 3"):
         megatfm.load(tmp_path / "pair")
 
 
 def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
     config = ModelConfig.from_dotted(**OURS, family="encoder", extra_heads={"boundary": {}})
-    ours = saved(config, tmp_path / "ours")
+    actual = saved(config, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "back", "hf")
-    (said,) = [note for note in notes if "left out" in note]
-    assert all(f"boundary.{name}" in said for name, _ in ours.boundary.named_parameters() if name != "weight")
-    assert "encoder." not in said
-    theirs, info = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    (output,) = [note for note in notes if "left out" in note]
+    assert all(
+        f"boundary.{name}" in output for name, _ in actual.boundary.named_parameters() if name != "weight"
+    )
+    assert "encoder." not in output
+    expected, info = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    torch.testing.assert_close(theirs.eval()(TOKENS).logits, ours(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        expected.eval()(ENCODER_TOKENS).logits, actual(ENCODER_TOKENS).logits, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_every_architecture_here_is_tried() -> None:
     types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra", "xlnet", "modernbert"}
-    ours = {n: a for n in ARCHITECTURES.names() if (a := ARCHITECTURES.get(n)).model_type in types}
-    assert {name for name, architecture in ours.items() if not architecture.is_base_model} == set(CASES)
+    actual = {n: a for n in ARCHITECTURES.names() if (a := ARCHITECTURES.get(n)).model_type in types}
+    tried = {name for name, architecture in actual.items() if not architecture.is_base_model}
+    assert {name for name in tried if "SequenceClassification" not in name} == set(HF_ENCODERS)
 
 
 def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
@@ -259,15 +244,15 @@ def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
 
 def test_roberta_s_positions_need_its_padding_token() -> None:
     config = ModelConfig.from_dotted(**(OURS | {"position.offset": 2}), family="encoder")
-    _, _, theirs = architecture_for(config)
-    _check_padding(theirs, {"pad_token_id": 1})
+    _, _, expected = architecture_for(config)
+    _check_padding(expected, {"pad_token_id": 1})
     _check_padding(
         architecture_for(ModelConfig.from_dotted(**OURS, family="encoder"))[2], {"pad_token_id": 3}
     )
     with pytest.raises(
         UsageError, match=r"count positions from 3, .* train with model\.position\.offset = 4"
     ):
-        _check_padding(theirs, {"pad_token_id": 3})
+        _check_padding(expected, {"pad_token_id": 3})
 
 
 BARE = ["Bert", "Roberta", "Albert", "Deberta", "DebertaV2", "Electra", "XLNet"]
@@ -288,57 +273,61 @@ def test_bare_encoders_and_downstream_folders_open(
     stem: str, task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their encoder gives the same vectors; a head that is left there is said."""
-    options = next(CASES[name] for name in CASES if name.startswith((f"{stem}For", f"{stem}LM")))
+    options = next(HF_ENCODERS[name] for name in HF_ENCODERS if name.startswith((f"{stem}For", f"{stem}LM")))
     kind = getattr(transformers, f"{stem}{task}")
-    theirs = perturbed(kind(kind.config_class(**((XLNET if stem == "XLNet" else SMALL) | options))))
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = megatfm.load(tmp_path / "theirs")
-    wanted = getattr(theirs, theirs.base_model_prefix) if task != "Model" else theirs
-    torch.testing.assert_close(ours(TOKENS).hidden, wanted(TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
-    assert ours(TOKENS).logits is None
-    pooled = any("pooler" in name for name in theirs.state_dict())
+    reference = perturbed(
+        kind(kind.config_class(**((XLNET_OPTIONS if stem == "XLNet" else SMALL_ENCODER) | options)))
+    )
+    reference.save_pretrained(tmp_path / "theirs")
+    actual = megatfm.load(tmp_path / "theirs")
+    wanted = getattr(reference, reference.base_model_prefix) if task != "Model" else reference
+    torch.testing.assert_close(
+        actual(ENCODER_TOKENS).hidden, wanted(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5
+    )
+    assert actual(ENCODER_TOKENS).logits is None
+    pooled = any("pooler" in name for name in reference.state_dict())
     assert ("left there, for it is no part of" in caplog.text) == (task != "Model" or pooled)
 
     notes = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    assert torch.equal(megatfm.load(tmp_path / "ours")(TOKENS).hidden, ours(TOKENS).hidden)
+    assert torch.equal(megatfm.load(tmp_path / "ours")(ENCODER_TOKENS).hidden, actual(ENCODER_TOKENS).hidden)
     assert any("left there" in note for note in notes) == (task != "Model" or pooled)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     back = getattr(transformers, f"{stem}Model").from_pretrained(tmp_path / "back")
     torch.testing.assert_close(
-        back.eval()(TOKENS).last_hidden_state, ours(TOKENS).hidden, rtol=1e-5, atol=1e-5
+        back.eval()(ENCODER_TOKENS).last_hidden_state, actual(ENCODER_TOKENS).hidden, rtol=1e-5, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral"])
 def test_bare_decoders_open(name: str, tmp_path: Path) -> None:
     kind = getattr(transformers, f"{name}Model")
-    values = decoders.GPT if name == "GPT2" else {**decoders.LLAMA, "pad_token_id": 0}
-    theirs = perturbed(
+    values = GPT_OPTIONS if name == "GPT2" else {**LLAMA_OPTIONS, "pad_token_id": 0}
+    reference = perturbed(
         kind(kind.config_class(**values, **({"sliding_window": None} if name == "Mistral" else {})))
     )
-    theirs.save_pretrained(tmp_path)
-    hidden = megatfm.load(tmp_path)(TOKENS).hidden
-    torch.testing.assert_close(hidden, theirs(TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
+    reference.save_pretrained(tmp_path)
+    hidden = megatfm.load(tmp_path)(ENCODER_TOKENS).hidden
+    torch.testing.assert_close(hidden, reference(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", HF_ENCODERS)
 def test_what_names_no_architecture_is_known_by_its_files(name: str, tmp_path: Path) -> None:
-    theirs = make(name)
-    theirs.save_pretrained(tmp_path)
-    edit(tmp_path, architectures=None)
+    reference = hf_encoder(name)
+    reference.save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=None)
     assert HfFolder(tmp_path).name == name
-    logits = megatfm.load(tmp_path)(TOKENS).logits
-    torch.testing.assert_close(logits, first(theirs(TOKENS)), rtol=1e-5, atol=1e-5)
+    logits = megatfm.load(tmp_path)(ENCODER_TOKENS).logits
+    torch.testing.assert_close(logits, first_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_that_is_missing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = make("BertForMaskedLM")
-    theirs.save_pretrained(tmp_path)
-    retensor(tmp_path, lambda t: [t.pop(key) for key in list(t) if "predictions" in key])
-    hidden = megatfm.load(tmp_path)(TOKENS).hidden
-    torch.testing.assert_close(hidden, theirs.bert(TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
+    reference = hf_encoder("BertForMaskedLM")
+    reference.save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda t: [t.pop(key) for key in list(t) if "predictions" in key])
+    hidden = megatfm.load(tmp_path)(ENCODER_TOKENS).hidden
+    torch.testing.assert_close(hidden, reference.bert(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
     assert "opened without its head, for its files lack cls.predictions.bias" in caplog.text
-    retensor(tmp_path, lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"))
+    edit_tensors(tmp_path, lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"))
     with pytest.raises(MegatfmError, match=r"cls\.predictions\.bias is not in its files|layer\.1\.output"):
         megatfm.load(tmp_path)
 
@@ -348,20 +337,22 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
     words = ["model.d_model=24", "model.attention.n_heads=4", "model.n_layers=2", "model.ffn.d_ff=40"]
     words += ["model.generator.d_model=24", "model.generator.n_heads=4", "model.generator.d_ff=40"]
     words += ["model.generator.n_layers=1", "model.vocab_size=60", "model.position.buckets=6"]
-    ours = saved(load_config("deberta-v3-base", words).model, tmp_path / "ours")
+    actual = saved(load_config("deberta-v3-base", words).model, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "pair", "hf")
     assert any("left out" in note and "discriminator.verdict.weight" in note for note in notes)
     for half, name in HALVES.items():
-        theirs, info = getattr(transformers, name).from_pretrained(
+        expected, info = getattr(transformers, name).from_pretrained(
             tmp_path / "pair" / half, output_loading_info=True
         )
         assert not any(info.values()), info
-        output = theirs.eval()(TOKENS)
-        wanted = ours.generator(TOKENS).logits if half == "generator" else ours(TOKENS).hidden
+        output = expected.eval()(ENCODER_TOKENS)
+        wanted = (
+            actual.generator(ENCODER_TOKENS).logits if half == "generator" else actual(ENCODER_TOKENS).hidden
+        )
         got = output.logits if half == "generator" else output.last_hidden_state
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(
-            megatfm.load(tmp_path / "pair" / half)(TOKENS).hidden[0, 0, 0], wanted[0, 0, 0]
+            megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], wanted[0, 0, 0]
         ) or (half == "generator")
     with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
         megatfm.load(tmp_path / "pair")
@@ -370,15 +361,17 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}])
 def test_a_bare_t5_opens(version: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-    theirs = perturbed(transformers.T5Model(transformers.T5Config(**sizes, **version)))
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference = perturbed(transformers.T5Model(transformers.T5Config(**sizes, **version)))
+    reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     back = transformers.T5Model.from_pretrained(tmp_path / "back").eval()
-    wanted = theirs(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :4]).last_hidden_state
+    wanted = reference(input_ids=ENCODER_TOKENS, decoder_input_ids=ENCODER_TOKENS[:, :4]).last_hidden_state
     assert wanted.abs().max() > 0.1
     for folder in ("theirs", "ours"):
-        hidden = megatfm.load(tmp_path / folder)(TOKENS[:, :4], TOKENS).hidden
+        hidden = megatfm.load(tmp_path / folder)(ENCODER_TOKENS[:, :4], ENCODER_TOKENS).hidden
         torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
-    found = back(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :4]).last_hidden_state
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    last_hidden_state = back(
+        input_ids=ENCODER_TOKENS, decoder_input_ids=ENCODER_TOKENS[:, :4]
+    ).last_hidden_state
+    torch.testing.assert_close(last_hidden_state, wanted, rtol=1e-5, atol=1e-5)

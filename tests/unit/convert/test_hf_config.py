@@ -15,19 +15,27 @@ import megatfm
 from megatfm.convert.architecture import ARCHITECTURES
 from megatfm.convert.architectures.sparse_encoders import TOKENS as SEEN_BY_ALL
 from megatfm.errors import MegatfmError
-from tests.unit.convert import test_decoders as decoders
-from tests.unit.convert import test_encoders as encoders
-from tests.unit.convert import test_long_encoders as long
+from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, decoder_logits, hf_decoder
+from tests.support.hf_encoders import (
+    HF_ENCODERS,
+    HF_LONG_ENCODERS,
+    LONG_TOKENS,
+    first_logits,
+    hf_encoder,
+    hf_long_encoder,
+    long_encoder_logits,
+)
+from tests.support.hf_folders import perturbed
 
 TOKENS = torch.randint(7, 60, (3, 9), generator=torch.Generator().manual_seed(3))
-LLAMA = {**decoders.LLAMA, "max_position_embeddings": 64}
+LLAMA = {**LLAMA_OPTIONS, "max_position_embeddings": 64}
 ROPE = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in (*encoders.CASES, *long.CASES)},
-    **{name: decoders.MODELS[name] for name in ("gpt1", "mistral", "mla", "mla-whole-queries", "t5", "t5-v1.1")},
-    **{name: decoders.MODELS[name] for name in ("mixtral", "qwen3-moe", "deepseek-v3")},
-    **{name: decoders.MODELS[name] for name in ("olmoe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3", "switch")},
-    "gpt2": ("GPT2LMHeadModel", {**decoders.GPT, "tie_word_embeddings": False}),
+    **{name: (name, {}) for name in (*HF_ENCODERS, *HF_LONG_ENCODERS)},
+    **{name: HF_DECODERS[name] for name in ("gpt1", "mistral", "mla", "mla-whole-queries", "t5", "t5-v1.1")},
+    **{name: HF_DECODERS[name] for name in ("mixtral", "qwen3-moe", "deepseek-v3")},
+    **{name: HF_DECODERS[name] for name in ("olmoe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3", "switch")},
+    "gpt2": ("GPT2LMHeadModel", {**GPT_OPTIONS, "tie_word_embeddings": False}),
     "llama": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}),
     "llama-linear": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "llama-yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "yarn", **ROPE, "beta_fast": 4.0}}),
@@ -77,14 +85,14 @@ NOT_COMPARED = {
 
 def theirs_of(case: str) -> Any:
     name, values = CASES[case]
-    if name in encoders.CASES:
-        return encoders.make(name)
-    if name in long.CASES:
-        return long.make(name)
-    if case in decoders.MODELS:
-        return decoders.theirs_of(case)
+    if name in HF_ENCODERS:
+        return hf_encoder(name)
+    if name in HF_LONG_ENCODERS:
+        return hf_long_encoder(name)
+    if case in HF_DECODERS:
+        return hf_decoder(case)
     kind = getattr(transformers, name)
-    return encoders.perturbed(kind(kind.config_class(**values)))
+    return perturbed(kind(kind.config_class(**values)))
 
 
 def others(value: Any) -> list[Any]:
@@ -170,16 +178,20 @@ IDLE = {
 PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num_labels", "auto_map"}
 
 
-def logits(model: Any, *, ours: bool, config: Mapping[str, Any]) -> torch.Tensor:
+def logits(model: Any, *, is_megatfm: bool, config: Mapping[str, Any]) -> torch.Tensor:
     """config: config.json; which tokens of a Longformer all see, transformers has as an input."""
     if config["model_type"] in ("big_bird", "longformer"):
-        return model(long.TOKENS).logits if ours else long.logits(model, config.get(SEEN_BY_ALL, [0]))
+        return (
+            model(LONG_TOKENS).logits
+            if is_megatfm
+            else long_encoder_logits(model, config.get(SEEN_BY_ALL, [0]))
+        )
     if type(model).__name__.startswith(("T5", "Switch")) or (
-        ours and model.config.family == "encoder_decoder"
+        is_megatfm and model.config.family == "encoder_decoder"
     ):
-        return decoders.logits(model, ours=ours)
+        return decoder_logits(model, is_megatfm=is_megatfm)
     output = model(TOKENS)
-    return output.logits if ours else encoders.first(output)
+    return output.logits if is_megatfm else first_logits(output)
 
 
 def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Tensor | str:
@@ -190,7 +202,7 @@ def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Te
         )
         if lost := info["missing_keys"] or info["mismatched_keys"] or info["unexpected_keys"]:
             return f"{sorted(lost)[0]} does not fit"
-        return logits(model.eval(), ours=False, config=config)
+        return logits(model.eval(), is_megatfm=False, config=config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -205,8 +217,8 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
     theirs_of(case).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     base = json.loads(file.read_text())
-    whole = getattr(transformers, CASES[case][0]).config_class.from_pretrained(tmp_path).to_dict()
-    base = {**json.loads(json.dumps(whole)), **base}
+    full = getattr(transformers, CASES[case][0]).config_class.from_pretrained(tmp_path).to_dict()
+    base = {**json.loads(json.dumps(full)), **base}
     opened, refused, wrong = [], [], []
     logging.disable(logging.ERROR)
     with torch.no_grad(), warnings.catch_warnings():
@@ -214,7 +226,7 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
         for name, edited in [("as it is", base), *edits(base, case, every)]:
             file.write_text(json.dumps(edited))
             try:
-                got = logits(model := megatfm.load(tmp_path), ours=True, config=edited)
+                got = logits(model := megatfm.load(tmp_path), is_megatfm=True, config=edited)
                 if model.config.lm_head.name == "none":  # said, see test_a_head_that_is_missing_is_told
                     refused.append(name)
                     continue

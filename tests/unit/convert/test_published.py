@@ -12,23 +12,22 @@ import megatfm
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, SWITCH_OPTIONS, T5_OPTIONS, hf_decoder
+from tests.support.hf_encoders import ENCODER_TOKENS, first_logits, hf_encoder, hf_long_encoder
+from tests.support.hf_folders import edit_config, edit_tensors, folder_tensors
 from tests.support.reference_gradients import perturb
-from tests.unit.convert.test_convert import edit, retensor, whole
-from tests.unit.convert.test_decoders import LLAMA, MODELS, SWITCH, T5, theirs_of
-from tests.unit.convert.test_encoders import TOKENS, first, make
-from tests.unit.convert.test_long_encoders import make as make_long
 
 
 @pytest.mark.parametrize("window", [16, 17, 40])
 def test_a_window_slides_beyond_the_longest_sequence(window: int, tmp_path: Path) -> None:
     """As wide as max_position_embeddings, wider, and wider than these rows."""
-    values = {**LLAMA, "sliding_window": window, "max_position_embeddings": 16}
-    theirs = transformers.MistralForCausalLM(transformers.MistralConfig(**values))
-    perturb(theirs)
-    theirs.save_pretrained(tmp_path / "theirs")
+    values = {**LLAMA_OPTIONS, "sliding_window": window, "max_position_embeddings": 16}
+    reference = transformers.MistralForCausalLM(transformers.MistralConfig(**values))
+    perturb(reference)
+    reference.save_pretrained(tmp_path / "theirs")
     tokens = torch.randint(0, values["vocab_size"], (2, 36), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = theirs.eval()(tokens).logits
+        wanted = reference.eval()(tokens).logits
         got = megatfm.load(tmp_path / "theirs")(tokens).logits
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
@@ -38,36 +37,39 @@ def test_a_window_slides_beyond_the_longest_sequence(window: int, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM", "XLNetLMHeadModel"])
 def test_config_files_of_transformers_2_name_no_class(name: str, tmp_path: Path) -> None:
-    theirs = make(name)
-    theirs.save_pretrained(tmp_path)
-    edit(tmp_path, model_type=None, architectures=None, eos_token_ids=0)
+    reference = hf_encoder(name)
+    reference.save_pretrained(tmp_path)
+    edit_config(tmp_path, model_type=None, architectures=None, eos_token_ids=0)
     opened = HfFolder(tmp_path)
     assert opened.name == name
     assert "its config.json names no class: taken for a" in opened.notes[0]
     torch.testing.assert_close(
-        megatfm.load(tmp_path)(TOKENS).logits, first(theirs(TOKENS)), rtol=1e-5, atol=1e-5
+        megatfm.load(tmp_path)(ENCODER_TOKENS).logits,
+        first_logits(reference(ENCODER_TOKENS)),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
 def test_names_of_tensors_that_several_classes_have_tell_nothing(tmp_path: Path) -> None:
-    make("BertForMaskedLM").bert.save_pretrained(tmp_path)
-    edit(tmp_path, model_type=None, architectures=None)
+    hf_encoder("BertForMaskedLM").bert.save_pretrained(tmp_path)
+    edit_config(tmp_path, model_type=None, architectures=None)
     with pytest.raises(UsageError, match="names neither an architecture nor a model_type"):
         HfFolder(tmp_path)
 
 
 @pytest.mark.parametrize("modules", [0, 1, 2])
 def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tmp_path: Path) -> None:
-    theirs = theirs_of("deepseek-v3")
-    theirs.save_pretrained(tmp_path)
-    count = MODELS["deepseek-v3"][1]["num_hidden_layers"]
-    edit(tmp_path, num_nextn_predict_layers=modules)
+    reference = hf_decoder("deepseek-v3")
+    reference.save_pretrained(tmp_path)
+    count = HF_DECODERS["deepseek-v3"][1]["num_hidden_layers"]
+    edit_config(tmp_path, num_nextn_predict_layers=modules)
     names = [
         f"model.layers.{count + i}.{part}.weight"
         for i in range(max(1, modules))
         for part in ("eh_proj", "enorm")
     ]
-    retensor(tmp_path, lambda tensors: tensors.update({name: torch.zeros(2) for name in names}))
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(2) for name in names}))
     if not modules:
         with pytest.raises(MegatfmError, match=rf"{names[0]} is in its files, but no part of a"):
             HfFolder(tmp_path)
@@ -76,9 +78,9 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
     tokens = torch.arange(9)[None]
     with torch.no_grad():
         torch.testing.assert_close(
-            megatfm.load(tmp_path)(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5
+            megatfm.load(tmp_path)(tokens).logits, reference(tokens).logits, rtol=1e-5, atol=1e-5
         )
-    retensor(
+    edit_tensors(
         tmp_path,
         lambda tensors: tensors.update({f"model.layers.{count + modules}.enorm.weight": torch.zeros(2)}),
     )
@@ -90,26 +92,28 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
 def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | None], tmp_path: Path) -> None:
     """Which blocks have experts is read off the modules that transformers builds."""
     values: dict[str, Any] = {
-        **SWITCH,
+        **SWITCH_OPTIONS,
         "num_layers": 4,
         "num_decoder_layers": 4,
         "num_sparse_decoder_layers": 1,
     }
     values |= {"num_sparse_encoder_layers": 1, "encoder_sparse_step": steps[0]}
     values |= {} if steps[1] is None else {"decoder_sparse_step": steps[1]}
-    theirs = transformers.SwitchTransformersForConditionalGeneration(
+    reference = transformers.SwitchTransformersForConditionalGeneration(
         transformers.SwitchTransformersConfig(**values)
     )
-    perturb(theirs)
-    theirs.save_pretrained(tmp_path)
-    edit(
+    perturb(reference)
+    reference.save_pretrained(tmp_path)
+    edit_config(
         tmp_path,
         encoder_sparse_step=steps[0],
         **({} if steps[1] is None else {"decoder_sparse_step": steps[1]}),
     )
     sparse = {
         side: {
-            int(name.split(".")[2]) for name in whole(tmp_path) if name.startswith(side) and "experts" in name
+            int(name.split(".")[2])
+            for name in folder_tensors(tmp_path)
+            if name.startswith(side) and "experts" in name
         }
         for side in ("encoder", "decoder")
     }
@@ -124,14 +128,14 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
 
 
 def test_a_class_whose_head_can_t_be_told_from_the_model_is_refused_by_name(tmp_path: Path) -> None:
-    theirs = transformers.T5ForSequenceClassification(transformers.T5Config(**T5, num_labels=2))
-    theirs.save_pretrained(tmp_path)
+    reference = transformers.T5ForSequenceClassification(transformers.T5Config(**T5_OPTIONS, num_labels=2))
+    reference.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="unknown Hugging Face architecture 'T5ForSequenceClassification'"):
         HfFolder(tmp_path)
 
 
 def test_bigbird_s_other_rule_in_evaluation_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_long("BigBirdForMaskedLM").save_pretrained(tmp_path / "theirs")
+    hf_long_encoder("BigBirdForMaskedLM").save_pretrained(tmp_path / "theirs")
     with caplog.at_level(logging.WARNING, "megatfm"):
         megatfm.load(tmp_path / "theirs")
     assert "its random blocks are drawn in evaluation as in training; transformers' .eval()" in caplog.text
@@ -139,9 +143,9 @@ def test_bigbird_s_other_rule_in_evaluation_is_said(tmp_path: Path, caplog: pyte
 
 
 def test_a_discriminator_alone_is_said_not_to_be_trained_by_any_objective(tmp_path: Path) -> None:
-    make("ElectraForPreTraining").save_pretrained(tmp_path / "theirs")
-    said = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    hf_encoder("ElectraForPreTraining").save_pretrained(tmp_path / "theirs")
+    output = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     text = (tmp_path / "ours" / "config.toml").read_text()
-    for words in ("\n".join(said), text):
+    for words in ("\n".join(output), text):
         assert "no objective trains a discriminator without its generator" in words
     assert "train on from its weights" not in text.replace("\n# ", " ")

@@ -16,15 +16,15 @@ from megatfm.convert.upcycle import Upcycling, upcycle
 from megatfm.errors import UsageError
 from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
-from tests.unit.convert.test_convert import TOKENS, gpt2, llama
-from tests.unit.inference.conftest import MODEL, random_model, tokenizer_model, write_run
+from tests.support.hf_folders import DECODER_TOKENS, hf_gpt2, hf_llama
+from tests.support.trained_runs import SMALL_DECODER, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
 
 RECOMPILED = {"compile": True, "recompute": "full"}
 
 
-@pytest.fixture(params=[gpt2, llama], ids=["biases", "gated"])
+@pytest.fixture(params=[hf_gpt2, hf_llama], ids=["biases", "gated"])
 def dense(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     request.param().save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "dense", "megatfm")
@@ -32,7 +32,7 @@ def dense(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    logits = model.double()(TOKENS).logits
+    logits = model.double()(DECODER_TOKENS).logits
     logits.sin().sum().backward()
     return logits, {name: p.grad for name, p in model.named_parameters() if ".ffn." not in name}
 
@@ -48,13 +48,13 @@ def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
 def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     """Logits, and the gradient of all that is not a feed-forward network."""
     upcycle(dense, tmp_path / "moe", Upcycling(**options))
-    wanted, ours = (logits_and_gradients(megatfm.load(path)) for path in (dense, tmp_path / "moe"))
-    torch.testing.assert_close(ours[0], wanted[0], rtol=1e-10, atol=1e-10)
-    assert ours[1].keys() == wanted[1].keys()
+    wanted, actual = (logits_and_gradients(megatfm.load(path)) for path in (dense, tmp_path / "moe"))
+    torch.testing.assert_close(actual[0], wanted[0], rtol=1e-10, atol=1e-10)
+    assert actual[1].keys() == wanted[1].keys()
     for name, gradient in wanted[1].items():
-        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-9, atol=1e-9)
-    made = megatfm.load(tmp_path / "moe")
-    mixtures = [module for module in made.modules() if isinstance(module, Experts)]
+        torch.testing.assert_close(actual[1][name], gradient, rtol=1e-9, atol=1e-9)
+    result = megatfm.load(tmp_path / "moe")
+    mixtures = [module for module in result.modules() if isinstance(module, Experts)]
     assert len(mixtures) == 2 // options.get("every", 1)
     granularity = options.get("granularity", 1)
     assert {m.n_experts for m in mixtures} == {options["experts"] * granularity}
@@ -119,19 +119,19 @@ def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [("--to moe", "--to moe needs --experts"), ("--to hf --experts 4", "--experts is for --to moe")],
 )
-def test_flags_that_do_not_fit(words: str, said: str, tmp_path: Path) -> None:
+def test_flags_that_do_not_fit(words: str, message: str, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_convert_arguments(parser)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         convert_command(parser.parse_args(["a", str(tmp_path / "b"), *words.split()]))
 
 
 def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:
     """Each kind's width is divided; `narrow` has the model's, and `plain` another activation."""
-    config = MODEL.with_changes(
+    config = SMALL_DECODER.with_changes(
         {
             "n_layers": 3,
             "layer_types": ["narrow", "wide", "plain"],
@@ -142,14 +142,14 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
             },
         }
     )
-    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
-    said = upcycle(run, tmp_path / "moe", Upcycling(3, granularity=2))
-    assert said[1:] == ["ffn.dropout = 0.2 is left out: experts have none"]
-    made = megatfm.load(tmp_path / "moe")
-    widths = [made.config.layer_config(depth).ffn.d_ff for depth in range(3)]
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    output = upcycle(run, tmp_path / "moe", Upcycling(3, granularity=2))
+    assert output[1:] == ["ffn.dropout = 0.2 is left out: experts have none"]
+    result = megatfm.load(tmp_path / "moe")
+    widths = [result.config.layer_config(depth).ffn.d_ff for depth in range(3)]
     assert widths == [24, 48, 30]
-    wanted = megatfm.load(run).double()(TOKENS).logits
-    torch.testing.assert_close(made.double()(TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
+    wanted = megatfm.load(run).double()(DECODER_TOKENS).logits
+    torch.testing.assert_close(result.double()(DECODER_TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
     with pytest.raises(
         UsageError,
         match=r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6",

@@ -1,5 +1,17 @@
-"""Small corpora, as those that rows are made of in `tests/unit/data`."""
+"""Small corpora, on disk and behind a URL."""
 
-from tests.unit.data.conftest import causal, causal_type, corpus, folder, make_documents, packed, write
+from tests.support.packed_corpora import causal, causal_type, corpus, folder, make_documents, packed, write
+from tests.support.remote_corpora import cache, fetched, memory
 
-__all__ = ["causal", "causal_type", "corpus", "folder", "make_documents", "packed", "write"]
+__all__ = [
+    "cache",
+    "causal",
+    "causal_type",
+    "corpus",
+    "fetched",
+    "folder",
+    "make_documents",
+    "memory",
+    "packed",
+    "write",
+]

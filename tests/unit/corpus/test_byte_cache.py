@@ -7,11 +7,11 @@ from megatfm.corpus.byte_cache import ByteCache
 
 
 def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
-    made = []
+    result = []
 
     def get(key: str) -> bytes:
         def make() -> bytes:
-            made.append(key)
+            result.append(key)
             return bytes(10)
 
         return cache.get(key, make)
@@ -21,7 +21,7 @@ def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
         assert len(get(key)) == 10
     for key in "acdb":
         get(key)
-    assert made == ["a", "b", "c", "d", "b"]
+    assert result == ["a", "b", "c", "d", "b"]
 
 
 def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
@@ -34,17 +34,17 @@ def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
 
 def test_threads_make_different_values_together_and_the_same_one_once() -> None:
     cache: ByteCache[int, bytes] = ByteCache(limit=100, size_of=len)
-    both, made = Barrier(2, timeout=120), []
+    both, result = Barrier(2, timeout=120), []
 
     def make(key: int) -> bytes:
-        made.append(key)
+        result.append(key)
         both.wait()  # fails if one waits for the other
         return bytes(10)
 
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda key: cache.get(key, lambda: make(key)), [1, 2, 1, 2, 1, 2]))
-    assert sorted(made) == [1, 2]
-    assert found[0] is found[2] is found[4]
+        actual = list(pool.map(lambda key: cache.get(key, lambda: make(key)), [1, 2, 1, 2, 1, 2]))
+    assert sorted(result) == [1, 2]
+    assert actual[0] is actual[2] is actual[4]
 
 
 def test_what_is_forgotten_is_made_again_and_frees_its_bytes() -> None:

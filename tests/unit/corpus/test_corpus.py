@@ -11,7 +11,7 @@ import numpy as np
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
-from tests.unit.corpus.tamper import assert_refused
+from tests.support.damaged_corpora import assert_refused
 
 Write = Callable[..., Path]
 
@@ -65,13 +65,13 @@ def test_the_fingerprint_tells_content_and_order(write: Write, make_documents: A
     swapped = [texts[1], texts[0], *texts[2:]]
     same = fingerprint("same", texts)
     assert fingerprint("again", texts, provenance={"other": "words"}) == same
-    others = [
+    remaining = [
         fingerprint("changed", changed),
         fingerprint("swapped", swapped),
         fingerprint("tokenizer", texts, tokenizer_hash="b"),
         fingerprint("frames", texts, frame_bytes=16_000),
     ]
-    assert len({same, *others}) == 5
+    assert len({same, *remaining}) == 5
 
 
 def test_another_tokenizer_is_refused(corpus: Corpus) -> None:

@@ -17,7 +17,7 @@ from megatfm.corpus.inspect import check
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError
-from tests.unit.corpus.tamper import (
+from tests.support.damaged_corpora import (
     INDEX,
     SHARD,
     Change,
@@ -406,7 +406,9 @@ def test_a_hostile_corpus_opens_nothing_outside(folder: Path, monkeypatch: pytes
     opened = []
     real = os.open
     monkeypatch.setattr(
-        os, "open", lambda path, *rest, **options: opened.append(path) or real(path, *rest, **options)
+        os,
+        "open",
+        lambda path, *remaining, **options: opened.append(path) or real(path, *remaining, **options),
     )
     assert_refused(lambda: Corpus.open(folder), "shards.1.file")
     assert opened == [folder / "manifest.json"]

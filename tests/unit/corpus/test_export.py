@@ -37,8 +37,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_text_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
     expected = [{"text": t, "id": f"{i:04d}", "source": f"web/a.jsonl#{i}"} for i, t in enumerate(TEXTS)]
     for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
-        said = export(folder, tmp_path / "new" / name, CODEC)
-        assert said == f"{tmp_path / 'new' / name}: the text of {len(TEXTS)} documents"
+        output = export(folder, tmp_path / "new" / name, CODEC)
+        assert output == f"{tmp_path / 'new' / name}: the text of {len(TEXTS)} documents"
     data = (tmp_path / "new/a.jsonl").read_bytes()
     assert [json.loads(line) for line in data.decode().splitlines()] == expected
     packed = (tmp_path / "new/a.jsonl.zst").read_bytes()
@@ -50,18 +50,18 @@ def test_text_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
 
 def test_megatron_s_files_are_those_that_datatrove_writes(folder: Path, tmp_path: Path) -> None:
     datatrove = pytest.importorskip("datatrove.pipeline.tokens.megatron_tokenizer")
-    said = export(folder, tmp_path / "ours.bin", CODEC)
+    output = export(folder, tmp_path / "ours.bin", CODEC)
     documents = [[*text.encode(), EOS] for text in TEXTS]
-    assert f"{sum(map(len, documents)):,} ids of {len(TEXTS)} documents, each ended by {EOS}" in said
+    assert f"{sum(map(len, documents)):,} ids of {len(TEXTS)} documents, each ended by {EOS}" in output
     size = np.dtype(Corpus.open(folder).manifest.token_dtype).itemsize
-    theirs = datatrove.MegatronTokenizedFile(str(tmp_path), "theirs", token_size=size)
+    reference = datatrove.MegatronTokenizedFile(str(tmp_path), "theirs", token_size=size)
     for document in documents:
-        theirs.write(document)
-    theirs.close()
+        reference.write(document)
+    reference.close()
     for end in ("bin", "idx"):
         assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
     config = ReadConfig(folder=str(tmp_path), format="megatron")
-    assert [each.tolist() for each in read_token_ids(tmp_path / "ours.bin", config)] == documents
+    assert [ids.tolist() for ids in read_token_ids(tmp_path / "ours.bin", config)] == documents
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.corpus.fuzz import ARGUMENTS, Fuzz, run
+from tests.support.corpus_fuzzer import ARGUMENTS, Fuzz, run
 
 
 @pytest.fixture(scope="module")

@@ -266,11 +266,11 @@ def test_a_file_that_is_deleted_stays_for_those_who_map_it(
 def resident(path: Path) -> int:
     """Return the bytes of a file that this process has mapped in."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    found = 0
+    actual = 0
     for line in lines:
         if line.endswith(str(path)):
-            found += next(int(entry.split()[1]) * 1024 for entry in lines if entry.startswith("Rss:"))
-    return found
+            actual += next(int(entry.split()[1]) * 1024 for entry in lines if entry.startswith("Rss:"))
+    return actual
 
 
 def test_a_process_lets_go_of_what_it_has_read(

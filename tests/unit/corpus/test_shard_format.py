@@ -28,7 +28,7 @@ def test_together_gives_what_each_alone_gives(checksum: bool) -> None:
     together = [bytes(data) for data in decompress_frames(packed, sizes)]
     assert (
         together
-        == [decompress_frame(*each) for each in zip(packed, sizes, strict=True)]
+        == [decompress_frame(*item) for item in zip(packed, sizes, strict=True)]
         == [*CONTENTS.values()]
     )
 

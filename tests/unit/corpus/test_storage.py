@@ -23,57 +23,19 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from megatfm.corpus import remote
-from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.damaged_corpora import SHARD, assert_refused
+from tests.support.remote_corpora import same_corpora, use_s3
 from tests.support.workers import PRELOAD
-from tests.unit.corpus.tamper import SHARD, assert_refused
-
-
-@pytest.fixture
-def memory(folder: Path) -> Iterator[str]:
-    """The corpus at memory://, and the URL."""
-    fs = fsspec.filesystem("memory")
-    for path in folder.iterdir():
-        fs.pipe(f"/bucket/corpus/{path.name}", path.read_bytes())
-    yield "memory://bucket/corpus"
-    fs.rm("/bucket", recursive=True)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> ShardCacheConfig:
-    return ShardCacheConfig(tmp_path / "cache")
-
-
-@pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of downloaded files."""
-    names: list[str] = []
-    download = module.CachedRemoteStorage._download
-
-    def watched(self: Any, path: Path, known: Any) -> None:
-        names.append(known.file)
-        download(self, path, known)
-
-    monkeypatch.setattr(module.CachedRemoteStorage, "_download", watched)
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
-    return names
 
 
 def kept(cache: ShardCacheConfig) -> int:
     return sum(path.stat().st_size for path in cache.folder.glob("*/[!.]*") if path.is_file())
-
-
-def same(one: Corpus, other: Corpus) -> bool:
-    return all(
-        np.array_equal(a, b)
-        for number in range(one.n_blocks)
-        for (_, a), (_, b) in zip(one.read_block(number), other.read_block(number), strict=True)
-    )
 
 
 def test_a_url_gives_what_the_folder_gives(
@@ -82,9 +44,9 @@ def test_a_url_gives_what_the_folder_gives(
     remote, local = Corpus.open(memory, cache), Corpus.open(folder)
     assert not [name for name in fetched if name.endswith(".tar.zst")], "shards come when they are read"
     assert remote.fingerprint == local.fingerprint
-    assert same(remote, local)
+    assert same_corpora(remote, local)
     assert len(fetched) == len(set(fetched)) == 2 * len(local.manifest.shards)
-    assert same(Corpus.open(memory, cache), local)
+    assert same_corpora(Corpus.open(memory, cache), local)
     assert len(fetched) == 2 * len(local.manifest.shards), "nothing is fetched twice"
     options: Any = {"sequence_length": 64, "seed": 1, "plan_cache_key": "x"}
     np.testing.assert_array_equal(
@@ -102,7 +64,7 @@ def test_over_http(folder: Path, cache: ShardCacheConfig) -> None:
     ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert same(Corpus.open(url, cache), Corpus.open(folder))
+        assert same_corpora(Corpus.open(url, cache), Corpus.open(folder))
         with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
             Corpus.open(f"{url}/elsewhere", cache)
         server.shutdown()
@@ -114,15 +76,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.config.conf.pop("s3", None)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    use_s3(f"http://{host}:{port}", monkeypatch)
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     fs.mkdir("bucket")
     for path in folder.iterdir():
@@ -134,7 +88,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_over_s3(bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]) -> None:
     remote = Corpus.open(bucket, cache)
-    assert same(remote, Corpus.open(folder))
+    assert same_corpora(remote, Corpus.open(folder))
     assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
     with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
         Corpus.open("s3://bucket/elsewhere", cache)
@@ -153,10 +107,10 @@ class Gcs(http.server.BaseHTTPRequestHandler):
         assert match, self.path
         download, name = match[1], unquote(match[2] or "")
         path = self.folder / name.removeprefix("corpus/")
-        found = name.startswith("corpus/") and path.is_file()
+        actual = name.startswith("corpus/") and path.is_file()
         if not name:
             self.answer(200, b"{}")
-        elif not found:
+        elif not actual:
             self.answer(404, b'{"error": {"code": 404, "message": "No such object"}}')
         elif download:
             data = path.read_bytes()
@@ -188,7 +142,7 @@ def test_over_gcs(
         where = {"token": "anon", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
         monkeypatch.setitem(fsspec.config.conf, "gs", where)
         remote = Corpus.open("gs://bucket/corpus", cache)
-        assert same(remote, Corpus.open(folder))
+        assert same_corpora(remote, Corpus.open(folder))
         assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
         with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
             Corpus.open("gs://bucket/elsewhere", cache)
@@ -216,8 +170,8 @@ def test_the_cache_is_bounded_and_what_went_comes_again(
     limit = max(sizes) + sum(shard.index.bytes for shard in local.manifest.shards) + 10
     bounded = cache._replace(limit=limit)
     remote = Corpus.open(memory, bounded)
-    assert same(remote, local)
-    assert same(remote, local)
+    assert same_corpora(remote, local)
+    assert same_corpora(remote, local)
     assert kept(cache) <= limit
     shards = [name for name in fetched if name.endswith(".tar.zst")]
     assert len(shards) >= 2 * len(sizes)
@@ -254,12 +208,47 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(file: Any, chunk: bytes) -> None:
         raise remote.DiskError(OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(module, "_write", full)
+    monkeypatch.setattr(remote, "_write", full)
     assert_refused(lambda: corpus.read_block(0), "No space left on device", "data.cache_dir")
     left = [path.name for path in corpus.folder.iterdir()]
     assert not [name for name in left if name.endswith((".tar.zst", ".partial"))]
     monkeypatch.undo()
     corpus.read_block(0)
+
+
+def test_a_download_goes_on_where_the_connection_or_the_process_ended(
+    memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No byte is written twice; what a kill left is checked as a whole, and fetched again where it is damaged."""
+    corpus = Corpus.open(memory, cache)
+    entry = corpus.manifest.shards[1]
+    data = fsspec.filesystem("memory").cat(f"/bucket/corpus/{SHARD}")
+    path = corpus.store.path(entry)
+    partial = path.with_name(f".{path.name}.partial")
+    written, waits = [], []
+    write = remote._write
+
+    def failing(file: Any, chunk: bytes) -> None:
+        """The connection ends after 100 bytes, twice."""
+        if len(waits) < 2:
+            write(file, chunk[:100])
+            written.append(100)
+            raise ConnectionError("reset by peer")
+        write(file, chunk)
+        written.append(len(chunk))
+
+    monkeypatch.setattr(remote, "_write", failing)
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    corpus.read_block(corpus.shard_blocks(1)[0])
+    assert (path.read_bytes(), len(waits)) == (data, 2)
+    assert written == [100, 100, len(data) - 200]
+    for left, expected in ((data[:70], [len(data) - 70]), (b"x" * len(data), [len(data)])):
+        path.unlink()
+        partial.write_bytes(left)
+        written.clear()
+        corpus.read_block(corpus.shard_blocks(1)[0])
+        assert (path.read_bytes(), written) == (data, expected)
+        assert not partial.exists()
 
 
 def read_all(url: str, cache: ShardCacheConfig, start: Any, out: Any) -> None:

@@ -14,10 +14,8 @@ from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.corpus.tamper import SHARD, assert_refused
-from tests.unit.corpus.test_storage import cache, fetched, memory, same
-
-__all__ = ["cache", "fetched", "memory"]  # fixtures
+from tests.support.damaged_corpora import SHARD, assert_refused
+from tests.support.remote_corpora import same_corpora
 
 
 def failing_first(
@@ -55,9 +53,9 @@ def test_a_store_that_is_away_is_waited_for_some_minutes(
         f"{memory}: shard-000000.tar.zst can't be read (ConnectionResetError: the"
     )
     assert "try 3 of 10 in " in caplog.messages[1]
-    _, others = failing_first(monkeypatch, 3)
+    _, remaining = failing_first(monkeypatch, 3)
     corpus.read_block(corpus.shard_blocks(2)[0])
-    assert not set(waits) & set(others), "ranks don't ask together"
+    assert not set(waits) & set(remaining), "ranks don't ask together"
     failing_first(monkeypatch, 99)
     bad = corpus.shard_blocks(1)[0]
     assert_refused(
@@ -124,22 +122,22 @@ def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
     """Same names and sizes, but other tokens, other frames; and one that comes back. Files that an older version kept
     are not read."""
     first = Corpus.open(memory, cache)
-    assert same(first, Corpus.open(folder))
+    assert same_corpora(first, Corpus.open(folder))
     for known in (file for shard in first.manifest.shards for file in (shard, shard.index)):
         # Under the plain name, as versions before 2026-11 kept files.
         (first.folder / known.file).write_bytes(first.store.path(known).read_bytes())
     texts = [tokens.copy() for number in range(first.n_blocks) for _, tokens in first.read_block(number)]
-    others = write(texts, "others", frame_bytes=3000)
+    remaining = write(texts, "others", frame_bytes=3000)
     swapped = write([tokens[::-1].copy() for tokens in texts], "swapped", compress=False)
     plain = write(texts, "plain", compress=False)
     assert [s.bytes for s in Corpus.open(swapped).manifest.shards] == [
         s.bytes for s in Corpus.open(plain).manifest.shards
     ]
     fs = fsspec.filesystem("memory")
-    for new in (others, plain, swapped, folder):
+    for new in (remaining, plain, swapped, folder):
         for path in new.iterdir():
             fs.pipe(f"/bucket/corpus/{path.name}", path.read_bytes())
-        assert same(Corpus.open(memory, cache), Corpus.open(new))
+        assert same_corpora(Corpus.open(memory, cache), Corpus.open(new))
     assert fetched.count("shard-000000.index.zst") == 4, "and what is there already is not fetched again"
 
 

@@ -1,19 +1,16 @@
 """Shards of others become a corpus where they lie, or written again; what is hostile in them is refused by name."""
 
 import argparse
-import io
 import os
 import pickle
 import tarfile
 import tracemalloc
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import webdataset as wds
 import zstandard
 from blake3 import blake3
 
@@ -27,35 +24,8 @@ from megatfm.corpus.webdataset_index import index_folder
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.corpus.tamper import assert_refused, edit_manifest
-
-HASH = "f" * 64
-Member = tuple[tarfile.TarInfo, bytes]
-
-
-def npy(tokens: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.asarray(tokens))
-    return file.getvalue()
-
-
-def member(name: str, data: bytes = b"", **changes: Any) -> Member:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    for key, value in changes.items():
-        setattr(info, key, value)
-    return info, data
-
-
-def tar(*members: Member) -> bytes:
-    """A tar written header by header, so that it may lie."""
-    data = b"".join(info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512) for info, data in members)
-    return data + bytes(1024)
-
-
-def documents(n: int = 40) -> list[np.ndarray]:
-    draw = np.random.default_rng(0)
-    return [draw.integers(3, 4000, draw.integers(1, 400)).astype(np.uint16) for _ in range(n)]
+from tests.support.damaged_corpora import assert_refused, edit_manifest
+from tests.support.webdatasets import GOOD, HASH, IDS, documents, member, npy, tar, write_wds
 
 
 @pytest.fixture
@@ -63,28 +33,10 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FRAME_BYTES", 4000)
 
 
-def write_wds(folder: Path, texts: list[np.ndarray], kind: str) -> Path:
-    """By the webdataset library: two shards; as tar, as tar.zst of several frames, or of one."""
-    folder.mkdir()
-    for number, part in enumerate((texts[:25], texts[25:])):
-        path = folder / f"some-{number}.tar"
-        with wds.TarWriter(str(path)) as writer:
-            for i, tokens in enumerate(part):
-                writer.write({"__key__": f"sub/{i:03d}", "json": {"i": i}, "tokens.npy": tokens})
-        if kind == "tar":
-            continue
-        data, cuts = path.read_bytes(), [0]
-        with tarfile.open(path) as archive:
-            starts = [m.offset for m in archive.getmembers() if m.name.endswith("json")]
-        cuts = [0, *starts[5::5], len(data)] if kind == "frames" else [0, len(data)]
-        frames = [zstandard.compress(data[a:b]) for a, b in pairwise(cuts)]
-        Path(f"{path}.zst").write_bytes(b"".join(frames))
-        path.unlink()
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["tar", "frames"])
-def test_they_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames: None, causal: Any) -> None:
+def test_foreign_shards_are_indexed_where_they_lie(
+    tmp_path: Path, kind: str, small_frames: None, causal: Any
+) -> None:
     texts = documents()
     folder = write_wds(tmp_path / "theirs", texts, kind)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -110,7 +62,7 @@ def test_they_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames
 
 
 @pytest.mark.parametrize("kind", ["tar", "frames", "one frame"])
-def test_they_are_written_again(tmp_path: Path, kind: str) -> None:
+def test_foreign_shards_are_written_again(tmp_path: Path, kind: str) -> None:
     texts = [tokens.astype(np.int64) for tokens in documents()]
     folder = write_wds(tmp_path / "theirs", texts, kind)
     with pytest.raises(
@@ -221,8 +173,6 @@ def sparse_header() -> bytes:
     return bytes(header)
 
 
-IDS = npy(np.arange(5, dtype=np.uint16))
-GOOD = member("0.npy", IDS)
 HOSTILE = {
     "leads up": (tar(member("../up.npy", IDS)), "'../up.npy' at byte 0: its name leads out of the folder"),
     "absolute": (tar(GOOD, member("/etc/x.npy", IDS)), "'/etc/x.npy' at byte 1024: its name leads out"),

@@ -11,7 +11,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check
 from megatfm.corpus.webdataset_index import index_folder
 from megatfm.errors import UsageError
-from tests.unit.corpus.test_webdataset_index import GOOD, HASH, IDS, documents, member, npy, tar, write_wds
+from tests.support.webdatasets import GOOD, HASH, IDS, documents, member, npy, tar, write_wds
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -28,7 +28,7 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
         [member("2.ids.npy", IDS), member("2.txt", b"one array alone may have any name")],
         [member("3.npy", IDS)],
     ]
-    data = tar(*(each for sample in samples for each in sample))
+    data = tar(*(item for sample in samples for item in sample))
     (tmp_path / ("a.tar.zst" if packed else "a.tar")).write_bytes(
         zstandard.compress(data) if packed else data
     )
@@ -77,11 +77,11 @@ def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_frames_of_another_size_are_another_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are the same bytes, but the order of their rows is another."""
-    folder, found = write_wds(tmp_path / "theirs", documents(), "tar"), []
+    folder, actual = write_wds(tmp_path / "theirs", documents(), "tar"), []
     for size in (2**18, 4000):
         monkeypatch.setattr(module, "FRAME_BYTES", size)
-        found.append(index_folder(folder, HASH).manifest)
+        actual.append(index_folder(folder, HASH).manifest)
         (folder / "manifest.json").unlink()
-    assert [one.shards[0].blake3 for one in found] == [found[0].shards[0].blake3] * 2
-    assert found[0].fingerprint != found[1].fingerprint
-    assert "frame_bytes" not in found[0].model_dump()["shards"][0], "as those that were indexed before"
+    assert [one.shards[0].blake3 for one in actual] == [actual[0].shards[0].blake3] * 2
+    assert actual[0].fingerprint != actual[1].fingerprint
+    assert "frame_bytes" not in actual[0].model_dump()["shards"][0], "as those that were indexed before"

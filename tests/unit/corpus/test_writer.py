@@ -72,19 +72,19 @@ def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
     if not shutil.which("zstd"):
         pytest.skip("there is no zstd program")
     urls = [f"pipe:{program} {path}" for path in sorted(folder.glob("shard-*.tar*"))]
-    found = []
+    actual = []
     for sample in webdataset.WebDataset(urls, shardshuffle=False).decode():
         meta, tokens = sample["meta.json"], sample["tokens.npy"]
         if "keys" in meta:
             parts = np.split(tokens, np.cumsum(meta["tokens"])[:-1])
-            found += zip(meta["keys"], meta["sources"], meta["bytes"], parts, strict=True)
+            actual += zip(meta["keys"], meta["sources"], meta["bytes"], parts, strict=True)
         else:
-            found.append((sample["__key__"], meta["source"], meta["bytes"], tokens))
-    for i, (key, source, text_bytes, tokens) in enumerate(found):
+            actual.append((sample["__key__"], meta["source"], meta["bytes"], tokens))
+    for i, (key, source, text_bytes, tokens) in enumerate(actual):
         assert (key, source, text_bytes) == (f"{i:06d}", f"folder/file {i} ä.txt", 3 * len(tokens))
         np.testing.assert_array_equal(tokens, expected[i])
     corpus = Corpus.open(folder)
-    assert len(found) == corpus.n_samples == 100
+    assert len(actual) == corpus.n_samples == 100
     assert len(corpus.indexes) > 1
     assert all(len(index.frames) > 2 for index in list(corpus.indexes)[:-1])
     assert corpus.n_blocks < 15, "many documents a frame"
@@ -92,7 +92,7 @@ def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
         for sample, (number, tokens) in zip(
             corpus.read_block_samples(block), corpus.read_block(block), strict=True
         ):
-            assert (sample.index, sample.key, sample.source) == (number, *found[number][:2])
+            assert (sample.index, sample.key, sample.source) == (number, *actual[number][:2])
             np.testing.assert_array_equal(sample.tokens, expected[number])
             np.testing.assert_array_equal(tokens, expected[number])
     check(folder)
@@ -107,8 +107,8 @@ def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: P
         writer.finish({})
     corpus = Corpus.open(tmp_path / "c")
     assert corpus.blocks.tolist() == [0, 4, 7, 12]
-    found = [sample for block in range(3) for sample in corpus.read_block_samples(block)]
-    assert [(one.key, one.source, len(one.tokens), dict(one.members)) for one in found] == [
+    actual = [sample for block in range(3) for sample in corpus.read_block_samples(block)]
+    assert [(one.key, one.source, len(one.tokens), dict(one.members)) for one in actual] == [
         (f"k{i}", f"s{i}", i, {"cls": b"%d" % i} if 4 <= i < 7 else {}) for i in range(12)
     ]
     check(tmp_path / "c")

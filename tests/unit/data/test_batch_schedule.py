@@ -58,12 +58,12 @@ def test_every_step_has_its_length_and_nothing_is_lost(rows: PackedDataset, rank
 
 def test_a_resume_within_the_warmup_goes_on(rows: PackedDataset) -> None:
     with DataLoader(rows, global_batch=WARMUP, micro_batch=4) as loader:
-        whole = [next(loader) for _ in range(N_STEPS)]
+        full = [next(loader) for _ in range(N_STEPS)]
         assert loader.state_dict()["warmup"] == "[(3, 4, 4), (2, 8, 2)]"
     for step in (1, 3, 4, 6):
         start = {"position": WARMUP.position(step), "step": step}
         with DataLoader(rows, global_batch=WARMUP, micro_batch=4, **start) as loader:
-            for one, other in zip(whole[step:], loader, strict=False):
+            for one, other in zip(full[step:], loader, strict=False):
                 np.testing.assert_equal(one, other)
 
 
@@ -83,8 +83,8 @@ def test_cut_rows_are_those_of_packing_at_that_length(
         return packed.row(position)
 
     for position in range(5):
-        whole = {name: field[None] for name, field in row(16, position).items()}
-        cut = split_rows(whole, 4)
+        full = {name: field[None] for name, field in row(16, position).items()}
+        cut = split_rows(full, 4)
         for part in range(4):
             expected = row(4, 4 * position + part)
             if (cut["documents"][part] == PAD_DOCUMENT_ID).all():

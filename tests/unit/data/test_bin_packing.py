@@ -75,12 +75,12 @@ def sequences(row: Row, side: str, length: int) -> list[dict[str, tuple[int, ...
             assert (row[f"{side}{name}"][n:] == fill).all()
     assert sorted(set(documents[:n].tolist())) == list(range(documents[:n].max(initial=-1) + 1))
     assert (np.diff(documents[:n]) >= 0).all()
-    found = []
+    actual = []
     for number in range(documents[:n].max(initial=-1) + 1):
-        here = documents == number
-        assert positions[here].tolist() == list(range(here.sum()))
-        found.append({name: tuple(row[name][here].tolist()) for name in names})
-    return found
+        local = documents == number
+        assert positions[local].tolist() == list(range(local.sum()))
+        actual.append({name: tuple(row[name][local].tolist()) for name in names})
+    return actual
 
 
 blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=8)
@@ -113,17 +113,17 @@ def test_every_piece_is_whole_and_comes_once_an_epoch(
             PackedDataset(corpus, objective, **options)
         return
     rows = PackedDataset(corpus, objective, **options)
-    found: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for row in rows_of(rows, epoch):
         first = sequences(row, objective.field_prefixes[0], lengths[0])
         assert first, "no row is empty"
-        found.update(one[f"{objective.field_prefixes[0]}tokens"] for one in first)
+        counts.update(one[f"{objective.field_prefixes[0]}tokens"] for one in first)
         if two:
             second = sequences(row, "", lengths[1])
             assert [len(one["tokens"]) for one in second] == [
                 2 * sum(token > 0 for token in one["encoder_tokens"]) for one in first
             ], "a sequence has one number on both sides"
-    assert found == expected
+    assert counts == expected
     empty = sum(len(tokens) == 0 for tokens in corpus.documents)
     wanted = f"{empty:,} of {empty + expected.total():,} pieces of documents are too short"
     assert any(wanted in note for note in rows.warnings) == (empty > 0)
@@ -163,12 +163,12 @@ def test_rows_hold_what_was_planned_in_stored_order(memory_corpus: Any) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 32), st.integers(1, 12)), max_size=50))
 def test_two_sides_both_fit(lengths: list[tuple[int, int]]) -> None:
-    given = np.array(lengths, np.int64).reshape(-1, 2)
-    rows = best_fit_decreasing(given, (32, 12))
+    inputs = np.array(lengths, np.int64).reshape(-1, 2)
+    rows = best_fit_decreasing(inputs, (32, 12))
     for side, capacity in enumerate((32, 12)):
-        assert np.bincount(rows, given[:, side]).max(initial=0) <= capacity
+        assert np.bincount(rows, inputs[:, side]).max(initial=0) <= capacity
     assert sorted(set(rows.tolist())) == list(range(rows.max(initial=-1) + 1))
-    least = max((-(-given[:, side].sum() // c) for side, c in enumerate((32, 12))), default=0)
+    least = max((-(-inputs[:, side].sum() // c) for side, c in enumerate((32, 12))), default=0)
     assert least <= rows.max(initial=-1) + 1 <= len(lengths)
 
 
@@ -230,15 +230,15 @@ def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) 
         with DataLoader(fresh, global_batch=8, position=position, **options) as loader:
             return [joined(next(loader)) for _ in range(steps - position // 8)]
 
-    whole = read(micro_batch=8)
-    assert len({int(key) for step in whole for key in step["keys"]}) == 8 * steps
-    assert all((step["keys"] >= 0).all() for step in whole)
+    full = read(micro_batch=8)
+    assert len({int(key) for step in full for key in step["keys"]}) == 8 * steps
+    assert all((step["keys"] >= 0).all() for step in full)
     for resumed in (read(position=16, micro_batch=2), read(position=8 * (steps - 1), micro_batch=4)):
-        for one, two in zip(whole[-len(resumed) :], resumed, strict=True):
+        for one, two in zip(full[-len(resumed) :], resumed, strict=True):
             for name, values in one.items():
                 np.testing.assert_array_equal(values, two[name])
     ranks = [read(micro_batch=1, data_rank=rank, data_ranks=4) for rank in range(4)]
-    for step, one in enumerate(whole):
+    for step, one in enumerate(full):
         for name, values in one.items():
             np.testing.assert_array_equal(values, np.concatenate([rank[step][name] for rank in ranks]))
 

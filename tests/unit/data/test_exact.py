@@ -35,11 +35,11 @@ def threaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         import pickle
 
         for _ in range(self._n):
-            ours, theirs = multiprocessing.Pipe()
+            actual, expected = multiprocessing.Pipe()
             threading.Thread(
-                target=worker_loop, args=(theirs, pickle.dumps(self._own_rows)), daemon=True
+                target=worker_loop, args=(expected, pickle.dumps(self._own_rows)), daemon=True
             ).start()
-            self._pipes.append(ours)
+            self._pipes.append(actual)
             self._processes.append(Stub())
 
     monkeypatch.setattr(RowWorkers, "_start", start)
@@ -95,10 +95,10 @@ def test_every_number_of_ranks_and_workers_reads_the_same(
 ) -> None:
     """The tokens and keys of each step are those of the order itself, and an epoch has each token once."""
     steps = -(-len(rows) // BATCH)
-    found = list(run(rows, steps, ranks=ranks, workers=workers))
+    actual = list(run(rows, steps, ranks=ranks, workers=workers))
     expected = [rows.row(position)["tokens"].tobytes() for position in range(steps * BATCH)]
-    assert b"".join(tokens for tokens, _ in found) == b"".join(expected)
-    keys = np.frombuffer(b"".join(keys for _, keys in found), np.int64)
+    assert b"".join(tokens for tokens, _ in actual) == b"".join(expected)
+    keys = np.frombuffer(b"".join(keys for _, keys in actual), np.int64)
     assert len(set(keys.tolist())) == len(keys)
     tokens = np.frombuffer(b"".join(expected[: len(rows)]), np.int64)
     corpus: Any = rows.corpus
@@ -116,14 +116,14 @@ def test_killed_again_and_again_it_goes_on_exactly(
     warmup = BatchSchedule(BATCH, (Stage(times // 5, 24, 4), Stage(times // 3, 48, 2)))
     draw = np.random.default_rng(0)
     lives = draw.integers(0, 3, times).tolist()
-    whole = list(run(rows, sum(lives), global_batch=warmup))
+    full = list(run(rows, sum(lives), global_batch=warmup))
     position = step = 0
     for life in lives:
         ranks, workers = int(draw.choice([1, 2, 3, 4, 6, 8])), int(draw.choice([0, 0, 0, 2]))
         ends: list[Any] = []
         options = {"global_batch": warmup, "position": position, "step": step, "workers": workers}
-        found = list(run(rows, life, ranks=ranks, ends=ends, **options))
-        assert found == whole[step : step + life]
+        actual = list(run(rows, life, ranks=ranks, ends=ends, **options))
+        assert actual == full[step : step + life]
         position = json.loads(ends[0])["position"]
         step += life
     assert position == warmup.position(step)
@@ -237,8 +237,8 @@ def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
                 counts, seed=5, cycle_length=6, shuffle=True, turn=turn, max_units=max_units
             )
             for epoch in (0, 2):
-                found = Counter(order.row_address(epoch * len(order) + k) for k in range(len(order)))
-                assert found == Counter(
+                row_counts = Counter(order.row_address(epoch * len(order) + k) for k in range(len(order)))
+                assert row_counts == Counter(
                     (epoch, b, r) for b, n in enumerate(counts.tolist()) for r in range(n)
                 )
 
@@ -255,5 +255,5 @@ def test_units_of_many_blocks_are_uniform(memory_corpus: Any) -> None:
             .block
             for s in range(2400)
         ]
-        found = np.bincount(first, minlength=24)
-        assert ((found - 100) ** 2 / 100).sum() < 58
+        first_counts = np.bincount(first, minlength=24)
+        assert ((first_counts - 100) ** 2 / 100).sum() < 58

@@ -19,9 +19,9 @@ def test_no_blocks_are_packed_twice_to_find_a_group(rows_of_a_block: int) -> Non
         tried.append((begin, end))
         return (end - begin) * rows_of_a_block
 
-    found = list(group_blocks(volumes, (100,), rows_of, is_bin_packed=True))
-    assert found[-1][0] == 40
-    assert sum(rows for _, rows in found) == 40 * rows_of_a_block
+    actual = list(group_blocks(volumes, (100,), rows_of, is_bin_packed=True))
+    assert actual[-1][0] == 40
+    assert sum(rows for _, rows in actual) == 40 * rows_of_a_block
     assert len(set(tried)) == len(tried)
 
 
@@ -31,8 +31,8 @@ def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
 
     lengths = corpus.lengths() + 1
     for row in (64, 600):
-        cut, whole = padding(lengths, corpus.blocks, row)
+        cut, full = padding(lengths, corpus.blocks, row)
         assert cut == PackedDataset(corpus, causal_type(), sequence_length=row, seed=0).padding_fraction
-    assert whole == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
+    assert full == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
     shown = f"rows of 2,048  {100 * padding(lengths, corpus.blocks, 2048)[0]:.1f} % padding where documents are cut"
     assert " ".join(shown.split()) in " ".join(show(corpus.folder, describe_rows=describe_padding).split())

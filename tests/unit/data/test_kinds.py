@@ -144,8 +144,8 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
         ) as loader:
             return [batch for step in loader for batch in step]
 
-    whole, halves = read(rows()), [read(rows(), rank, 2) for rank in range(2)]
-    for number, batch in enumerate(whole):
+    full, halves = read(rows()), [read(rows(), rank, 2) for rank in range(2)]
+    for number, batch in enumerate(full):
         for name, values in batch.items():
             np.testing.assert_array_equal(values, halves[number % 2][number // 2][name])
             assert values.dtype == halves[0][0][name].dtype
@@ -168,8 +168,8 @@ def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
         )
         changed = 0
         for position in range(len(rows)):
-            whole, blank = rows.row(position), without.row(position)
-            gone = (whole["documents"] >= 0) & (blank["documents"] < 0)
+            row, blank = rows.row(position), without.row(position)
+            gone = (row["documents"] >= 0) & (blank["documents"] < 0)
             changed += int(gone.any())
             for name, fill in empty.items():
                 of_row = kind.fields[name].per == "row"

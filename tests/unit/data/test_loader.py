@@ -45,23 +45,23 @@ def reference(rows: PackedDataset, start: int, n: int) -> np.ndarray:
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro_batch: int) -> None:
     """Any other row brings a mask with it: documents that begin in it, and padding."""
-    found = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
-    for number, batch in enumerate(found):
+    actual = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
+    for number, batch in enumerate(actual):
         places = range(number * micro_batch, (number + 1) * micro_batch)
         wanted = np.stack([(rows.row(at) if at < 45 else rows.padding())["documents"] for at in places])
         assert ("documents" in batch) == bool(wanted.any())
         np.testing.assert_array_equal(batch.get("documents", np.zeros_like(wanted)), wanted)
-    assert 0 < sum("documents" in batch for batch in found) < len(found)
+    assert 0 < sum("documents" in batch for batch in actual) < len(actual)
 
 
 def test_the_share_of_padding_is_told(rows: PackedDataset) -> None:
     with DataLoader(rows, global_batch=8, micro_batch=2, end_position=13) as loader:
         for first in (0, 8):
             next(loader)
-            found = [
+            actual = [
                 (rows.row(at) if at < 13 else rows.padding())["documents"] for at in range(first, first + 8)
             ]
-            assert loader.padding == (np.stack(found) == -1).mean()
+            assert loader.padding == (np.stack(actual) == -1).mean()
     assert loader.padding == 3 / 8
 
 
@@ -91,11 +91,12 @@ def test_ranks_and_micro_batches_only_divide_the_order(
         )
 
 
-def test_a_resume_at_any_position_and_on_other_ranks_is_the_run_that_was_never_stopped(
+def test_a_resume_has_the_batches_of_the_run_never_stopped(
     rows: PackedDataset,
 ) -> None:
+    """A resume may come at any position and on another number of ranks."""
     n = len(rows) // 8 + 5
-    whole = steps(rows, n)
+    full = steps(rows, n)
     for stop in (0, 1, 7, n - 3):
         with DataLoader(rows, global_batch=8, micro_batch=4, data_rank=1, data_ranks=2) as loader:
             for _ in range(stop):
@@ -103,7 +104,7 @@ def test_a_resume_at_any_position_and_on_other_ranks_is_the_run_that_was_never_s
             state = json.loads(json.dumps(loader.state_dict()))
         assert state["position"] == 8 * stop
         resumed = steps(rows, n - stop, position=state["position"])
-        for one, two in zip(whole[stop:], resumed, strict=True):
+        for one, two in zip(full[stop:], resumed, strict=True):
             np.testing.assert_array_equal(joined(one), joined(two))
 
 
@@ -129,9 +130,9 @@ def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedDataset) -> N
     ready, read = threading.Semaphore(0), rows.rows
 
     def watched(positions: Sequence[int | None]) -> Batch:
-        found = read(positions)
+        actual = read(positions)
         ready.release()
-        return found
+        return actual
 
     rows.rows = watched  # type: ignore[method-assign]
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
@@ -238,9 +239,9 @@ class Told:
     def broadcast(self, local_rows: Any, n_readers: int) -> list[Any]:
         self._table[self.rank] = local_rows
         self._meet.wait(PATIENCE)
-        told = self._table[:n_readers]
+        message = self._table[:n_readers]
         self._meet.wait(PATIENCE)
-        return told
+        return message
 
 
 def read_together(rows: PackedDataset, count: int, n: int, **options: Any) -> list[Any]:
@@ -265,20 +266,20 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(
     rows: PackedDataset, batch: int | BatchSchedule
 ) -> None:
     n, asked, read = 7, list[int | None](), rows.rows
-    whole = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
+    full = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
 
     def counted(positions: Sequence[int | None]) -> Batch:
         asked.extend(positions)
         return read(positions)
 
     rows.rows = counted  # type: ignore[method-assign]
-    found = read_together(rows, 3, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
-    for each in found:
-        for one, two in zip(whole, each, strict=True):
-            for mine, theirs in zip(one, two, strict=True):
-                assert mine.keys() == theirs.keys()
+    actual = read_together(rows, 3, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
+    for item in actual:
+        for one, two in zip(full, item, strict=True):
+            for mine, expected in zip(one, two, strict=True):
+                assert mine.keys() == expected.keys()
                 for name, field in mine.items():
-                    np.testing.assert_array_equal(field, theirs[name])
+                    np.testing.assert_array_equal(field, expected[name])
     assert len(asked) == len(set(asked)), "a row that was read twice"
 
 
@@ -291,6 +292,6 @@ def test_what_one_reader_raises_all_do(rows: PackedDataset) -> None:
         return read(positions)
 
     rows.rows = failing  # type: ignore[method-assign]
-    found = read_together(rows, 2, 3, global_batch=8, micro_batch=2)
-    assert [str(each) for each in found] == ["at 12"] * 2
-    assert any("in failing" in "".join(traceback.format_exception(each)) for each in found)
+    actual = read_together(rows, 2, 3, global_batch=8, micro_batch=2)
+    assert [str(item) for item in actual] == ["at 12"] * 2
+    assert any("in failing" in "".join(traceback.format_exception(item)) for item in actual)

@@ -82,8 +82,8 @@ def read_by_all(
 def test_ranks_read_the_corpus_once(
     folder: Path, causal_type: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, mixed: bool
 ) -> None:
-    found = read_by_all(folder, causal_type, monkeypatch, 48, ranks, mixed)
-    assert 1 <= found <= LIMIT
+    reads = read_by_all(folder, causal_type, monkeypatch, 48, ranks, mixed)
+    assert 1 <= reads <= LIMIT
 
 
 class Blocks:

@@ -10,7 +10,7 @@ import pytest
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, largest_remainder, source_seed
-from megatfm.data.sequences import join_rows
+from megatfm.data.row_batches import join_rows
 from megatfm.errors import UsageError
 
 STREAMS, BLOCK = 4, 20
@@ -43,8 +43,17 @@ def test_every_block_of_every_stream_has_its_quotas(make_mixture: Any) -> None:
     for first, weights in ((0, WEIGHTS), (start, LATER), (start + STREAMS * BLOCK, LATER)):
         for stream in range(STREAMS):
             turns = range(first // STREAMS, first // STREAMS + BLOCK)
-            found = Counter(mixture.place(turn * STREAMS + stream)[0] for turn in turns)
-            assert found == Counter({name: round(BLOCK * share) for name, share in weights.items()})
+            counts = Counter(mixture.place(turn * STREAMS + stream)[0] for turn in turns)
+            assert counts == Counter({name: round(BLOCK * share) for name, share in weights.items()})
+
+
+def test_sources_of_many_rows_are_those_of_each(make_mixture: Any) -> None:
+    """Over two changes of phase and many blocks, in any order."""
+    mixture, names = make_mixture(), ["a", "b", "c"]
+    positions = np.random.default_rng(1).permutation(400)
+    expected = [names.index(mixture.place(int(position))[0]) for position in positions]
+    assert mixture.row_sources(positions).tolist() == expected
+    assert mixture.row_sources(positions[:0]).tolist() == []
 
 
 def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
@@ -52,9 +61,9 @@ def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
     places = [mixture.place(position)[0] for position in range(4000)]
     for begin in (0, 37, 1001):
         for length in (40, 400, 2000):
-            found = Counter(places[begin : begin + length])
+            counts = Counter(places[begin : begin + length])
             for name, share in WEIGHTS.items():
-                assert abs(found[name] - share * length) <= 2 * STREAMS, (begin, length, name)
+                assert abs(counts[name] - share * length) <= 2 * STREAMS, (begin, length, name)
 
 
 @pytest.mark.parametrize("turn", [1, 4])
@@ -85,9 +94,9 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
             is_here = names == name
             prefixes = np.cumsum(is_here) - share * np.arange(1, 4097)
             worst = max(worst, np.abs(prefixes[streams * turn - 1 :: streams * turn]).max())
-            for batch, found in errors.items():
+            for batch, message in errors.items():
                 independent = np.sqrt(share * (1 - share) / batch)
-                found += ((is_here.reshape(-1, batch).mean(axis=1) - share) / independent).tolist()
+                message += ((is_here.reshape(-1, batch).mean(axis=1) - share) / independent).tolist()
     assert np.std(errors[64]) < 0.7
     assert np.std(errors[256]) < 0.4
     assert worst < 5
@@ -106,13 +115,13 @@ def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) 
     for name, positions in read.items():
         assert len(set(positions)) == len(positions)
         for stream in range(STREAMS):
-            own = [at for at in positions if at % STREAMS == stream]
-            assert own == list(range(stream, stream + STREAMS * len(own), STREAMS)), name
+            local = [at for at in positions if at % STREAMS == stream]
+            assert local == list(range(stream, stream + STREAMS * len(local), STREAMS)), name
     assert mixture.rows_consumed(2000) == {name: len(positions) for name, positions in read.items()}
     assert mixture.rows_consumed(131) == Counter(mixture.place(p)[0] for p in range(131))
 
 
-def test_it_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
+def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
     one, other = make_mixture(), make_mixture()
     positions = np.random.default_rng(0).integers(0, 3000, 200)
     backwards = [other.place(position) for position in positions[::-1]][::-1]
@@ -127,20 +136,20 @@ def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:
         with DataLoader(mixture, global_batch=12, micro_batch=2, **options) as loader:
             return [b"".join(part["tokens"].tobytes() for part in next(loader)) for _ in range(n)]
 
-    whole = steps(30)
+    full = steps(30)
     for ranks in (2, 3, 6):
         parts = [steps(30, data_rank=rank, data_ranks=ranks) for rank in range(ranks)]
-        assert [b"".join(step) for step in zip(*parts, strict=True)] == whole
+        assert [b"".join(step) for step in zip(*parts, strict=True)] == full
     for stop in (1, 10, 11, 29):
-        assert steps(30 - stop, position=12 * stop) == whole[stop:]
+        assert steps(30 - stop, position=12 * stop) == full[stop:]
 
 
 def test_its_identity_is_json_and_tells_mixtures_apart(make_mixture: Any) -> None:
     plain = make_mixture().order_config()
     assert json.loads(json.dumps(plain)) == plain
     assert len([key for key in plain if key.startswith("fingerprint of ")]) == 3
-    others = [make_mixture(phases=((0, LATER),)), make_mixture(seed=2), make_mixture(block=40)]
-    assert all(other.order_config() != plain for other in others)
+    remaining = [make_mixture(phases=((0, LATER),)), make_mixture(seed=2), make_mixture(block=40)]
+    assert all(other.order_config() != plain for other in remaining)
     with DataLoader(make_mixture(), global_batch=4, micro_batch=4) as loader:
         next(loader)
         epoch = loader.state_dict()["epoch"]

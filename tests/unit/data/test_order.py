@@ -39,10 +39,10 @@ def pieces(row: Row) -> list[Row]:
     numbers = row["documents"][:n]
     assert numbers[:1].tolist() == [0][:n]
     assert set(np.diff(numbers).tolist()) <= {0, 1}, "documents are numbered 0, 1, 2 …"
-    found = [{name: row[name][:n][numbers == number] for name in row} for number in np.unique(numbers)]
-    for piece in found:
+    actual = [{name: row[name][:n][numbers == number] for name in row} for number in np.unique(numbers)]
+    for piece in actual:
         np.testing.assert_array_equal(piece["positions"], np.arange(len(piece["positions"])))
-    return found
+    return actual
 
 
 blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=12)
@@ -99,7 +99,7 @@ def listed(rows: PackedDataset, epoch: int) -> list[np.ndarray]:
     """The tokens of an epoch's rows before streams, as the docstrings say: all blocks, joined, and cut."""
     corpus, length, seed = rows.corpus, rows.sequence_length, rows.seed
     joined: list[int] = []
-    begins, found = [], []
+    begins, actual = [], []
     for block in (blocks := permutation(corpus.n_blocks, seed, "blocks", epoch).tolist()):
         texts = [tokens.tolist() for _, tokens in corpus.read_block(block)]
         begins.append(len(joined))
@@ -110,8 +110,8 @@ def listed(rows: PackedDataset, epoch: int) -> list[np.ndarray]:
         starts = [at for at in range(0, len(joined), length) if begin <= at < end]
         for number in permutation(len(starts), seed, "rows", epoch, block).tolist():
             row = joined[starts[number] : starts[number] + length]
-            found.append(np.array(row + [PAD] * (length - len(row))))
-    return found
+            actual.append(np.array(row + [PAD] * (length - len(row))))
+    return actual
 
 
 @pytest.mark.parametrize("length", [32, 1500, 5000])
@@ -209,8 +209,8 @@ def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any)
     for start in range(0, len(blocks), 10):
         assert len(set(blocks[start : start + 10])) == 10, "each stream reads its own blocks"
     for stream in range(10):
-        own = blocks[stream::10]
-        assert [own[i] for i in range(0, 40, 10)] == list(dict.fromkeys(own)), "and reads each to its end"
+        local = blocks[stream::10]
+        assert [local[i] for i in range(0, 40, 10)] == list(dict.fromkeys(local)), "and reads each to its end"
 
 
 def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) -> None:
@@ -228,8 +228,8 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
             ]
             segments = np.array_split(np.arange(23), streams)
             turns = [segment[turn] for turn in range(23) for segment in segments if turn < len(segment)]
-            found = [rows.place(position) for position in range(epoch * 23, epoch * 23 + 23)]
-            assert found == [listed[i] for i in turns]
+            actual = [rows.place(position) for position in range(epoch * 23, epoch * 23 + 23)]
+            assert actual == [listed[i] for i in turns]
 
 
 @pytest.mark.parametrize("max_units", [7, 100])
@@ -238,11 +238,11 @@ def test_runs_are_what_a_stream_reads(max_units: int) -> None:
     order = make_row_order(counts, seed=5, cycle_length=6, shuffle=True, max_units=max_units)
     for epoch in (0, 3):
         for stream in range(6):
-            own = range(epoch * len(order) + stream, (epoch + 1) * len(order), 6)
-            for turns in (0, 1, 17, len(own) - 1, len(own)):
+            local = range(epoch * len(order) + stream, (epoch + 1) * len(order), 6)
+            for turns in (0, 1, 17, len(local) - 1, len(local)):
                 runs = order.iter_stream_blocks(stream, epoch, turns)
-                found = [(block, slot) for block, at, stop in runs for slot in range(at, stop)]
-                assert found == [place[1:3] for place in order.slots(np.array(own[turns:], np.int64))]
+                actual = [(block, slot) for block, at, stop in runs for slot in range(at, stop)]
+                assert actual == [place[1:3] for place in order.slots(np.array(local[turns:], np.int64))]
 
 
 def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) -> None:

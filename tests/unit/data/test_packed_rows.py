@@ -72,10 +72,10 @@ def test_many_short_documents_are_numbered_as_few_are(
     )
     owner = np.repeat(np.arange(150), lengths + 1)
     for row in range(packed.n_rows):
-        own = owner[row * length : (row + 1) * length].tolist()
-        pad = [PAD_DOCUMENT_ID] * (length - len(own))
-        assert packed.row(row)["documents"].tolist() == [n - own[0] for n in own] + pad
-        counted = [own[:at].count(n) for at, n in enumerate(own)]
+        local = owner[row * length : (row + 1) * length].tolist()
+        pad = [PAD_DOCUMENT_ID] * (length - len(local))
+        assert packed.row(row)["documents"].tolist() == [n - local[0] for n in local] + pad
+        counted = [local[:at].count(n) for at, n in enumerate(local)]
         assert packed.row(row)["positions"].tolist() == counted + [0] * len(pad)
 
 

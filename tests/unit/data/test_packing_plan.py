@@ -30,21 +30,21 @@ def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.Monk
     expected = places(open_rows(folder, causal, None))
     assert not (folder / ".plans").exists(), "without a name nothing is stored"
     assert places(open_rows(folder, causal)) == expected
-    made: list[str] = []
+    result: list[str] = []
     make = packing_plan.build_packing_plan
-    monkeypatch.setattr(packing_plan, "build_packing_plan", lambda *args: made.append("") or make(*args))
+    monkeypatch.setattr(packing_plan, "build_packing_plan", lambda *args: result.append("") or make(*args))
     assert places(open_rows(folder, causal)) == expected
-    assert not made
+    assert not result
     for other in ({"seed": 4}, {"sequence_length": 32}, {"name": "other"}):
         open_rows(folder, causal, **other)
-    assert len(made) == 3
+    assert len(result) == 3
 
 
-def plan_together(folder: Path, objective: Any, start: Any, made: Any, out: Any) -> None:
+def plan_together(folder: Path, objective: Any, start: Any, plans: Any, out: Any) -> None:
     make = packing_plan.build_packing_plan
 
     def slowly(*args: Any) -> Any:
-        made.put(os.getpid())
+        plans.put(os.getpid())
         time.sleep(0.5)
         return make(*args)
 
@@ -56,16 +56,18 @@ def plan_together(folder: Path, objective: Any, start: Any, made: Any, out: Any)
 def test_of_ranks_that_open_a_corpus_at_once_one_plans(folder: Path, causal: Any) -> None:
     """Forked, since only processes have locks of their own."""
     context = multiprocessing.get_context("fork")
-    start, made, out = context.Barrier(3), context.Queue(), context.Queue()
-    ranks = [context.Process(target=plan_together, args=(folder, causal, start, made, out)) for _ in range(3)]
+    start, plans, out = context.Barrier(3), context.Queue(), context.Queue()
+    ranks = [
+        context.Process(target=plan_together, args=(folder, causal, start, plans, out)) for _ in range(3)
+    ]
     for rank in ranks:
         rank.start()
     expected = places(open_rows(folder, causal, None))
     assert [out.get(timeout=60) for _ in ranks] == [expected] * 3
     for rank in ranks:
         rank.join()
-    assert made.get(timeout=60)
-    assert made.empty()
+    assert plans.get(timeout=60)
+    assert plans.empty()
     assert len(list((folder / ".plans").iterdir())) == 1, "the lock is gone"
 
 
@@ -122,12 +124,12 @@ def test_old_plans_are_forgotten(folder: Path, causal: Any, monkeypatch: pytest.
 
 def blocks_of(rows: PackedDataset, positions: range) -> set[tuple[int, int]]:
     """Epoch and number of each block in which a token of one of the rows lies."""
-    found = set()
+    actual = set()
     for slot in rows.order.slots(np.array(positions)):
         begin = slot.begin + rows.order.carry_length(slot.begin) + 64 * rows.order.block_order(slot)[slot.row]
         tokens = range(begin, min(begin + 64, rows.order.size))
-        found |= {(slot.epoch, rows.order.block_at(slot.epoch, at)) for at in tokens}
-    return found
+        actual |= {(slot.epoch, rows.order.block_at(slot.epoch, at)) for at in tokens}
+    return actual
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99])

@@ -11,7 +11,7 @@ from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.corpus.tamper import SHARD
+from tests.support.damaged_corpora import SHARD
 
 
 def test_ranges_are_sorted_and_joined() -> None:
@@ -65,10 +65,10 @@ def padded_except(rows: PackedDataset, healthy: PackedDataset, bad: set[int]) ->
     assert blanks == 2 * sum(len(corpus.documents[number]) + 1 for number in bad)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole: bool) -> None:
+@pytest.mark.parametrize("whole_shard", [False, True])
+def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: bool) -> None:
     class Chosen(causal_type):  # type: ignore[misc]
-        max_tokens = 15 if whole else None
+        max_tokens = 15 if whole_shard else None
 
     blocks = [[5, 9, 3, 14], [2, 2, 8], [12, 1, 6, 4]]
     corpus = memory_corpus(blocks)
@@ -123,9 +123,8 @@ def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any
     assert row["positions"].tolist() == [0, 1, 2, 3, 0, 0, 0, 7, 8, 9, 10, 11]
 
 
-def test_a_damaged_frame_stops_the_run_and_its_message_says_what_to_put_in_quarantine(
-    corpus: Corpus, causal: Any
-) -> None:
+def test_a_damaged_frame_stops_the_run(corpus: Corpus, causal: Any) -> None:
+    """The message says what to put in quarantine."""
     path = corpus.folder / SHARD
     data = bytearray(path.read_bytes())
     data[int(corpus.indexes[1].offsets[2]) + 100] ^= 4

@@ -13,7 +13,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.webdataset_index import index_folder
 from megatfm.data.shuffled_documents import ShuffledDocuments
 from megatfm.errors import MegatfmError
-from tests.unit.corpus.tamper import assert_refused
+from tests.support.damaged_corpora import assert_refused
 
 
 @pytest.mark.parametrize("streams", [1, 7, 64, 300])
@@ -30,11 +30,11 @@ def test_samples_come_in_order_and_each_once_an_epoch(corpus: Corpus, streams: i
 
 
 @pytest.mark.parametrize("streams", [1, 7, 64])
-def test_it_goes_on_from_any_position(corpus: Corpus, streams: int) -> None:
-    whole = [number for number, _ in islice(ShuffledDocuments(corpus, seed=3, streams=streams), 250)]
+def test_shuffling_goes_on_from_any_position(corpus: Corpus, streams: int) -> None:
+    full = [number for number, _ in islice(ShuffledDocuments(corpus, seed=3, streams=streams), 250)]
     for position in (0, 1, 6, 7, 93, 99, 100, 101, 199):
         again = ShuffledDocuments(corpus, seed=3, streams=streams, position=position)
-        assert [number for number, _ in islice(again, 250 - position)] == whole[position:]
+        assert [number for number, _ in islice(again, 250 - position)] == full[position:]
 
 
 def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
@@ -48,11 +48,11 @@ def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[int(corpus.indexes[shard].offsets[frame + 1]) - 1] ^= 1
     path.write_bytes(data)
-    given: list[int] = []
+    inputs: list[int] = []
     with pytest.raises(MegatfmError, match=rf"{path.name}: samples .* in frame {frame} .* checksum"):
-        given.extend(number for number, _ in samples)
-    assert len(given) == samples.position == before > 0
-    assert given == [number for number, _ in expected[:before]]
+        inputs.extend(number for number, _ in samples)
+    assert len(inputs) == samples.position == before > 0
+    assert inputs == [number for number, _ in expected[:before]]
     with pytest.raises(MegatfmError, match=f"in frame {frame} "):
         next(ShuffledDocuments(Corpus.open(folder), seed=3, streams=7, position=before))
 
@@ -71,9 +71,10 @@ def plain(tmp_path: Path, make_documents: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("streams", [1, 7, 300])
-def test_samples_of_plain_tars_are_read_by_themselves_once_their_frames_were_verified(
+def test_samples_of_verified_plain_tars_are_read_alone(
     plain: Corpus, make_documents: Any, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Samples are read by themselves once their frames were verified."""
     texts, samples = make_documents(100), ShuffledDocuments(plain, seed=3, streams=streams)
     frames, frame_bytes = list[int](), Corpus.frame_bytes
     monkeypatch.setattr(Corpus, "frame_bytes", lambda self, n: frames.append(n) or frame_bytes(self, n))
@@ -117,8 +118,8 @@ def test_damage_of_a_plain_tar_is_told_when_its_turn_comes(plain: Corpus) -> Non
     data[int(corpus.indexes[0].offsets[damaged + 1]) - 1100] ^= 1
     path.write_bytes(data)
     samples = ShuffledDocuments(corpus, seed=3, streams=7)
-    given: list[int] = []
+    inputs: list[int] = []
     with pytest.raises(MegatfmError, match=f"in frame {damaged} .* its hash is not the index's"):
-        given.extend(number for number, _ in samples)
-    assert given == expected[:before]
+        inputs.extend(number for number, _ in samples)
+    assert inputs == expected[:before]
     assert before > 0

@@ -2,16 +2,15 @@
 
 import ctypes
 import os
-import random
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
 from megatfm.config.prep import PrepConfig
+from tests.support.prep_files import write_file
 
 # <linux/capability.h>: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, by which root passes file permissions.
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -28,12 +27,12 @@ def corpus(tmp_path: Path) -> Path:
     for package in PACKAGES:
         for path in sorted((stdlib / package).rglob("*.py"))[:9]:
             if "test" not in str(path.relative_to(stdlib)):
-                write(root / path.relative_to(stdlib), path.read_bytes())
-    write(root / "zz_copy.py", (stdlib / "json" / "decoder.py").read_bytes())
-    write(root / "empty.txt", b"\n \n")
-    write(root / "mojibake.txt", "The café is près d'ici.\r\n".encode().decode("latin-1").encode() * 20)
-    write(root / ".hidden" / "secret.txt", b"never read")
-    write(root / "names with spaces" / "a#b é.txt", b"tabs\tand\tmore\n" * 40)
+                write_file(root / path.relative_to(stdlib), path.read_bytes())
+    write_file(root / "zz_copy.py", (stdlib / "json" / "decoder.py").read_bytes())
+    write_file(root / "empty.txt", b"\n \n")
+    write_file(root / "mojibake.txt", "The café is près d'ici.\r\n".encode().decode("latin-1").encode() * 20)
+    write_file(root / ".hidden" / "secret.txt", b"never read")
+    write_file(root / "names with spaces" / "a#b é.txt", b"tabs\tand\tmore\n" * 40)
     return root
 
 
@@ -73,31 +72,3 @@ def unprivileged() -> Iterator[None]:
     finally:
         held[0] = effective
         libc.capset(header, held)
-
-
-def write(path: Path, data: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return path
-
-
-def tree(folder: Path) -> dict[str, str]:
-    """The BLAKE3 hash of every file below a folder, hidden ones included."""
-    return {
-        str(path.relative_to(folder)): blake3(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def one_by_one(
-    step: str,
-    count: int,
-    total: int,
-    work: Callable[[int, Callable[[int], None]], dict[str, Any]],
-    join: Callable[[Iterable[dict[str, Any]]], dict[str, Any]] = lambda _: {},
-) -> dict[str, Any]:
-    """All tasks of a step of a search, in an order by chance; every other one is done twice."""
-    order = random.Random(step).sample(range(count), count)
-    parts = {number: work(number, lambda _: None) for number in [*order, *order[::2]]}
-    return join(parts[number] for number in range(count))

@@ -19,7 +19,7 @@ import zstandard
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.data_prep.readers.record import BadFileError, opened
-from tests.unit.data_prep.test_readers import warc_record
+from tests.support.prep_files import warc_record
 
 MOST = 2**18
 LONG = 2**26
@@ -93,7 +93,7 @@ def test_a_bomb_is_refused_in_little_memory_and_the_rest_is_used(
         tracemalloc.stop()
     assert last.text == "good"
     assert peak < 2**25
-    assert any(each.startswith(reason) for each in read.counts.dropped), read.counts.dropped
+    assert any(item.startswith(reason) for item in read.counts.dropped), read.counts.dropped
 
 
 @pytest.mark.parametrize("suffix", [".zst", ".xz"])
@@ -111,17 +111,17 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
         packed.insert(2, b"\x5a\x2a\x4d\x18\x05\x00\x00\x00-skip")
     else:
         packed = [lzma.compress(line) + bytes(4 * (n % 3)) for n, line in enumerate(lines)]
-    whole, path = b"".join(packed), tmp_path / f"a{suffix}"
-    path.write_bytes(whole)
+    full, path = b"".join(packed), tmp_path / f"a{suffix}"
+    path.write_bytes(full)
     with opened(path) as file:
         assert file.read() == b"".join(lines)
     with opened(path) as file:
         assert list(file) == b"".join(lines).splitlines(keepends=True)
     ends = {sum(map(len, packed[:number])) for number in range(len(packed) + 1)}
-    for end in {*range(0, len(whole), 7), *(end - 1 for end in ends if end)}:
-        path.write_bytes(whole[:end])
+    for end in {*range(0, len(full), 7), *(end - 1 for end in ends if end)}:
+        path.write_bytes(full[:end])
         is_between = end in ends or (
-            suffix == ".xz" and not whole[end : min(e for e in ends if e >= end)].strip(b"\0")
+            suffix == ".xz" and not full[end : min(e for e in ends if e >= end)].strip(b"\0")
         )
         with contextlib.nullcontext() if is_between else pytest.raises(BadFileError), opened(path) as file:
             assert b"".join(lines).startswith(file.read())

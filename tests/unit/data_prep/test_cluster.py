@@ -20,7 +20,7 @@ from megatfm.data_prep.execution.dask import _DaskMember, dask_workers
 from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.errors import MegatfmError
-from tests.unit.data_prep.conftest import tree
+from tests.support.prep_files import file_hashes
 
 Make = Callable[..., PrepConfig]
 ALL: dict[str, Any] = {
@@ -44,9 +44,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         dask.config.set({**tls, "distributed.comm.require-encryption": True}),
         LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, security=Security(), host="127.0.0.1"
-        ) as made,
+        ) as cluster,
     ):
-        yield made
+        yield cluster
 
 
 def _written(path: Path, text: str) -> str:
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_told_as_by_one_process(config: Make, cluster: LocalClu
 def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
     config: Make, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    whole = tree(data_prep.run(config(**ALL)).out)
+    full = file_hashes(data_prep.run(config(**ALL)).out)
     assert cluster.scheduler_address.startswith("tls://")
     pids = [nanny.pid for nanny in cluster.workers.values()]
     together = config("together", **ALL)
@@ -86,7 +86,7 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
         data_prep.run(together, team=team)
     killer.join(1)
     assert [nanny.pid for nanny in cluster.workers.values()] != pids
-    assert tree(tmp_path / "together") == whole
+    assert file_hashes(tmp_path / "together") == full
 
 
 def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

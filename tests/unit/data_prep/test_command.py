@@ -15,7 +15,7 @@ from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check
-from tests.unit.data_prep.conftest import tree, write
+from tests.support.prep_files import file_hashes, write_file
 
 Make = Callable[..., PrepConfig]
 SETTINGS = ["split.validation=0.1", "tokenizer.vocab_size=700", "tokenizer.sentinels=4"]
@@ -32,10 +32,10 @@ def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 def test_done(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert prep() == 0
-    out, said = capfd.readouterr()
+    out, output = capfd.readouterr()
     assert out == ""
     for expected in ("clean | done in", "exact duplicates", "exact_duplicate", "validation", "bytes"):
-        assert expected in said
+        assert expected in output
     assert prep() == 0
     assert "was already prepared with this config: nothing to do" in capfd.readouterr().err
     assert (tmp_path / "out" / "prep.json").exists()
@@ -52,12 +52,12 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     lines = [f"def number_{i}(self): return 'caf\u00c3\u00a9 {i}' * {i % 7}" for i in range(4000)]
     page = {"text": "\n".join(lines), "url": "https://www.example.org/a"}
     other = {"text": "\n".join(lines[::-1]), "url": "http://b.org:80/"}
-    records = [json.dumps(each) for each in (page, page, page, other)]
-    write(tmp_path / "lines" / "a.jsonl", "\n".join(records).encode())
+    records = [json.dumps(item) for item in (page, page, page, other)]
+    write_file(tmp_path / "lines" / "a.jsonl", "\n".join(records).encode())
     words = ["read.folder=lines", "split.validation=0", "read.fix_unicode=false"]
     assert prep(*words, "steps=[{name='language'}]") == 0
-    said = capfd.readouterr().err
-    assert "note: 2 of 4 documents" not in said, "half of them is not most"
+    output = capfd.readouterr().err
+    assert "note: 2 of 4 documents" not in output, "half of them is not most"
     result = json.loads((tmp_path / "out/prep.json").read_text())
     assert not (tmp_path / "out/validation").exists()
     assert result["validation"]["documents"] == 0
@@ -70,7 +70,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     assert {decode(corpus.read_sample(at).tokens) for at in range(2)} == {page["text"], other["text"]}
     assert prep(*words, "steps=[{name='language'}]") == 0
     assert "nothing to do" in capfd.readouterr().err
-    write(tmp_path / "lines" / "b.jsonl", "\n".join(records[:3]).encode())
+    write_file(tmp_path / "lines" / "b.jsonl", "\n".join(records[:3]).encode())
     assert prep(*words, "out=again") == 0
     assert "note: 5 of 7 documents are copies of others, letter by letter" in capfd.readouterr().err
 
@@ -78,15 +78,15 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
 def test_skipped_files_are_listed(
     prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write(corpus / "a.png", b"\x89PNG\0")
+    write_file(corpus / "a.png", b"\x89PNG\0")
     (corpus / "loop").symlink_to(".")
     assert prep("read.on_error=skip", "compress=false") == 0
     shards = sorted(path.name for path in (corpus.parent / "out/train").glob("shard-*.tar*"))
     assert shards == ["shard-000000.tar"]
     check(corpus.parent / "out/train")
-    said = capfd.readouterr().err
-    assert f"skipped: {corpus}/a.png: is a binary file" in said
-    assert f"skipped: {corpus}/loop: is a link that leads back" in said
+    output = capfd.readouterr().err
+    assert f"skipped: {corpus}/a.png: is a binary file" in output
+    assert f"skipped: {corpus}/loop: is a link that leads back" in output
 
 
 USAGE = {
@@ -119,9 +119,9 @@ def test_usage_errors(
 ) -> None:
     overrides, reason = USAGE[name]
     (tmp_path / "empty").mkdir()
-    write(tmp_path / "blank" / "a", b"\n")
-    write(tmp_path / "blank" / "b", b"")
-    write(tmp_path / "word" / "a.txt", b"word")
+    write_file(tmp_path / "blank" / "a", b"\n")
+    write_file(tmp_path / "blank" / "b", b"")
+    write_file(tmp_path / "word" / "a.txt", b"word")
     assert prep(*overrides) == 2
     assert error_line(capfd).count(reason) == 1
 
@@ -137,7 +137,7 @@ def test_bad_files(
     prep: Callable[..., int], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     data, reason = FAILURES[name]
-    path = write(corpus / "bad.txt", data)
+    path = write_file(corpus / "bad.txt", data)
     assert prep() == 1
     assert f"{path}: {reason}" in error_line(capfd)
 
@@ -156,13 +156,13 @@ def test_an_unreadable_corpus(
 def test_an_out_that_can_not_be_made(
     prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "file", b"")
+    write_file(tmp_path / "file", b"")
     assert prep("out=file") == 1
     assert "choose another out" in error_line(capfd)
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError("the store said no"), "error: the store said no"),
         (OSError(), "error: OSError"),
@@ -174,25 +174,25 @@ def test_errors_of_the_system_are_said(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     error: OSError,
-    said: str,
+    message: str,
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr("megatfm.data_prep.run", fail)
     assert prep() == 1
-    assert error_line(capfd) == said
+    assert error_line(capfd) == message
 
 
 def test_files_that_can_not_grow(config: Make, tmp_path: Path) -> None:
     """A limit on the size of files, which any user can set, stands for a full disk: some stage can't write."""
-    whole = tree(data_prep.run(config("whole")).out)
+    full = file_hashes(data_prep.run(config("whole")).out)
     for kilobytes in (16, 56):
         small = config(f"out{kilobytes}")
-        check_limited(small, tmp_path / "prep.toml", kilobytes * 1024, whole)
+        check_limited(small, tmp_path / "prep.toml", kilobytes * 1024, full)
 
 
-def check_limited(small: PrepConfig, path: Path, most: int, whole: dict[str, str]) -> None:
+def check_limited(small: PrepConfig, path: Path, most: int, complete: dict[str, str]) -> None:
     path.write_text(to_toml(small))
     command = [sys.executable, "-m", "megatfm.data_prep", str(path)]
     limit = (most, resource.RLIM_INFINITY)
@@ -205,8 +205,8 @@ def check_limited(small: PrepConfig, path: Path, most: int, whole: dict[str, str
     assert full.returncode == 1, full.stderr
     assert "cannot be written (File too large)" in full.stderr.splitlines()[-1]
     assert "Traceback" not in full.stderr
-    assert nothing_half_written(Path(small.out), whole)
-    assert tree(data_prep.run(small).out) == whole
+    assert nothing_half_written(Path(small.out), complete)
+    assert file_hashes(data_prep.run(small).out) == complete
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(
     prep: Callable[..., int], config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ballast = write(small_disk / "ballast", bytes(500_000))
+    ballast = write_file(small_disk / "ballast", bytes(500_000))
     assert prep(f"out={small_disk / 'out'}") == 1
     assert "cannot be written (No space left on device): make room" in error_line(capfd)
     assert nothing_half_written(small_disk / "out", {})
@@ -233,18 +233,20 @@ def test_a_full_disk(
     assert prep(f"out={small_disk / 'out'}") == 0
 
 
-def nothing_half_written(out: Path, whole: dict[str, str]) -> bool:
+def nothing_half_written(out: Path, complete: dict[str, str]) -> bool:
     left = {
-        name: value for name, value in tree(out).items() if "." not in {part[0] for part in name.split("/")}
+        name: value
+        for name, value in file_hashes(out).items()
+        if "." not in {part[0] for part in name.split("/")}
     }
-    return left.items() <= whole.items() and "prep.json" not in left
+    return left.items() <= complete.items() and "prep.json" not in left
 
 
 def error_line(capfd: pytest.CaptureFixture[str]) -> str:
     """The one line of an error, the last of what was said."""
-    said = capfd.readouterr().err
-    assert "Traceback" not in said
-    *before, last = said.splitlines()
+    output = capfd.readouterr().err
+    assert "Traceback" not in output
+    *before, last = output.splitlines()
     assert last.startswith("error: ")
     assert not any("error" in line for line in before)
     return last

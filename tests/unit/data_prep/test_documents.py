@@ -23,7 +23,7 @@ def test_documents_come_back(tmp_path_factory: pytest.TempPathFactory, texts: li
     assert all(document.text_bytes == len(document.text.encode()) for document in documents)
 
 
-def test_it_is_plain_zstd_over_json_lines(tmp_path: Path) -> None:
+def test_document_files_are_zstd_over_json_lines(tmp_path: Path) -> None:
     save(tmp_path / "d.jsonl.zst", [Document("a", "x\ny")])
     data = zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / "d.jsonl.zst").read_bytes())
     assert json.loads(data) == ["a", "x\ny"]

@@ -21,7 +21,7 @@ from megatfm.data_prep.dedup.hashing import signatures
 from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, write_keys
 from megatfm.data_prep.dedup.methods import DedupMethod, LineDedup, make_dedup_method
 from megatfm.data_prep.documents import Document, StepStats
-from tests.unit.data_prep.conftest import one_by_one
+from tests.support.prep_files import one_by_one
 
 MANY = 2**30
 WORDS = [
@@ -34,18 +34,18 @@ def search(name: str, **settings: Any) -> DedupMethod:
 
 
 def thinned(
-    each: DedupMethod, folder: Path, parts: Sequence[Sequence[Document]], memory: int = MANY
+    item: DedupMethod, folder: Path, parts: Sequence[Sequence[Document]], memory: int = MANY
 ) -> tuple[dict[str, str], StepStats]:
     """Source → text of what is left, and the counts: the three stages as prep runs them."""
     folder.mkdir(exist_ok=True)
     files = [folder / str(number) for number in range(len(parts))]
-    sizes = [write_keys(file, each.compute_keys(part)) for file, part in zip(files, parts, strict=True)]
-    rows, index = KeyTable(files, *each.row, sizes), DedupContext(folder, memory, one_by_one)
-    marks = index.is_duplicate(len(rows), each.find_duplicates(rows, index)["each"])
-    counts, left = StepStats(each.title), {}
+    sizes = [write_keys(file, item.compute_keys(part)) for file, part in zip(files, parts, strict=True)]
+    rows, index = KeyTable(files, *item.row, sizes), DedupContext(folder, memory, one_by_one)
+    marks = index.is_duplicate(len(rows), item.find_duplicates(rows, index)["each"])
+    counts, left = StepStats(item.title), {}
     for part, first, end in zip(parts, rows.begins.tolist(), rows.begins[1:].tolist(), strict=False):
         of_part = marks.read(first, end)[:, 0]
-        left |= {document.id: document.text for document in each.remove_duplicates(part, of_part, counts)}
+        left |= {document.id: document.text for document in item.remove_duplicates(part, of_part, counts)}
     return left, counts
 
 
@@ -102,14 +102,14 @@ def is_vowel_sign(character: str) -> bool:
 def test_lines_are_compared_by_definition(lines: list[str]) -> None:
     """All at once, as one by one."""
     text = "\n".join(lines)
-    each = LineDedup(RepeatedLinesConfig(name="lines", min_characters=2))
+    dedup = LineDedup(RepeatedLinesConfig(name="lines", min_characters=2))
 
     def key(line: str) -> bytes:
-        whole = unicodedata.normalize("NFD", line.lower())
-        folded = "".join(each for each in whole if each.isalnum() or is_vowel_sign(each))
+        full = unicodedata.normalize("NFD", line.lower())
+        folded = "".join(item for item in full if item.isalnum() or is_vowel_sign(item))
         return re.sub("[1-9]", "0", folded).encode() if len(line) >= 2 else b""
 
-    assert each._keys(text.split("\n")) == list(map(key, text.split("\n")))
+    assert dedup._keys(text.split("\n")) == list(map(key, text.split("\n")))
 
 
 def test_lines_that_differ_in_vowel_signs_are_different(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def components(texts: Sequence[str], least: float, words: int) -> list[set[int]]
     """Groups of texts whose exact Jaccard similarity is at least so much, through others too."""
     sets = []
     for text in texts:
-        found = re.findall(r"\w+", text.lower())
-        sets.append({tuple(found[at : at + words]) for at in range(max(1, len(found) - words + 1))})
+        actual = re.findall(r"\w+", text.lower())
+        sets.append({tuple(actual[at : at + words]) for at in range(max(1, len(actual) - words + 1))})
     groups = [{number} for number in range(len(texts))]
     for a in range(len(texts)):
         for b in range(a):
@@ -257,7 +257,7 @@ def test_similarities_are_estimated_without_bias() -> None:
         for at in rng.sample(range(300), changed):
             other[at] = f"x{at}"
         a, b = signatures([" ".join(base), " ".join(other)], 5, 2048)
-        x, y = ({tuple(each[at : at + 5]) for at in range(296)} for each in (base, other))
+        x, y = ({tuple(item[at : at + 5]) for at in range(296)} for item in (base, other))
         assert abs((a == b).mean() - len(x & y) / len(x | y)) < 0.05
 
 

@@ -80,8 +80,8 @@ def texts() -> list[str]:
     return [*real, "", " ", *("".join(rng.choices(ALPHABET, k=rng.randrange(1, 60))) for _ in range(1500))]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda each: "-".join(each.values()))
-def made(
+@pytest.fixture(scope="module", params=KINDS, ids=lambda item: "-".join(item.values()))
+def tokenizer_files(
     request: pytest.FixtureRequest, texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, Path, str]:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -102,15 +102,15 @@ def words(
     return reference, CachedWordEncoder(reference)
 
 
-def test_the_ids_are_the_same(made: tuple[Tokenizer, Path, str], texts: list[str]) -> None:
-    reference, folder, kind = made
+def test_the_ids_are_the_same(tokenizer_files: tuple[Tokenizer, Path, str], texts: list[str]) -> None:
+    reference, folder, kind = tokenizer_files
     fast = FastEncoder(reference, folder)
     assert (fast._fast is not None) == (kind in ("byte-bpe", "sentencepiece-bpe"))
     expected = reference.encode_batch(texts, 1)
     for _ in range(2):  # with nothing in memory, and with all
-        for text, ours, theirs in zip(texts, fast.encode_batch(texts, 1), expected, strict=True):
-            assert np.array_equal(ours, theirs), repr(text)
-            assert ours.dtype == np.int32
+        for text, actual, wanted_result in zip(texts, fast.encode_batch(texts, 1), expected, strict=True):
+            assert np.array_equal(actual, wanted_result), repr(text)
+            assert actual.dtype == np.int32
     assert fast.encode_batch([], 1) == []
 
 
@@ -138,8 +138,8 @@ def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
     assert isinstance(fast._fast, CachedWordEncoder)
     rng = random.Random(0)
     texts = ["".join(rng.choices([*"outfhebx  ", "of the ", "é", "\n"], k=40)) for _ in range(300)]
-    for ours, theirs in zip(fast.encode_batch(texts, 1), reference.encode_batch(texts, 1), strict=True):
-        assert np.array_equal(ours, theirs)
+    for actual, expected in zip(fast.encode_batch(texts, 1), reference.encode_batch(texts, 1), strict=True):
+        assert np.array_equal(actual, expected)
 
 
 @given(
@@ -156,8 +156,8 @@ def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
 @settings(max_examples=150, deadline=None)
 def test_the_words_of_hostile_texts(words: tuple[Tokenizer, CachedWordEncoder], texts: list[str]) -> None:
     reference, memory = words
-    for ours, theirs in zip(memory(texts, 1), reference.encode_batch(texts, 1), strict=True):
-        assert np.array_equal(ours, theirs)
+    for actual, expected in zip(memory(texts, 1), reference.encode_batch(texts, 1), strict=True):
+        assert np.array_equal(actual, expected)
 
 
 def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
@@ -175,15 +175,17 @@ def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
     texts = ["a tool here", "a text here", "toolbox"]
     expected = reference.encode_batch(texts, 1)
     assert 270 in expected[0]
-    for ours, theirs in zip(fast.encode_batch(texts, 1), expected, strict=True):
-        assert np.array_equal(ours, theirs)
+    for actual, wanted_result in zip(fast.encode_batch(texts, 1), expected, strict=True):
+        assert np.array_equal(actual, wanted_result)
 
 
-@pytest.mark.parametrize("made", [KINDS[0], KINDS[2]], indirect=True, ids=("byte-bpe", "sentencepiece-bpe"))
+@pytest.mark.parametrize(
+    "tokenizer_files", [KINDS[0], KINDS[2]], indirect=True, ids=("byte-bpe", "sentencepiece-bpe")
+)
 def test_a_difference_is_found(
-    made: tuple[Tokenizer, Path, str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+    tokenizer_files: tuple[Tokenizer, Path, str], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference, folder, _ = made
+    reference, folder, _ = tokenizer_files
     fast = FastEncoder(reference, folder)
     assert fast._fast is not None
     right = type(fast._fast).__call__
@@ -203,7 +205,7 @@ def test_the_memory_of_words_is_bounded(
     monkeypatch.setattr("megatfm.data_prep.fast_encode.MAX_CACHED_WORDS", 50)
     reference, memory = words
     for number in range(20):
-        text = " ".join(f"w{number}x{each}" for each in range(20)) + "y" * 100
+        text = " ".join(f"w{number}x{index}" for index in range(20)) + "y" * 100
         (ids,) = memory([text], 1)
         assert np.array_equal(ids, reference.encode_batch([text], 1)[0])
         assert len(memory._known) <= 50 + 20

@@ -22,7 +22,7 @@ from megatfm.data_prep.filters.selection import MetadataFilter
 from megatfm.data_prep.readers import reader
 from megatfm.data_prep.readers.record import Record
 from megatfm.errors import UsageError
-from tests.unit.data_prep.conftest import write
+from tests.support.prep_files import write_file
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -38,7 +38,7 @@ RECORDS: list[dict[str, Any]] = [
 
 
 def of_file(tmp_path: Path, keep: tuple[str, ...], **more: Any) -> PrepConfig:
-    write(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, RECORDS)).encode())
+    write_file(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, RECORDS)).encode())
     values = {
         "out": str(tmp_path / "out"),
         "read": {"folder": str(tmp_path / "in"), "metadata_keys": keep},
@@ -63,7 +63,7 @@ def fields_of(folder: Path) -> dict[str, Any]:
 def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool) -> None:
     out = tmp_path / "out"
     data_prep.run(of_file(tmp_path, ("*",), compress=not plain))
-    found = fields_of(out / "train") | fields_of(out / "validation")
+    actual = fields_of(out / "train") | fields_of(out / "validation")
     half = "\ufffd"
     expected = {
         f"a.jsonl#{n}": {
@@ -73,11 +73,11 @@ def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool
         }
         for n, record in enumerate(RECORDS, 1)
     }
-    assert found == expected
+    assert actual == expected
     check(out / "train")
     assert "2026-0" in show(out / "train", sample=0)
-    said = show(out / "train")
-    assert "site0.org" in said.partition("licence")[0]
+    output = show(out / "train")
+    assert "site0.org" in output.partition("licence")[0]
     counted = stats(out / "train")
     assert counted.count("site1.org") == 1
     assert "cc-by" in counted
@@ -90,40 +90,40 @@ def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool
 
 
 def test_named_fields_only_and_the_corpus_stays_what_it_was_without(tmp_path: Path) -> None:
-    made = data_prep.run(of_file(tmp_path, ("scores.quality", "licence", "nothing")))
-    found = fields_of(tmp_path / "out" / "train") | fields_of(tmp_path / "out" / "validation")
-    assert found["a.jsonl#1"] == {"scores.quality": 0.0, "licence": "mit"}
-    assert found["a.jsonl#3"] == {"scores.quality": 0.05}
-    assert "metadata_keys" in made.result["config"]["read"]
+    summary = data_prep.run(of_file(tmp_path, ("scores.quality", "licence", "nothing")))
+    actual = fields_of(tmp_path / "out" / "train") | fields_of(tmp_path / "out" / "validation")
+    assert actual["a.jsonl#1"] == {"scores.quality": 0.0, "licence": "mit"}
+    assert actual["a.jsonl#3"] == {"scores.quality": 0.05}
+    assert "metadata_keys" in summary.result["config"]["read"]
     plain = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "plain")))
     assert "metadata_keys" not in plain.result["config"]["read"]
     assert "partition_by" not in plain.result["config"]["split"]
     assert not any(fields_of(tmp_path / "plain" / "train").values())
-    assert plain.result["train"]["tokens"] == made.result["train"]["tokens"]
+    assert plain.result["train"]["tokens"] == summary.result["train"]["tokens"]
 
 
 def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
-    made = data_prep.run(
+    summary = data_prep.run(
         of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"})
     )
     train = tmp_path / "out" / "train"
     assert {path.name for path in train.iterdir()} == {"mit", "cc-by", "other", "%2E.%2Fx"}
     for name in ("mit", "cc-by"):
-        assert {each["licence"] for each in fields_of(train / name).values()} == {name}
-    of_all = made.result["train"]
-    assert sum(each["tokens"] for each in of_all["corpora"].values()) == of_all["tokens"]
+        assert {value["licence"] for value in fields_of(train / name).values()} == {name}
+    of_all = summary.result["train"]
+    assert sum(value["tokens"] for value in of_all["corpora"].values()) == of_all["tokens"]
     assert sum(Corpus.open(train / name).n_tokens for name in of_all["corpora"]) == of_all["tokens"]
     assert data_prep.run(
         of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"})
     ).already_done
     with pytest.raises(UsageError, match=r"holds a corpus for each of .*mit.*data\.mixture\.NAME\.path"):
         Corpus.open(train)
-    some = {"validation": 0.2, "partition_by": "domain", "partition_values": ["site1.org"]}
-    data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "some"), split=some))
+    selected = {"validation": 0.2, "partition_by": "domain", "partition_values": ["site1.org"]}
+    data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "some"), split=selected))
     assert {path.name for path in (tmp_path / "some" / "train").iterdir()} == {"site1.org", "other"}
     alone = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "alone")))
     together = [tmp_path / "some" / "train" / name for name in ("site1.org", "other")]
-    assert sum(Corpus.open(each).n_samples for each in together) == alone.result["train"]["documents"]
+    assert sum(Corpus.open(item).n_samples for item in together) == alone.result["train"]["documents"]
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_where(settings: dict[str, Any], kept: list[Any]) -> None:
         Document("3", "x", fields={"n": 2.5, "date": "2026-04-01", "licence": "gpl"}),
     ]
     rule = MetadataFilter(MetadataFilterConfig.model_validate({"name": "metadata_filter", **settings}))
-    found = [each for each in documents if isinstance(rule.apply(each, StepStats("")), Document)]
-    assert [each.get(settings["field"]) for each in found] == kept
+    actual = [document for document in documents if isinstance(rule.apply(document, StepStats("")), Document)]
+    assert [item.get(settings["field"]) for item in actual] == kept
 
 
 def test_every_format_keeps_fields(tmp_path: Path) -> None:
@@ -168,26 +168,26 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
     records = [
         {"url": f"{n}", "text": " ".join(f"w{draw.randrange(3000)}" for _ in range(200))} for n in range(40)
     ]
-    kept, given = records[:8], records[8:]
+    kept, inputs = records[:8], records[8:]
     near = {**kept[3], "text": kept[3]["text"] + " One more word."}
     folder = tmp_path / "in"
-    write(folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [kept[2], near, *given])).encode())
-    write(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, kept)).encode())
+    write_file(folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [kept[2], near, *inputs])).encode())
+    write_file(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, kept)).encode())
     values: dict[str, Any] = {
         "out": str(tmp_path / "out"),
         "read": {"folder": str(folder), "metadata_keys": ["url"]},
         "split": {"validation_files": ["b/*"], "validation": 0},
         "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "ul2_modes": False},
     }
-    made = data_prep.run(PrepConfig.model_validate(values))
-    assert made.result["held_out"]["names"] == ["b/held.jsonl"]
-    assert made.result["notes"] == []
+    summary = data_prep.run(PrepConfig.model_validate(values))
+    assert summary.result["held_out"]["names"] == ["b/held.jsonl"]
+    assert summary.result["notes"] == []
     urls = {
         name: {fields["url"] for fields in fields_of(tmp_path / "out" / name).values()}
         for name in ("train", "validation")
     }
-    assert urls["validation"] == {each["url"] for each in kept}
-    assert urls["train"] == {each["url"] for each in given}
+    assert urls["validation"] == {item["url"] for item in kept}
+    assert urls["train"] == {item["url"] for item in inputs}
     assert data_prep.run(PrepConfig.model_validate(values)).already_done
     for patterns, message in (
         (["c/*"], r"'c/\*' matches no file below .*, where there are a/train.jsonl, b/held.jsonl"),
@@ -197,6 +197,6 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             data_prep.run(PrepConfig.model_validate(again))
     dropped = {**values, "out": str(tmp_path / "none")}
-    dropped["steps"] = [{"name": "metadata_filter", "field": "url", "denied": [each["url"] for each in kept]}]
+    dropped["steps"] = [{"name": "metadata_filter", "field": "url", "denied": [item["url"] for item in kept]}]
     with pytest.raises(UsageError, match=r"of b/\* no document is left to hold out"):
         data_prep.run(PrepConfig.model_validate(dropped))

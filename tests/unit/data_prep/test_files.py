@@ -26,9 +26,9 @@ def test_all_files_sorted_without_the_hidden(root: Path) -> None:
 
 
 def test_patterns_choose_and_leave_out(root: Path) -> None:
-    found = listing(root, include=("*.txt",), exclude=("tests",))
-    assert [file.name for file in found.files] == ["a/z.txt", "b.txt", "c/d/e/f.txt"]
-    assert found.n_excluded == 3
+    actual = listing(root, include=("*.txt",), exclude=("tests",))
+    assert [file.name for file in actual.files] == ["a/z.txt", "b.txt", "c/d/e/f.txt"]
+    assert actual.n_excluded == 3
 
 
 def test_sizes_are_those_on_disk(root: Path) -> None:
@@ -43,8 +43,8 @@ def test_the_standard_library_without_tests_and_other_packages() -> None:
         if not {"test", "tests", "idle_test", "site-packages", "dist-packages"}
         & set(path.relative_to(stdlib).parts)
     }
-    found = InputFiles(ReadConfig(builtin="python-stdlib"))
-    assert {file.name for file in found.files} == expected
+    input_files = InputFiles(ReadConfig(builtin="python-stdlib"))
+    assert {file.name for file in input_files.files} == expected
     assert "json/decoder.py" in expected
 
 
@@ -78,9 +78,9 @@ def test_what_is_no_file_is_named_or_skipped(root: Path, kind: str) -> None:
     with pytest.raises(MegatfmError, match=f"{bad}: .*read.on_error=skip") as caught:
         listing(root)
     assert "\n" not in str(caught.value)
-    found = listing(root, on_error="skip")
-    assert [each.where for each in found.bad] == [str(bad)]
-    assert len(found.files) == 5
+    actual = listing(root, on_error="skip")
+    assert [item.where for item in actual.bad] == [str(bad)]
+    assert len(actual.files) == 5
 
 
 def test_a_folder_without_permission(tmp_path: Path, root: Path, unprivileged: None) -> None:

@@ -26,8 +26,8 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check, show
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data_prep.conftest import tree, write
-from tests.unit.data_prep.test_resume import KILLED, count_moments, killed
+from tests.support.killed_preps import KILLED, count_moments, run_killed_at
+from tests.support.prep_files import file_hashes, write_file
 
 
 def image(number: int, format_: str = "JPEG") -> bytes:
@@ -39,7 +39,7 @@ def image(number: int, format_: str = "JPEG") -> bytes:
 
 def samples(count: int = 30) -> dict[str, dict[str, bytes]]:
     """Images with what may lie beside them, by name and extension."""
-    found = {}
+    actual = {}
     for number in range(count):
         kind = ("jpg", "png", "jpeg")[number % 3]
         beside = {
@@ -49,23 +49,23 @@ def samples(count: int = 30) -> dict[str, dict[str, bytes]]:
         }
         image_ = image(number, "PNG" if kind == "png" else "JPEG")
         # with all, with some, with none of these
-        found[f"{number:03d}"] = {
+        actual[f"{number:03d}"] = {
             kind: image_,
-            **{each: data for at, (each, data) in enumerate(beside.items()) if number % 8 >> at & 1},
+            **{item: data for at, (item, data) in enumerate(beside.items()) if number % 8 >> at & 1},
         }
-    return found
+    return actual
 
 
-def as_folder(root: Path, found: Mapping[str, Mapping[str, bytes]]) -> None:
-    for name, members in found.items():
+def as_folder(root: Path, actual: Mapping[str, Mapping[str, bytes]]) -> None:
+    for name, members in actual.items():
         for extension, data in members.items():
-            write(root / f"set{int(name) % 2}" / f"{name}.{extension}", data)
+            write_file(root / f"set{int(name) % 2}" / f"{name}.{extension}", data)
 
 
-def as_tar(root: Path, found: Mapping[str, Mapping[str, bytes]]) -> None:
+def as_tar(root: Path, actual: Mapping[str, Mapping[str, bytes]]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     with webdataset.TarWriter(str(root / "all.tar")) as writer:
-        for name, members in found.items():
+        for name, members in actual.items():
             writer.write({"__key__": name, **members})
 
 
@@ -76,13 +76,13 @@ def config(tmp_path: Path, out: str = "out", **settings: Any) -> PrepConfig:
 
 
 def taken(out: Path) -> dict[str, Any]:
-    found = {}
+    actual = {}
     for name in ("train", "validation"):
         corpus = Corpus.open(out / name)
         check(out / name)
         for sample in map(corpus.read_sample, reversed(range(corpus.n_samples))):
-            found[sample.source] = sample
-    return found
+            actual[sample.source] = sample
+    return actual
 
 
 @pytest.mark.parametrize("lay", [as_folder, as_tar])
@@ -90,9 +90,9 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
     wanted = samples()
     lay(tmp_path / "in", wanted)
     result = data_prep.run(config(tmp_path, task_bytes=1024)).result
-    found = taken(tmp_path / "out")
-    assert len(found) == len(wanted) == result["steps"][0]["documents_out"]
-    for source, sample in found.items():
+    actual = taken(tmp_path / "out")
+    assert len(actual) == len(wanted) == result["steps"][0]["documents_out"]
+    for source, sample in actual.items():
         name = source.rpartition("#")[2] if lay is as_tar else Path(source).stem
         assert dict(sample.members) == wanted[name]
         assert next(iter(sample.members)) in ("jpg", "jpeg", "png")
@@ -109,32 +109,32 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
 
     # The same whatever the parts, and readable by others.
     data_prep.run(config(tmp_path, "again", task_bytes=2**20))
-    first, again = tree(tmp_path / "out" / "train"), tree(tmp_path / "again" / "train")
+    first, again = file_hashes(tmp_path / "out" / "train"), file_hashes(tmp_path / "again" / "train")
     assert first == again
     with open(tmp_path / "out" / "train" / "shard-000000.tar.zst", "rb") as shard:
         unpacked = zstandard.ZstdDecompressor().stream_reader(shard, read_across_frames=True).read()
     members = tariterators.tar_file_expander([{"url": "shard", "stream": io.BytesIO(unpacked)}])
-    theirs = {each["__key__"]: each for each in tariterators.group_by_keys(members)}
-    assert len(theirs) == result["train"]["documents"]
-    for each in theirs.values():
-        meta = json.loads(each["meta.json"])
-        assert {name: each[name] for name in meta["members"]} == dict(found[meta["source"]].members)
+    expected = {sample["__key__"]: sample for sample in tariterators.group_by_keys(members)}
+    assert len(expected) == result["train"]["documents"]
+    for part in expected.values():
+        meta = json.loads(part["meta.json"])
+        assert {name: part[name] for name in meta["members"]} == dict(actual[meta["source"]].members)
 
 
 @pytest.mark.parametrize("lay", [pytest.param(as_folder, marks=pytest.mark.slow), as_tar])
 def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     lay(tmp_path / "in", samples())
     small = config(tmp_path, task_bytes=1024)
-    whole = tree(data_prep.run(small).out)
+    full = file_hashes(data_prep.run(small).out)
     moments = count_moments(tmp_path, small)
     rng = random.Random(0)
     # The last moments are those of the commits.
     lasts = [*rng.sample(range(moments), 1), *range(moments - 2, moments)]
     again = [("again", last) for last in sorted(rng.sample(range(moments), 2))]
-    statuses = killed(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
+    statuses = run_killed_at(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
     assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
     for out in ("again", *map(str, lasts)):
-        assert tree(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == whole
+        assert file_hashes(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == full
 
 
 def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,15 +146,15 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     data_prep.run(config(tmp_path, tokenizer={"file": str(tmp_path)}))
     captioned = 0
     for sample in taken(tmp_path / "out").values():
-        said = json.loads(sample.members.get("json", b"{}")).get("text", "")
-        caption = sample.members["txt"].decode() if "txt" in sample.members else said
+        output = json.loads(sample.members.get("json", b"{}")).get("text", "")
+        caption = sample.members["txt"].decode() if "txt" in sample.members else output
         assert known.decode(sample.tokens.tolist()) == caption
         assert sample.text_bytes == len(caption.encode())
         captioned += bool(caption)
     assert captioned > 15
     shown = show(tmp_path / "out" / "train", 0)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert all(each in page for each in ("<h1>30 images</h1>", "<dt>Captions</dt>", "<dt>Tokens</dt>"))
+    assert all(item in page for item in ("<h1>30 images</h1>", "<dt>Captions</dt>", "<dt>Tokens</dt>"))
     assert ".png" in shown or ".jp" in shown
     with pytest.raises(SystemExit) as ended:
         main(["data", "show", str(tmp_path / "out" / "train"), "--sample", "1"])

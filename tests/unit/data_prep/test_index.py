@@ -14,7 +14,7 @@ from megatfm.data_prep.dedup import key_table as index_module
 from megatfm.data_prep.dedup.clusters import mark_near_duplicates, spanning_forest
 from megatfm.data_prep.dedup.first_occurrence import group_equal_keys, mark_repeats
 from megatfm.data_prep.dedup.key_table import DedupContext, Facts, KeyTable, Partitioning, write_keys
-from tests.unit.data_prep.conftest import one_by_one
+from tests.support.prep_files import one_by_one
 
 MANY = 2**30
 Marks = NDArray[np.uint8]
@@ -35,8 +35,8 @@ def marked(
         write_keys(file, [values[begin:end]])
     rows = KeyTable(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
     index = DedupContext(folder, memory, one_by_one)
-    told = find(rows, index)
-    return index.is_duplicate(len(rows), told["each"]).read(0, len(rows))[:, 0], told
+    message = find(rows, index)
+    return index.is_duplicate(len(rows), message["each"]).read(0, len(rows))[:, 0], message
 
 
 def later_by_definition(values: NDArray[Any]) -> list[bool]:
@@ -65,13 +65,13 @@ def test_later_ones_of_two_numbers(tmp_path: Path, memory: int) -> None:
     """Half of a key is not enough, and the examples name the very first."""
     values = np.random.default_rng(0).integers(0, 30, (3000, 2)).astype("<u8")
     values[:, 0] *= 2**59 // 3
-    marks, told = marked(tmp_path, values, mark_repeats, memory, (1500,))
+    marks, message = marked(tmp_path, values, mark_repeats, memory, (1500,))
     assert marks.tolist() == later_by_definition(values)
     first: dict[bytes, int] = {}
     for number, row in enumerate(values):
         first.setdefault(row.tobytes(), number)
     later = np.flatnonzero(marks)[:10].tolist()
-    assert told["examples"] == [[number, first[values[number].tobytes()]] for number in later]
+    assert message["examples"] == [[number, first[values[number].tobytes()]] for number in later]
 
 
 def test_hashes_of_a_few_ranges_only(tmp_path: Path) -> None:
@@ -171,15 +171,15 @@ def test_long_chains(tmp_path: Path, memory: int) -> None:
 def test_a_tree_joins_what_the_edges_join() -> None:
     rng = np.random.default_rng(0)
     edges = np.sort(rng.integers(0, 300, (200, 2)) * 10**9, axis=1)
-    found = spanning_forest(edges)
+    actual = spanning_forest(edges)
     groups = {row: {row} for row in edges.ravel().tolist()}
     for a, b in edges.tolist():
         joined = groups[a] | groups[b]
         for row in joined:
             groups[row] = joined
     expected = {(min(group), row) for row, group in groups.items() if row != min(group)}
-    assert set(map(tuple, found.tolist())) == expected
-    assert len(found) == len(expected)
+    assert set(map(tuple, actual.tolist())) == expected
+    assert len(actual) == len(expected)
     assert len(spanning_forest(edges[:0])) == 0
 
 
@@ -211,19 +211,19 @@ def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str)
     peaks = []
 
     def measured(step: str, count: int, total: int, work: Any, join: Any = lambda _: {}) -> Facts:
-        told = []
+        message = []
         for number in range(count):
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            told.append(work(number, lambda _: None))
+            message.append(work(number, lambda _: None))
             peaks.append(tracemalloc.get_traced_memory()[1] - before)
-        return join(told)
+        return join(message)
 
     index = DedupContext(tmp_path, memory, measured)
     tracemalloc.start()
     try:
-        told = find(rows, index)
+        message = find(rows, index)
     finally:
         tracemalloc.stop()
-    assert np.array_equal(index.is_duplicate(len(rows), told["each"]).read(0, len(rows))[:, 0], expected)
+    assert np.array_equal(index.is_duplicate(len(rows), message["each"]).read(0, len(rows))[:, 0], expected)
     assert memory / 2 < max(peaks) < 1.2 * memory

@@ -1,24 +1,19 @@
 """The whole pipeline on a small corpus: what goes in, what comes out, and that nothing but the config decides it."""
 
 import errno
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
-import sentencepiece
-import zstandard
 
 from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data_prep.conftest import tree, write
+from tests.support.prep_files import file_hashes, shard_texts, write_file
 
 Make = Callable[..., PrepConfig]
 
@@ -40,8 +35,10 @@ def test_the_splits_share_no_package_and_have_the_share(config: Make) -> None:
     summary = data_prep.run(config())
     train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
     assert not {name.split("/")[0] for name in train} & {name.split("/")[0] for name in validation}
-    held_out, rest = (sum(len(text.encode()) for text in split.values()) for split in (validation, train))
-    assert 0.05 <= held_out / (held_out + rest) <= 0.1
+    held_out, remaining = (
+        sum(len(text.encode()) for text in split.values()) for split in (validation, train)
+    )
+    assert 0.05 <= held_out / (held_out + remaining) <= 0.1
     assert summary.result["held_out"]["level"] == "top-level folder"
     assert sorted({name.split("/")[0] for name in validation}) == summary.result["held_out"]["names"]
 
@@ -51,7 +48,7 @@ def test_nothing_in_training_is_near_the_held_out(config: Make, corpus: Path) ->
     held_out = shard_texts(before.out, "validation")
     name = max(held_out, key=lambda name: len(held_out[name]))
     twin = held_out[name].replace("self", "this", 3)
-    write(corpus / "json" / "twin.py", twin.encode())
+    write_file(corpus / "json" / "twin.py", twin.encode())
     after = data_prep.run(config(out="other"))
     assert after.result["held_out"] == before.result["held_out"]
     assert "json/twin.py" not in shard_texts(after.out, "train")
@@ -70,12 +67,12 @@ def test_the_numbers_add_up(config: Make) -> None:
     for before, step in pairwise(result["steps"]):
         assert (before["documents_out"], before["bytes_out"]) == (step["documents_in"], step["bytes_in"])
     for name in ("train", "validation"):
-        corpus, made = Corpus.open(summary.out / name), result[name]
+        corpus, totals = Corpus.open(summary.out / name), result[name]
         assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes, corpus.fingerprint) == (
-            made["documents"],
-            made["tokens"],
-            made["text_bytes"],
-            made["fingerprint"],
+            totals["documents"],
+            totals["tokens"],
+            totals["text_bytes"],
+            totals["fingerprint"],
         )
         assert corpus.tokenizer_hash == result["tokenizer"]["blake3"]
     assert steps["split"]["documents_out"] == result["train"]["documents"]
@@ -98,9 +95,9 @@ def test_the_tokenizer_never_sees_held_out_text(config: Make, corpus: Path) -> N
     assert after.result["tokenizer"] == before.result["tokenizer"]
 
 
-def test_neither_workers_nor_place_change_a_byte(config: Make) -> None:
+def test_workers_and_place_change_no_byte(config: Make) -> None:
     trees = [
-        tree(data_prep.run(config(out=f"out{workers}", tokenizer_threads=workers)).out)
+        file_hashes(data_prep.run(config(out=f"out{workers}", tokenizer_threads=workers)).out)
         for workers in (1, 2, 5)
     ]
     assert trees[0] == trees[1] == trees[2]
@@ -117,10 +114,10 @@ def test_where_the_system_does_not_say_which_cores_are_ours(
 
 
 def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make) -> None:
-    whole = data_prep.run(config())
+    full = data_prep.run(config())
     part = data_prep.run(config(out="part", tokenizer={"train_bytes": 200_000}))
-    assert part.result["tokenizer"] != whole.result["tokenizer"]
-    assert part.result["train"]["text_bytes"] == whole.result["train"]["text_bytes"]
+    assert part.result["tokenizer"] != full.result["tokenizer"]
+    assert part.result["train"]["text_bytes"] == full.result["train"]["text_bytes"]
 
 
 @pytest.mark.parametrize(("files", "level"), [(1, "part of a file"), (40, "file")])
@@ -129,7 +126,7 @@ def test_a_corpus_without_packages_is_split_more_finely(
 ) -> None:
     text = (Path(json.__path__[0]) / "decoder.py").read_text().splitlines(keepends=True)
     for number in range(files):
-        write(tmp_path / "flat" / "only" / f"{number}.py", "".join(text[number::files]).encode())
+        write_file(tmp_path / "flat" / "only" / f"{number}.py", "".join(text[number::files]).encode())
     summary = data_prep.run(config(read={"folder": str(tmp_path / "flat")}, tokenizer={"vocab_size": 400}))
     assert summary.result["held_out"]["level"] == level
     assert any(level in note for note in summary.result["notes"])
@@ -151,22 +148,22 @@ def test_a_second_run_does_nothing(config: Make) -> None:
 
 def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None:
     first = data_prep.run(config())
-    before = tree(first.out)
+    before = file_hashes(first.out)
     with pytest.raises(UsageError, match=r"tokenizer.vocab_size was 700, is 800.*overwrite=true"):
         data_prep.run(config(tokenizer={"vocab_size": 800}))
-    assert tree(first.out) == before
+    assert file_hashes(first.out) == before
     data_prep.run(config(tokenizer={"vocab_size": 800}, overwrite=True))
     data_prep.run(config(overwrite=True))
-    assert tree(first.out) == before
+    assert file_hashes(first.out) == before
 
 
 def test_what_an_earlier_version_made_is_told_of(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     out = data_prep.run(config()).out
-    before = tree(out)
+    before = file_hashes(out)
     monkeypatch.setattr("megatfm.data_prep.execution.workspace.VERSION", 99)
     with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
         data_prep.run(config())
-    assert tree(out) == before
+    assert file_hashes(out) == before
 
 
 def test_a_finished_prep_with_a_file_gone_is_not_taken_for_whole(config: Make) -> None:
@@ -177,11 +174,11 @@ def test_a_finished_prep_with_a_file_gone_is_not_taken_for_whole(config: Make) -
 
 
 def test_a_folder_with_other_things_is_left_alone(config: Make, tmp_path: Path) -> None:
-    write(tmp_path / "out" / "train" / "precious.txt", b"mine")
+    write_file(tmp_path / "out" / "train" / "precious.txt", b"mine")
     for settings in ({}, {"overwrite": True}):
         with pytest.raises(UsageError, match="holds 'train', which no prep made"):
             data_prep.run(config(**settings))
-    assert tree(tmp_path / "out").keys() == {"train/precious.txt"}
+    assert file_hashes(tmp_path / "out").keys() == {"train/precious.txt"}
 
 
 def test_out_inside_the_corpus_is_refused(config: Make, corpus: Path) -> None:
@@ -197,13 +194,13 @@ def test_a_mistake_in_the_last_stage_costs_only_that_stage(
     monkeypatch.setattr("megatfm.data_prep.clean.DocumentReader", None)  # reading again would fail
     mended = data_prep.run(config())
     monkeypatch.undo()
-    assert tree(mended.out) == tree(data_prep.run(config(out="clean")).out)
+    assert file_hashes(mended.out) == file_hashes(data_prep.run(config(out="clean")).out)
 
 
 def test_text_that_was_added_after_a_mistake_is_read(config: Make, corpus: Path) -> None:
     with pytest.raises(UsageError, match="or add text"):
         data_prep.run(config(tokenizer={"vocab_size": 900_000}))
-    write(corpus / "more.txt", b"a few more words, which no other file has\n" * 100)
+    write_file(corpus / "more.txt", b"a few more words, which no other file has\n" * 100)
     summary = data_prep.run(config())
     assert "more.txt" in shard_texts(summary.out, "train") | shard_texts(summary.out, "validation")
 
@@ -226,28 +223,6 @@ def test_the_preset_reads_the_standard_library() -> None:
     assert load(PrepConfig, "quickstart-data", ["read.folder=texts"]).read.folder == str(Path.cwd() / "texts")
 
 
-def shard_texts(out: Path, split: str) -> dict[str, str]:
-    """Source → text of all samples of a split."""
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
-    texts: dict[str, str] = {}
-    for shard in sorted((out / split).glob("*.tar.zst")):
-        stream = zstandard.ZstdDecompressor().stream_reader(shard.read_bytes(), read_across_frames=True)
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
-            members = {member.name: tar.extractfile(member).read() for member in tar}
-        for name, data in members.items():
-            if name.endswith(".meta.json"):
-                meta = json.loads(data)
-                ids = np.load(io.BytesIO(members[name.replace("meta.json", "tokens.npy")]))
-                many = "keys" in meta
-                parts = np.split(ids, np.cumsum(meta["tokens"])[:-1]) if many else [ids]
-                sources = meta["sources"] if many else [meta["source"]]
-                sizes = meta["bytes"] if many else [meta["bytes"]]
-                for source, size, part in zip(sources, sizes, parts, strict=True):
-                    texts[source] = tokenizer.decode(part.tolist())
-                    assert len(texts[source].encode()) == size
-    return texts
-
-
 @pytest.mark.parametrize("many", [10**6, 10])
 def test_no_record_lies_on_both_sides_of_the_split(
     config: Make, tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch
@@ -256,7 +231,9 @@ def test_no_record_lies_on_both_sides_of_the_split(
     monkeypatch.setattr("megatfm.data_prep.split.MANY", many)
     line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"
     records = [{"text": "".join(line.format(piece, article) for piece in range(40))} for article in range(30)]
-    write(tmp_path / "flat" / "all.jsonl", "".join(json.dumps(each) + "\n" for each in records).encode())
+    write_file(
+        tmp_path / "flat" / "all.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode()
+    )
     summary = data_prep.run(
         config(
             read={"folder": str(tmp_path / "flat"), "max_document_bytes": 1024}, tokenizer={"vocab_size": 400}

@@ -49,13 +49,13 @@ def test_any_text_survives_any_cut(tmp_path_factory: pytest.TempPathFactory, tex
     (folder / "a.txt").write_bytes(text.encode())
     parts = [document.text for document in read(folder, limit)[0]]
     # Parts without any letter are dropped as empty, so only those may be missing.
-    rest = text
+    remaining = text
     for part in parts:
-        before, found, rest = rest.partition(part)
-        assert found
+        before, actual, remaining = remaining.partition(part)
+        assert actual
         assert not before.strip()
         assert len(part.encode()) <= limit
-    assert not rest.strip()
+    assert not remaining.strip()
 
 
 BAD = {

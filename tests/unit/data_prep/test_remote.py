@@ -22,7 +22,8 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.upload import RemoteOutput
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data_prep.conftest import write
+from tests.support.prep_files import write_file
+from tests.support.remote_corpora import use_s3
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +39,7 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture
 def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An empty bucket there, and its file system."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    fsspec.config.conf.pop("s3", None)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    use_s3(endpoint, monkeypatch)
     fs = fsspec.filesystem("s3")
     fs.mkdir("prep-bucket")
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
@@ -61,12 +54,14 @@ def small(tmp_path: Path) -> Path:
     """A folder of a few formats, with names to be left out, and one that a URL spells otherwise."""
     root = tmp_path / "small"
     lines = [json.dumps({"text": f"A line number {n} of some words. " * 9}) for n in range(60)]
-    write(root / "a" / "lines.jsonl", "\n".join(lines).encode())
+    write_file(root / "a" / "lines.jsonl", "\n".join(lines).encode())
     for n in range(12):
-        write(root / "b" / f"text {n}#é.txt", (f"Another text, with number {n}, is here. " * 40).encode())
-    write(root / "a.txt", b"a folder comes before a file of a longer name\n" * 9)
-    write(root / ".hidden" / "x.txt", b"never read")
-    write(root / "tests" / "y.txt", b"left out")
+        write_file(
+            root / "b" / f"text {n}#é.txt", (f"Another text, with number {n}, is here. " * 40).encode()
+        )
+    write_file(root / "a.txt", b"a folder comes before a file of a longer name\n" * 9)
+    write_file(root / ".hidden" / "x.txt", b"never read")
+    write_file(root / "tests" / "y.txt", b"left out")
     return root
 
 
@@ -110,8 +105,8 @@ def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tm
     s3.put(str(small), "prep-bucket/in", recursive=True)
     local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
     url, scratch = "s3://prep-bucket/corpora/mine", tmp_path / "scratch"
-    made = data_prep.run(of("s3://prep-bucket/in", url, scratch))
-    assert made.out == url
+    summary = data_prep.run(of("s3://prep-bucket/in", url, scratch))
+    assert summary.out == url
     assert not any(scratch.iterdir()), "nothing is left here"
     assert without_place(there(s3, "prep-bucket/corpora/mine")) == without_place(here(tmp_path / "out"))
     assert Corpus.open(f"{url}/train").fingerprint == local.result["train"]["fingerprint"]
@@ -122,7 +117,7 @@ def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tm
         data_prep.run(of("s3://prep-bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
     s3.pipe("prep-bucket/corpora/mine/notes.txt", b"mine")
     again = data_prep.run(of("s3://prep-bucket/in", url, scratch, overwrite=True))
-    assert again.result == made.result
+    assert again.result == summary.result
     assert there(s3, "prep-bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
 
 
@@ -144,16 +139,16 @@ def test_a_kill_at_any_upload_loses_nothing(
     def falling(self: RemoteFolder, path: Path, name: str) -> Any:
         fall(name, "before")
         sent.append(name)
-        found = put(self, path, name)
+        actual = put(self, path, name)
         fall(name, "after")
-        return found
+        return actual
 
     monkeypatch.setattr(RemoteFolder, "upload", falling)
     config = of(str(small), "memory://bucket/out", tmp_path / "scratch")
     fs = fsspec.filesystem("memory")
     for _ in range(50):
         try:
-            made = data_prep.run(config)
+            summary = data_prep.run(config)
             break
         except KilledError:
             assert not fs.exists("/bucket/out/prep.json") or "prep.json" in sent
@@ -161,7 +156,7 @@ def test_a_kill_at_any_upload_loses_nothing(
     assert max(map(sent.count, sent)) == 2, "what was noted is not sent again"
     monkeypatch.setattr(RemoteFolder, "upload", put)
     local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
-    assert {name: made.result[name] for name in ("train", "validation")} == {
+    assert {name: summary.result[name] for name in ("train", "validation")} == {
         name: local.result[name] for name in ("train", "validation")
     }
     assert without_place(there(fs, "/bucket/out")) == without_place(here(tmp_path / "out"))
@@ -191,9 +186,9 @@ def test_several_machines_share_the_work_by_a_folder_that_all_see(
         thread.join(60)
     assert not errors
     fs = fsspec.filesystem("memory")
-    made = there(fs, "/bucket/out")
+    result = there(fs, "/bucket/out")
     data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
-    assert without_place(made) == without_place(here(tmp_path / "out"))
+    assert without_place(result) == without_place(here(tmp_path / "out"))
     fs.rm("/bucket", recursive=True)
 
 
@@ -225,7 +220,7 @@ class Pages(http.server.SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path))
         if path.is_dir():
-            names = [quote(each.name) + "/" * each.is_dir() for each in path.iterdir()]
+            names = [quote(path.name) + "/" * path.is_dir() for path in path.iterdir()]
             links = "".join(f'<a href="{name}">x</a>' for name in ["/", "../", "?C=N;O=D", *names])
             self.answer(links.encode(), {"Content-Type": "text/html"})
             return
@@ -264,7 +259,7 @@ class Pages(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def web(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
-    write(small / "above.txt", b"")
+    write_file(small / "above.txt", b"")
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Pages, directory=small)
     ) as server:
@@ -276,8 +271,8 @@ def web(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_web_pages_are_listed_and_a_reading_goes_on_where_it_broke_off(
     web: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = InputFiles(ReadConfig(folder=f"{web}/b"), tmp_path)
-    assert [file.name for file in found.files] == sorted(f"text {n}%23é.txt" for n in range(12)), (
+    input_files = InputFiles(ReadConfig(folder=f"{web}/b"), tmp_path)
+    assert [file.name for file in input_files.files] == sorted(f"text {n}%23é.txt" for n in range(12)), (
         "nothing above it"
     )
     (one,) = InputFiles(ReadConfig(folder=f"{web}/a/lines.jsonl"), tmp_path).files
@@ -319,7 +314,7 @@ def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
     (tmp_path / "b.txt").write_bytes(b"whole")
     with pytest.raises(UsageError, match=r"memory://box: b\.txt can't be written: memory:// has no way"):
         place.upload(tmp_path / "b.txt", "b.txt")
-    monkeypatch.setattr(fs.__class__, "put_file", lambda self, here, there, **_: self.pipe(there, b"torn!"))
+    monkeypatch.setattr(fs.__class__, "put_file", lambda self, local, there, **_: self.pipe(there, b"torn!"))
     with pytest.raises(
         MegatfmError, match=r"b\.txt can't be written \(OSError: what arrived is not what was sent"
     ):
@@ -335,7 +330,7 @@ def test_where_an_upload_shows_early_it_gets_another_name_first(
     monkeypatch.setattr(
         fsspec.filesystem("file").__class__,
         "put_file",
-        lambda self, here, there, **more: (names.append(Path(there).name), put(self, here, there, **more)),
+        lambda self, local, there, **more: (names.append(Path(there).name), put(self, local, there, **more)),
     )
     (tmp_path / "x").write_bytes(b"data")
     place.upload(tmp_path / "x", "train/x")
@@ -350,8 +345,8 @@ def test_an_upload_in_parts_is_known_by_its_checksum(
     data = bytes(range(251)) * 50_000
     (tmp_path / "x").write_bytes(data)
     monkeypatch.setattr(remote, "_content_matches", lambda *_: pytest.fail("the checksum tells"))
-    found = RemoteFolder("s3://prep-bucket").upload(tmp_path / "x", "x")
-    assert found.version.strip('"').endswith("-3")
+    uploaded = RemoteFolder("s3://prep-bucket").upload(tmp_path / "x", "x")
+    assert uploaded.version.strip('"').endswith("-3")
     assert s3.cat("prep-bucket/x") == data
 
 

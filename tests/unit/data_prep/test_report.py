@@ -15,7 +15,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.report.page import bars, number, render, size
 from megatfm.data_prep.shards import Statistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
-from tests.unit.data_prep.conftest import write
+from tests.support.prep_files import write_file
 
 Make = Callable[..., PrepConfig]
 
@@ -24,20 +24,20 @@ def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
     summary = data_prep.run(config(steps=[{"name": "language"}]))
     made_with = tokenizers.load(summary.out)
     for name in ("train", "validation"):
-        corpus, made = Corpus.open(summary.out / name), summary.result[name]
+        corpus, result = Corpus.open(summary.out / name), summary.result[name]
         ids = [np.asarray(sample.tokens) for sample in map(corpus.read_sample, range(corpus.n_samples))]
         uses = Counter(np.concatenate(ids).tolist())
-        assert made["vocabulary"]["used"] == len(uses)
-        assert made["vocabulary"]["used_100_times"] == sum(count >= 100 for count in uses.values())
-        assert made["vocabulary"]["size"] == made_with.vocab_size
-        assert [times for _, times in made["vocabulary"]["common"]] == [
+        assert result["vocabulary"]["used"] == len(uses)
+        assert result["vocabulary"]["used_100_times"] == sum(count >= 100 for count in uses.values())
+        assert result["vocabulary"]["size"] == made_with.vocab_size
+        assert [times for _, times in result["vocabulary"]["common"]] == [
             times for _, times in uses.most_common(12)
         ]
-        lengths = Counter(2 ** int(np.ceil(np.log2(max(1, len(each))))) for each in ids)
-        assert dict(made["lengths"]) == lengths
-        assert sum(documents for _, documents, _, _ in made["sources"]) <= corpus.n_samples
-        if not made["more_sources"]:
-            assert sum(tokens for *_, tokens in made["sources"]) == corpus.n_tokens
+        lengths = Counter(2 ** int(np.ceil(np.log2(max(1, len(item))))) for item in ids)
+        assert dict(result["lengths"]) == lengths
+        assert sum(documents for _, documents, _, _ in result["sources"]) <= corpus.n_samples
+        if not result["more_sources"]:
+            assert sum(tokens for *_, tokens in result["sources"]) == corpus.n_tokens
 
 
 def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
-    write(corpus / "<script>alert(1)</script>.txt", b"<script>alert(2)</script> is empty? \n")
-    write(corpus / "again.txt", b"<script>alert(2)</script> is empty? \n")
+    write_file(corpus / "<script>alert(1)</script>.txt", b"<script>alert(2)</script> is empty? \n")
+    write_file(corpus / "again.txt", b"<script>alert(2)</script> is empty? \n")
     summary = data_prep.run(config())
     page = (summary.out / "report.html").read_text()
     assert page == render(summary.result)

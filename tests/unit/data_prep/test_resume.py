@@ -1,9 +1,6 @@
 """Killed at any moment, the same command goes on, and the result is that of a run that was never killed."""
 
-import json
-import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,39 +13,40 @@ from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.execution.workspace import Workspace
-from tests.unit.data_prep.conftest import tree
+from tests.support.killed_preps import KILLED, NEVER, SIGNAL_SCRIPT, count_moments, run_killed_at
+from tests.support.prep_files import file_hashes
 
 Make = Callable[..., PrepConfig]
-KILLED = -signal.SIGKILL
-NEVER = 10**9
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
-    whole = tree(data_prep.run(config()).out)
+    full = file_hashes(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
     rng = random.Random(count)
     # The last moments are those of the commits after the last document was written.
     lasts = sorted({*rng.sample(range(moments), count), *rng.sample(range(moments - 25, moments), 1 + count)})
-    assert killed(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(lasts)
+    assert run_killed_at(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(
+        lasts
+    )
     for last in lasts:
-        left = tree(tmp_path / f"killed{last}")
+        left = file_hashes(tmp_path / f"killed{last}")
         finals = {name: left[name] for name in left if "." not in {part[0] for part in name.split("/")}}
-        assert finals.items() <= whole.items()
-        assert tree(data_prep.run(config(f"killed{last}")).out) == whole
+        assert finals.items() <= full.items()
+        assert file_hashes(data_prep.run(config(f"killed{last}")).out) == full
 
 
 @pytest.mark.slow  # test_stages.py does this with every kind of step
 def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
-    whole = tree(data_prep.run(config()).out)
+    full = file_hashes(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
     rng = random.Random(1)
     # Each of these is too short for the whole, but long enough for the longest stage.
     attempts = [rng.randrange(moments // 2, 3 * moments // 4) for _ in range(3)]
-    statuses = killed(tmp_path, config(), [("chain", last) for last in [*attempts, NEVER]])
+    statuses = run_killed_at(tmp_path, config(), [("chain", last) for last in [*attempts, NEVER]])
     assert statuses[0] == KILLED
     assert statuses[-1] == 0
-    assert tree(tmp_path / "chain") == whole
+    assert file_hashes(tmp_path / "chain") == full
 
 
 def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +66,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         monkeypatch.setattr(f"megatfm.data_prep.{done}", fail)
     out = data_prep.run(config()).out
     monkeypatch.undo()
-    assert tree(out) == tree(data_prep.run(config("clean")).out)
+    assert file_hashes(out) == file_hashes(data_prep.run(config("clean")).out)
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -80,7 +78,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 def test_what_other_settings_made_is_not_used(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    clean = tree(data_prep.run(config("clean")).out)
+    clean = file_hashes(data_prep.run(config("clean")).out)
 
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -90,7 +88,7 @@ def test_what_other_settings_made_is_not_used(config: Make, monkeypatch: pytest.
             patch.setattr("megatfm.data_prep.execution.workspace.Workspace.finish", fail)
             with pytest.raises(KeyboardInterrupt):
                 data_prep.run(config(f"{number}", **settings))
-        assert tree(data_prep.run(config(f"{number}")).out) == clean
+        assert file_hashes(data_prep.run(config(f"{number}")).out) == clean
 
 
 def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
@@ -107,34 +105,10 @@ def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
 def test_a_request_to_stop_ends_with_75_and_the_same_command_goes_on(config: Make, tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
-    falling = [sys.executable, str(Path(__file__).with_name("falling.py")), "SIGTERM", "9", "-", str(path)]
+    falling = [sys.executable, str(SIGNAL_SCRIPT), "SIGTERM", "9", "-", str(path)]
     stopped = subprocess.run(falling, capture_output=True, text=True)
     assert stopped.returncode == 75, stopped.stderr
     assert stopped.stderr.strip().splitlines()[-1].startswith("interrupted: ")
     assert "Traceback" not in stopped.stderr
     data_prep.run(config())
-    assert tree(tmp_path / "out") == tree(data_prep.run(config("clean")).out)
-
-
-def count_moments(folder: Path, config: PrepConfig) -> int:
-    """How many moments a whole run has."""
-    return int(kill(folder, config, [("counted", NEVER)]).stderr.splitlines()[-1])
-
-
-def killed(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> list[int]:
-    """The exit statuses of runs (out, moment at which it is killed), one after the other."""
-    statuses: list[int] = json.loads(kill(folder, config, runs).stdout)
-    return statuses
-
-
-def kill(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> subprocess.CompletedProcess[str]:
-    path = folder / "config.json"
-    path.write_text(config.model_dump_json())
-    script = Path(__file__).with_name("kill.py")
-    return subprocess.run(
-        [sys.executable, str(script), str(path), *(f"{folder / out}:{last}" for out, last in runs)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )
+    assert file_hashes(tmp_path / "out") == file_hashes(data_prep.run(config("clean")).out)

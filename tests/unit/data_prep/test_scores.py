@@ -20,7 +20,9 @@ from megatfm.data_prep.filters.base import make_filter
 from megatfm.data_prep.filters.classifiers import LinearClassifier, features
 from megatfm.errors import UsageError
 from megatfm.inference.text import load
-from tests.unit.inference.conftest import random_model, tokenizer_model, wide, write_run  # noqa: F401
+from tests.support.trained_runs import padded_decoder, random_model, tokenizer_model, write_trained_run
+
+__all__ = ["tokenizer_model"]  # a fixture
 
 PROSE = [
     "the",
@@ -77,8 +79,8 @@ def apply(text: str, **values: Any) -> Document | str:
 
 @pytest.fixture(scope="module")
 def weights() -> LinearClassifier:
-    some = texts(PROSE, 60, 0) + texts(SPAM, 60, 1)
-    return LinearClassifier.fit(some, [True] * 60 + [False] * 60, bits=12)
+    selected = texts(PROSE, 60, 0) + texts(SPAM, 60, 1)
+    return LinearClassifier.fit(selected, [True] * 60 + [False] * 60, bits=12)
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
@@ -88,11 +90,11 @@ def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Pa
     good, bad = texts(PROSE, 20, 2), texts(SPAM, 20, 3)
     how = {"name": "linear_classifier", "file": str(path), "min_score": 0.5, "save_as": "quality"}
     for text in good:
-        found = apply(text, **how)
-        assert isinstance(found, Document)
+        actual = apply(text, **how)
+        assert isinstance(actual, Document)
         (places,) = features([text], weights.ngrams, len(weights.weight))
         by_hand = 1 / (1 + math.exp(-weights.bias - weights.weight[places].astype(float).mean()))
-        assert found.fields["quality"] == pytest.approx(by_hand, abs=1e-6)
+        assert actual.fields["quality"] == pytest.approx(by_hand, abs=1e-6)
     assert {apply(text, **how) for text in bad} == {"probability_below_min_score"}
     assert {apply(text, **{**how, "min_score": 0.0, "max_score": 0.5}) for text in good} == {
         "probability_above_max_score"
@@ -106,30 +108,32 @@ def test_features_are_all_runs_of_words_of_each_text_alone() -> None:
     alone = [features([text], 3, 2**20)[0] for text in ("One, two three.", "", "two")]
     for one, again in zip(alone, features(["One, two three.", "", "two"], 3, 2**20), strict=True):
         np.testing.assert_array_equal(one, again)
-    assert [len(each) for each in alone] == [3 + 2 + 1, 0, 1]
+    assert [len(item) for item in alone] == [3 + 2 + 1, 0, 1]
     assert alone[2][0] in alone[0][:3]
     assert len(set(alone[0].tolist())) == 6
 
 
 def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
     """Against autograd: the gradient of the loss that is said to be least."""
-    some, labels = texts(PROSE, 60, 0) + texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
+    selected, labels = texts(PROSE, 60, 0) + texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
     w = torch.tensor(weights.weight, dtype=torch.float64, requires_grad=True)
     b = torch.tensor(weights.bias, dtype=torch.float64, requires_grad=True)
-    logits = torch.stack([w[torch.tensor(each)].mean() + b for each in features(some, 2, 2**12)])
+    logits = torch.stack([w[torch.tensor(feature)].mean() + b for feature in features(selected, 2, 2**12)])
     loss = torch.nn.functional.softplus(-torch.tensor(labels) * logits).mean() + 1e-4 / 2 * (w @ w)
     loss.backward()
     assert max(float(w.grad.abs().max()), float(b.grad.abs())) < 2e-4
 
 
 def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    run = write_run(
-        tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(wide(), torch.float32)
+    run = write_trained_run(
+        tmp_path / "run",
+        request.getfixturevalue("tokenizer_model"),
+        random_model(padded_decoder(), torch.float32),
     )
     text = "def indent(text, prefix): return text.splitlines(True)\n" * 3
     how = {"name": "perplexity", "run": str(run), "save_as": "perplexity", "max_tokens": 30}
-    found = apply(text, **how)
-    assert isinstance(found, Document)
+    actual = apply(text, **how)
+    assert isinstance(actual, Document)
     model = load(run)
     ids = [model.tokenizer.bos, *model.tokenizer.encode_batch([text], 1)[0][:30]]
     row, total = model.config.data.sequence_length, 0.0
@@ -138,7 +142,7 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
             begin = (at - 1) // row * row
             logits = model.model(torch.tensor([list(map(int, ids[begin:at]))])).logits[0, -1]
             total -= float(torch.log_softmax(logits.double(), -1)[int(ids[at])])
-    assert found.fields["perplexity"] == pytest.approx(math.exp(total / 30), rel=1e-4)
+    assert actual.fields["perplexity"] == pytest.approx(math.exp(total / 30), rel=1e-4)
     assert apply(text, **how, max_score=1.5) == "perplexity_above_max_score"
     assert apply(text, **how, min_score=1e6) == "perplexity_below_min_score"
 
@@ -208,7 +212,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
     """Against transformers' own pipeline, which truncates, tokenizes and normalizes by itself."""
     from transformers import pipeline
 
-    some = texts(PROSE, 4, 8) + texts(SPAM, 4, 9)
+    selected = texts(PROSE, 4, 8) + texts(SPAM, 4, 9)
     for outputs, label in ((3, "LABEL_2"), (1, None)):
         folder = tmp_path / str(outputs)
         write_classifier(folder, outputs)
@@ -216,17 +220,17 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
         how = {"name": "classifier", "folder": str(folder), "save_as": "q", "max_tokens": 30}
         how |= {} if label is None else {"label": label}
         scores = []
-        for text in some:
+        for text in selected:
             applies = "none" if label is None else "softmax"
-            (said,) = judge([text], truncation=True, max_length=30, function_to_apply=applies)
-            scores.append(next(each["score"] for each in said if label in (None, each["label"])))
-            found = apply(text, **how)
-            assert isinstance(found, Document)
-            assert found.fields["q"] == pytest.approx(scores[-1], abs=2e-6)
+            (output,) = judge([text], truncation=True, max_length=30, function_to_apply=applies)
+            scores.append(next(item["score"] for item in output if label in (None, item["label"])))
+            actual = apply(text, **how)
+            assert isinstance(actual, Document)
+            assert actual.fields["q"] == pytest.approx(scores[-1], abs=2e-6)
         below, above = sorted(scores)[3:5]
         assert above - below > 1e-5  # or it would be a matter of rounding which are kept
         middle = (below + above) / 2
-        kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in some]
+        kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in selected]
         assert kept == [score > middle for score in scores]
         assert sum(kept) == 4
     with pytest.raises(UsageError, match="has no label 'x'; its labels are LABEL_0, LABEL_1, LABEL_2"):
@@ -271,10 +275,10 @@ def test_fasttext(tmp_path: Path) -> None:
     model.save_model(str(tmp_path / "m.bin"))
     how = {"name": "fasttext", "file": str(tmp_path / "m.bin"), "label": "__label__hq"}
     good, bad = texts(PROSE, 1, 5)[0], texts(SPAM, 1, 6)[0]
-    found = apply(good.replace(" ", "\n", 3), **how, save_as="q", min_score=0.5)
-    assert isinstance(found, Document)
+    actual = apply(good.replace(" ", "\n", 3), **how, save_as="q", min_score=0.5)
+    assert isinstance(actual, Document)
     by_label = {label: p for p, label in model.f.predict(f"{good}\n", -1, 0.0, "strict")}
-    assert found.fields["q"] == pytest.approx(by_label["__label__hq"], abs=1e-5)
+    assert actual.fields["q"] == pytest.approx(by_label["__label__hq"], abs=1e-5)
     assert apply(bad, **how, min_score=0.5) == "probability_below_min_score"
     with pytest.raises(UsageError, match="has no label 'x'; its labels are __label__hq, __label__lq"):
         apply(good, **{**how, "label": "x"})
@@ -307,18 +311,18 @@ def test_words_by_spacy_are_datatrove_s() -> None:
 
     from megatfm.data_prep.filters.heuristics import _SpacyWords
 
-    theirs, ours = SpaCyTokenizer("en"), _SpacyWords("en")
+    reference, spacy_words = SpaCyTokenizer("en"), _SpacyWords("en")
     for text in (*texts(PROSE, 3, 7), "Don't — it's $5.00!  (e.g. U.S. \n\n e-mail: a@b.org)…", ""):
-        assert ours(text) == theirs.word_tokenize(text)
+        assert spacy_words(text) == reference.word_tokenize(text)
 
 
 def test_presidio() -> None:
     pytest.importorskip("presidio_analyzer")
-    found = apply("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
-    assert isinstance(found, Document)
-    found = apply("IBAN DE89 3704 0044 0532 0130 00.", name="presidio", entities=["IBAN_CODE"])
-    assert isinstance(found, Document)
-    assert found.text == "IBAN <IBAN_CODE>."
+    actual = apply("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
+    assert isinstance(actual, Document)
+    actual = apply("IBAN DE89 3704 0044 0532 0130 00.", name="presidio", entities=["IBAN_CODE"])
+    assert isinstance(actual, Document)
+    assert actual.text == "IBAN <IBAN_CODE>."
     with pytest.raises(UsageError, match="no recogniser of 'en' finds 'PERSON' by its form; there are: "):
         apply("x", name="presidio", entities=["PERSON"])
 
@@ -371,9 +375,9 @@ FALSE = {
 def test_keys_cards_and_accounts(what: str) -> None:
     text, expected = TRUE[what] if what in TRUE else (FALSE[what], FALSE[what])
     for before, after in (("", ""), ("See (", "), and"), ("x: ", ".\nNEXT LINE")):
-        found = apply(f"{before}{text}{after}", name="pii", phone="")
-        assert isinstance(found, Document)
-        assert found.text == f"{before}{expected}{after}"
+        actual = apply(f"{before}{text}{after}", name="pii", phone="")
+        assert isinstance(actual, Document)
+        assert actual.text == f"{before}{expected}{after}"
     off = apply(text, name="pii", secret="", card="", iban="", phone="")
     assert isinstance(off, Document)
     assert off.text == text

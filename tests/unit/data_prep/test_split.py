@@ -49,10 +49,10 @@ def test_a_level_is_left_only_when_it_can_not_give_the_share() -> None:
         plan_parts_of_files(few, 0.1, 0),
     )
     levels = ("top-level folder", "file", "record", "part of a file")
-    for split, some, level in zip(plans, (packages, files, parts, parts), levels, strict=True):
+    for split, selected, level in zip(plans, (packages, files, parts, parts), levels, strict=True):
         assert split is not None
         assert split.level == level
-        assert sum(split.holds_out(Document(name, "")) for name in some) in (2, 4)
+        assert sum(split.holds_out(Document(name, "")) for name in selected) in (2, 4)
     assert plan_split({"p/one.py": 2000}, 0.1, 0) is None
     one = {"p/one.py#0": 100}
     assert plan_parts_of_files({"record": one, "part of a file": one}, 0.1, 0) is None
@@ -60,10 +60,10 @@ def test_a_level_is_left_only_when_it_can_not_give_the_share() -> None:
 
 
 def test_packages_stay_together() -> None:
-    some = {f"p{number % 20}/d/{number}.py": 100 for number in range(400)}
-    split = plan_split(some, 0.1, 0)
+    selected = {f"p{number % 20}/d/{number}.py": 100 for number in range(400)}
+    split = plan_split(selected, 0.1, 0)
     assert split is not None
-    documents = [Document(name, "") for name in some]
+    documents = [Document(name, "") for name in selected]
     sides = {document.top_level: split.holds_out(document) for document in documents}
     assert all(split.holds_out(document) == sides[document.top_level] for document in documents)
     assert sum(sides.values()) == 2
@@ -78,8 +78,8 @@ def guarded(
         StepStats("split"),
     )
     # In two parts, and one that has none.
-    for part, some in enumerate((dict([*held_out.items()][:1]), {}, dict([*held_out.items()][1:]))):
-        near.scan(part, documents(some))
+    for part, selected in enumerate((dict([*held_out.items()][:1]), {}, dict([*held_out.items()][1:]))):
+        near.scan(part, documents(selected))
     assert near.index(3) == len(held_out)
     # Those who look need not be those who wrote.
     left = list(
@@ -116,17 +116,17 @@ def test_near_duplicates_against_exact_similarity(
         texts[f"t{number}"] = " ".join(words)
         similarities[f"t{number}"] = jaccard(texts[f"t{number}"], held_out[f"v{number % 20}\n/é"])
     counts = guarded(tmp_path, held_out, texts, similarity=threshold, n_grams=3)
-    found = {}
+    actual = {}
     for example in counts.dropped["near_validation_document"].examples:
         match = re.fullmatch(r"t(\d+) ~ v(\d+)\n/é \((0\.\d\d|1\.00)\)", example)
         assert match
         assert int(match[1]) % 20 == int(match[2])
-        found[f"t{match[1]}"] = float(match[3])
+        actual[f"t{match[1]}"] = float(match[3])
     # Three standard deviations of an estimate from 128 hashes.
     clear = [name for name, similarity in similarities.items() if abs(similarity - threshold) > 0.12]
     assert len(clear) > 50
-    assert sum((name in found) != (similarities[name] > threshold) for name in clear) <= 1
-    assert all(abs(similarities[name] - estimate) < 0.2 for name, estimate in found.items())
+    assert sum((name in actual) != (similarities[name] > threshold) for name in clear) <= 1
+    assert all(abs(similarities[name] - estimate) < 0.2 for name, estimate in actual.items())
 
 
 def test_what_is_dropped_is_counted_with_what_it_is_near(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
-from tests.unit.data_prep.conftest import tree, write
-from tests.unit.data_prep.test_pipeline import shard_texts
-from tests.unit.data_prep.test_resume import KILLED, count_moments, killed
+from tests.support.killed_preps import KILLED, count_moments, run_killed_at
+from tests.support.prep_files import file_hashes, shard_texts, write_file
 
 Make = Callable[..., PrepConfig]
 
@@ -27,15 +26,15 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
         for number in range(4)
     ]
     rows += [{"text": f"from a bad place {number}", "url": "http://bad.com/x"} for number in range(3)]
-    write(
+    write_file(
         corpus / "rows.jsonl.gz",
         gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), mtime=0),
     )
     secret = " ".join(f"word{number}" for number in range(20))
-    write(corpus / "leak.txt", f"Before it. {secret} After it, at a@b.org.".encode())
+    write_file(corpus / "leak.txt", f"Before it. {secret} After it, at a@b.org.".encode())
     listed = {
-        "blocked": write(tmp_path / "blocked.txt", b"bad.com\n"),
-        "set": write(tmp_path / "set.txt", secret.encode()),
+        "blocked": write_file(tmp_path / "blocked.txt", b"bad.com\n"),
+        "set": write_file(tmp_path / "set.txt", secret.encode()),
     }
     steps = [
         {"name": "url_filter", "file": str(listed["blocked"])},
@@ -51,16 +50,16 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
 
 def test_parts_and_memory_and_kills_change_nothing(every_step: Make, tmp_path: Path) -> None:
     summary = data_prep.run(every_step())
-    whole = tree(summary.out)
+    full = file_hashes(summary.out)
     other = every_step("other", task_bytes=9000, dedup_memory_bytes=2**20, tokenizer_threads=1)
-    assert tree(data_prep.run(other).out) == whole
+    assert file_hashes(data_prep.run(other).out) == full
     small = every_step(task_bytes=60_000)
     moments = count_moments(tmp_path, small)
     lasts = sorted(random.Random(0).sample(range(moments), 3))
     # One folder, killed again and again, and then left to finish.
-    statuses = killed(tmp_path, small, [("again", last) for last in lasts])
+    statuses = run_killed_at(tmp_path, small, [("again", last) for last in lasts])
     assert KILLED in statuses
-    assert tree(data_prep.run(every_step("again", task_bytes=60_000)).out) == whole
+    assert file_hashes(data_prep.run(every_step("again", task_bytes=60_000)).out) == full
 
 
 def test_what_each_step_did_is_told(every_step: Make) -> None:

@@ -87,7 +87,7 @@ _PLAIN = st.sampled_from(
 
 @given(st.lists(st.one_of(_BROKEN, _WINDOWS, _PLAIN, st.text(max_size=6)), max_size=25).map("".join))
 @settings(max_examples=300, deadline=None)
-def test_the_same_as_ftfy_on_the_whole_text(text: str) -> None:
+def test_fixing_unicode_is_ftfy_on_the_whole_text(text: str) -> None:
     assert fix_text(text) == ftfy.fix_text(text, REPAIR)
 
 

@@ -15,7 +15,7 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
-from tests.unit.data_prep.conftest import tree, write
+from tests.support.prep_files import file_hashes, write_file
 
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -48,14 +48,15 @@ STAGES = (
     "tokenize-validation",
     "finish",
 )
-WITHOUT_VALIDATION = ("split-validation", "tokenize-validation")
+OF_VALIDATION = ("split-plan", "split-validation", "tokenize-validation")
+"""Stages that a corpus without validation has not."""
 CASES = [
     (other, stage, then, tasks)
     for other in OTHERS
     for stage in STAGES
     for then in ("back", "on")
     for tasks in (1, 2)
-    if other != "no validation" or stage not in WITHOUT_VALIDATION
+    if other != "no validation" or stage not in OF_VALIDATION
 ]
 FEW = [
     (other, stage, then, tasks)
@@ -82,9 +83,9 @@ def make(tmp_path: Path) -> Callable[..., PrepConfig]:
         }
         for number in range(24)
     ]
-    for name, some in (("a", records[:12]), ("b", records[12:]), ("c", records[:4])):
-        lines = "".join(json.dumps(record) + "\n" for record in some)
-        write(tmp_path / "texts" / f"{name}.jsonl", lines.encode())
+    for name, selected in (("a", records[:12]), ("b", records[12:]), ("c", records[:4])):
+        lines = "".join(json.dumps(record) + "\n" for record in selected)
+        write_file(tmp_path / "texts" / f"{name}.jsonl", lines.encode())
 
     def config(out: str, **settings: Any) -> PrepConfig:
         values: dict[str, Any] = {
@@ -130,10 +131,10 @@ def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyP
     if config.dedup[0].name == "minhash":
         stage = stage.replace("lines-keys", "minhash-signatures").replace("lines", "minhash")
 
-    def stopping(self: Workspace, name: str, *rest: Any, **more: Any) -> None:
+    def stopping(self: Workspace, name: str, *remaining: Any, **more: Any) -> None:
         if name == stage:
             raise StoppedError
-        commit(self, name, *rest, **more)
+        commit(self, name, *remaining, **more)
 
     def finish(*_: Any, **__: Any) -> None:
         raise StoppedError
@@ -164,7 +165,7 @@ def test_what_other_settings_left_is_in_no_corpus(
     stop(make("out", **settings), stage, 3 - tasks, monkeypatch)
     last = {} if then == "back" else settings
     prepare(make("out", **last), tasks)
-    assert tree(Path(make("out").out)) == tree(data_prep.run(make("fresh", **last)).out)
+    assert file_hashes(Path(make("out").out)) == file_hashes(data_prep.run(make("fresh", **last)).out)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +179,10 @@ def test_a_task_with_another_config_is_refused_by_name(
     at_work, refused = threading.Event(), threading.Event()
     commit = Workspace.commit
 
-    def waiting(self: Workspace, *rest: Any, **more: Any) -> None:
+    def waiting(self: Workspace, *remaining: Any, **more: Any) -> None:
         at_work.set()
         assert refused.wait(30)
-        commit(self, *rest, **more)
+        commit(self, *remaining, **more)
 
     monkeypatch.setattr(Workspace, "commit", waiting)
     first = threading.Thread(
@@ -199,7 +200,7 @@ def test_a_task_with_another_config_is_refused_by_name(
     finally:
         refused.set()
         first.join(60)
-    assert tree(Path(make("out").out)) == tree(data_prep.run(make("fresh")).out)
+    assert file_hashes(Path(make("out").out)) == file_hashes(data_prep.run(make("fresh")).out)
 
 
 def test_a_task_that_slept_does_not_do_again_what_others_have_finished(

@@ -15,7 +15,7 @@ from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data_prep.conftest import tree
+from tests.support.prep_files import file_hashes
 
 END = 2
 WORDS = ["token", " ids", " of", " text", "\n", " é", " more"]
@@ -25,10 +25,10 @@ WORDS = ["token", " ids", " of", " text", "\n", " é", " more"]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     text = "".join(random.Random(0).choices(WORDS, k=3000))
-    made = write_tokenizer(
+    tokenizer = write_tokenizer(
         folder, make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=330), [text])
     )
-    assert made.vocab_size == 330
+    assert tokenizer.vocab_size == 330
     return folder
 
 
@@ -44,8 +44,8 @@ def megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2",
     edges = [0]
     with open(path, "wb") as file:
         for ids in documents:
-            whole = [*ids, END]
-            for part in (whole[: len(whole) // 2], whole[len(whole) // 2 :]):
+            full = [*ids, END]
+            for part in (full[: len(full) // 2], full[len(full) // 2 :]):
                 file.write(np.array(part, dtype).tobytes())
                 sizes.append(len(part))
             edges.append(len(sizes))
@@ -76,12 +76,12 @@ def config(folder: Path, model: Path, format_: str, out: str = "out", **read: An
 
 
 def taken(out: Path) -> dict[str, list[int]]:
-    found = {}
+    actual = {}
     for name in ("train", "validation"):
         corpus = Corpus.open(out / name)
         for sample in map(corpus.read_sample, range(corpus.n_samples)):
-            found[sample.source] = np.asarray(sample.tokens).tolist()
-    return found
+            actual[sample.source] = np.asarray(sample.tokens).tolist()
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,12 @@ def test_ids_are_taken_over(
     assert taken(summary.out) == expected
     result = summary.result
     assert 0.1 < result["validation"]["documents"] / 200 < 0.3
-    lengths = [len(each) for each in tokenizers.load(model).token_bytes() or []]
+    lengths = [len(item) for item in tokenizers.load(model).token_bytes() or []]
     text = sum(lengths[token] for ids in documents for token in ids)
     assert result["train"]["text_bytes"] + result["validation"]["text_bytes"] == text
-    assert tree(data_prep.run(config(tmp_path, model, format_, "again")).out) == tree(summary.out)
+    assert file_hashes(data_prep.run(config(tmp_path, model, format_, "again")).out) == file_hashes(
+        summary.out
+    )
     assert data_prep.run(config(tmp_path, model, format_)).already_done
 
 

@@ -24,7 +24,8 @@ from megatfm.data_prep.execution.executors import (
     supports_flock,
 )
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data_prep.conftest import tree
+from tests.support.killed_preps import SIGNAL_SCRIPT
+from tests.support.prep_files import file_hashes
 
 Make = Callable[..., PrepConfig]
 ROOT = Path(__file__).parents[3]
@@ -38,13 +39,13 @@ ALL: dict[str, Any] = {  # one step of each kind: what sees a document, a line, 
 @pytest.fixture
 def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`start(*words, before=[…], falls=[…])`: prepare the corpus in small parts into `together`, in a process of its
-    own, which may fall (see falling.py)."""
+    own, which may fall (see tests/support/signal_prep.py)."""
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)))
     started = []
 
     def go(*words: str, before: tuple[str, ...] = (), falls: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        how = (str(Path(__file__).with_name("falling.py")), *falls) if falls else ("-m", "megatfm.data_prep")
+        how = (str(SIGNAL_SCRIPT), *falls) if falls else ("-m", "megatfm.data_prep")
         process = subprocess.Popen(
             [*before, sys.executable, *how, str(path), *words],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -62,14 +63,14 @@ def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pop
 
 
 def test_the_size_of_parts_changes_nothing(config: Make) -> None:
-    whole = tree(data_prep.run(config()).out)
-    assert tree(data_prep.run(config("small", task_bytes=PART)).out) == whole
+    full = file_hashes(data_prep.run(config()).out)
+    assert file_hashes(data_prep.run(config("small", task_bytes=PART)).out) == full
 
 
 def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    whole = tree(data_prep.run(config(**ALL)).out)
+    full = file_hashes(data_prep.run(config(**ALL)).out)
     victim = start("--task", "2/2", falls=("SIGSTOP", "9", "-"))
     work = tmp_path / "together" / ".work"
     deadline = time.monotonic() + 60
@@ -82,9 +83,9 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     victim.kill()
-    _, said = other.communicate(timeout=120)
-    assert other.returncode == 0, said
-    assert tree(tmp_path / "together") == whole
+    _, output = other.communicate(timeout=120)
+    assert other.returncode == 0, output
+    assert file_hashes(tmp_path / "together") == full
     late = config("together", task_bytes=PART, tokenizer_threads=1, **ALL)
     assert data_prep.run(late, team=lambda folder: LockExecutor(2, 2, folder)).already_done
 
@@ -106,31 +107,31 @@ def mpirun(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 def test_ranks_under_mpirun_make_the_same(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
 ) -> None:
-    whole = tree(data_prep.run(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)).out)
+    full = file_hashes(data_prep.run(config("together", task_bytes=PART, tokenizer_threads=1, **ALL)).out)
     # The first time they claim parts, as below; to replace a corpus they take turns, which needs MPI.
     together = start("overwrite=true", before=mpirun)
-    _, said = together.communicate(timeout=120)
-    assert together.returncode == 0, said
-    assert tree(tmp_path / "together") == whole
-    assert said.count("clean | done") == 1, "rank 0 speaks for all"
+    _, output = together.communicate(timeout=120)
+    assert together.returncode == 0, output
+    assert file_hashes(tmp_path / "together") == full
+    assert output.count("clean | done") == 1, "rank 0 speaks for all"
     (tmp_path / "together" / "prep.json").unlink()
     (tmp_path / "together" / "a stranger").touch()
     failing = start("overwrite=true", before=mpirun)
-    _, said = failing.communicate(timeout=120)
+    _, output = failing.communicate(timeout=120)
     assert failing.returncode == 2, "a mistake that one rank sees ends all"
-    assert "'a stranger', which no prep made" in said
+    assert "'a stranger', which no prep made" in output
 
 
 def test_a_rank_that_dies_costs_its_part_only(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
 ) -> None:
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    if "Open MPI" not in said:
+    version_text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" not in version_text:
         pytest.skip("another mpirun ends all ranks when one dies")
-    whole = tree(data_prep.run(config(**ALL)).out)
+    full = file_hashes(data_prep.run(config(**ALL)).out)
     together = start(before=(*mpirun, "--enable-recovery"), falls=("SIGKILL", "3", "1"))
-    _, said = together.communicate(timeout=120)
-    assert tree(tmp_path / "together") == whole, said
+    _, version_text = together.communicate(timeout=120)
+    assert file_hashes(tmp_path / "together") == full, version_text
     assert (tmp_path / "fallen").exists()
 
 
@@ -177,10 +178,10 @@ def test_a_part_that_makes_no_sense_is_refused(text: str) -> None:
 
 def test_several_tasks_replace_nothing(config: Make, tmp_path: Path) -> None:
     data_prep.run(config())
-    before = tree(tmp_path / "out")
+    before = file_hashes(tmp_path / "out")
     with pytest.raises(UsageError, match="delete it first"):
         data_prep.run(config(overwrite=True), team=lambda folder: LockExecutor(1, 2, folder))
-    assert tree(tmp_path / "out") == before
+    assert file_hashes(tmp_path / "out") == before
 
 
 def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.workspace import config_identity
 from megatfm.errors import UsageError
-from tests.unit.data_prep.conftest import tree
+from tests.support.prep_files import file_hashes
 
 Make = Callable[..., PrepConfig]
 FILES = {
@@ -28,8 +28,8 @@ FILES = {
 def test_a_corpus_of_each_kind(config: Make, corpus: Path, kind: str) -> None:
     """Corpus, file, hash and facts belong together; the texts come back where the kind is lossless."""
     summary = data_prep.run(config(tokenizer={"kind": kind}))
-    made = {path.name for path in summary.out.iterdir()}
-    assert made == {*FILES[kind], "train", "validation", "prep.json", "report.html"}
+    result = {path.name for path in summary.out.iterdir()}
+    assert result == {*FILES[kind], "train", "validation", "prep.json", "report.html"}
     tokenizer = tokenizers.load(summary.out)
     facts = summary.result["tokenizer"]
     assert facts == json.loads(json.dumps(tokenizer.describe()))
@@ -58,11 +58,11 @@ def test_a_corpus_of_each_kind(config: Make, corpus: Path, kind: str) -> None:
 def test_transformers_opens_the_folder(config: Make, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     out = data_prep.run(config(tokenizer={"kind": kind})).out
-    ours, theirs = tokenizers.load(out), transformers.AutoTokenizer.from_pretrained(out)
+    actual, reference = tokenizers.load(out), transformers.AutoTokenizer.from_pretrained(out)
     for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep"):
-        assert getattr(theirs, f"{role}_token_id") == getattr(ours, role), role
+        assert getattr(reference, f"{role}_token_id") == getattr(actual, role), role
     text = "def naïve(x):\n\treturn x"
-    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
+    assert reference(text, add_special_tokens=False)["input_ids"] == actual.encode(text).tolist()
 
 
 def test_options_reach_the_training(config: Make) -> None:
@@ -88,21 +88,21 @@ def test_a_tokenizer_can_be_brought_along(config: Make, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "elsewhere" / name).write_bytes((first / name).read_bytes())
-    made = [
+    result = [
         data_prep.run(brought(config, out, place))
         for out, place in (("a", first), ("b", tmp_path / "elsewhere" / "tokenizer.json"))
     ]
-    assert tree(made[0].out) == tree(made[1].out)
-    shards = {name: value for name, value in tree(first).items() if ".zst" in name}
-    assert shards.items() <= tree(made[0].out).items()
+    assert file_hashes(result[0].out) == file_hashes(result[1].out)
+    shards = {name: value for name, value in file_hashes(first).items() if ".zst" in name}
+    assert shards.items() <= file_hashes(result[0].out).items()
     assert data_prep.run(brought(config, "a", tmp_path / "elsewhere")).already_done
 
 
 def test_a_model_that_is_brought_along_is_described(config: Make) -> None:
     first = data_prep.run(config()).out
-    made = data_prep.run(brought(config, "again", first / "tokenizer.model")).out
+    result = data_prep.run(brought(config, "again", first / "tokenizer.model")).out
     for name in ("tokenizer.model", "tokenizer.json"):
-        assert (made / name).read_bytes() == (first / name).read_bytes()
+        assert (result / name).read_bytes() == (first / name).read_bytes()
 
 
 def test_another_tokenizer_under_the_same_name_is_another_corpus(config: Make, tmp_path: Path) -> None:

@@ -86,16 +86,16 @@ def test_words_and_runs_by_definition() -> None:
     hashes, offsets = word_hashes(texts)
     words = [split(text) for text in texts]
     assert np.diff(offsets).tolist() == list(map(len, words))
-    flat = [word for each in words for word in each]
+    flat = [word for item in words for word in item]
     assert len(set(zip(flat, hashes.tolist(), strict=True))) == len(set(flat)) == len(set(hashes.tolist()))
     for length in (1, 2, 5):
         runs, begins = ngram_hashes(hashes, offsets, length)
         expected = [
-            [tuple(each[at : at + length]) for at in range(max(1, len(each) - length + 1))] if each else []
-            for each in words
+            [tuple(word[at : at + length]) for at in range(max(1, len(word) - length + 1))] if word else []
+            for word in words
         ]
         assert np.diff(begins).tolist() == list(map(len, expected))
-        flat_runs = [run for each in expected for run in each]
+        flat_runs = [run for item in expected for run in item]
         pairs = set(zip(flat_runs, runs.tolist(), strict=True))
         assert len(pairs) == len(set(flat_runs)) == len(set(runs.tolist()))
 
@@ -132,10 +132,10 @@ def test_texts_that_differ_a_little_are_near(language: str, share: float) -> Non
     for at in rng.sample(range(len(letters)), round(share * len(letters))):
         letters[at] = rng.choice(text)
     a, b, other = signatures([text, "".join(letters), some_text(language, 3000, 4)], 5, 1024)
-    x, y = (split(each) for each in (text, "".join(letters)))
+    x, y = (split(item) for item in (text, "".join(letters)))
     length = 20 if language == "Thai" else 5
     first, second = (
-        {tuple(each[at : at + length]) for at in range(len(each) - length + 1)} for each in (x, y)
+        {tuple(item[at : at + length]) for at in range(len(item) - length + 1)} for item in (x, y)
     )
     exact = len(first & second) / len(first | second)
     assert abs((a == b).mean() - exact) < (0.12 if language == "Thai" else 0.05)

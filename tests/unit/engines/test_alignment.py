@@ -15,11 +15,13 @@ from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import draw
 from megatfm.models import build
-from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
 from tests.support.alignment import lies_wrong, misaligned, only_torchs_memory
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.engine_state import load_and_train, tensor_of, train_and_save
+from tests.support.models import UNTIED_MODEL
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_native import load_and_train, tensor_of, train_and_save
-from tests.unit.engines.test_optimizers import OPTIMIZERS
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),
@@ -31,7 +33,7 @@ LAYOUTS = {
     "replicas": (2, ParallelConfig(dp_replicate=2, dp_shard=1)),
     "tp": (2, ParallelConfig(tp=2)),
 }
-ODD = MODEL.with_changes(
+ODD = UNTIED_MODEL.with_changes(
     {"vocab_size": 97, "d_model": 20, "ffn.d_ff": 26, "attention.n_heads": 2, "attention.n_kv_heads": 1}
 )
 """Next to no piece of a buffer, and no half of a tensor, fills whole lines of 64 bytes."""
@@ -48,7 +50,7 @@ def wrong(tensors: dict[str, Tensor | ShardedTensor]) -> list[str]:
 
 
 def trains_in_torchs_memory(parallel: ParallelConfig, optimizer: OptimizerSection) -> None:
-    engine = make_engine(ODD, parallel, optimizer)
+    engine = build_engine(ODD, parallel, optimizer)
     assert wrong(engine.local) == []
     batches = [planted(engine, step) for step in range(4)]
     with only_torchs_memory():
@@ -59,8 +61,8 @@ def trains_in_torchs_memory(parallel: ParallelConfig, optimizer: OptimizerSectio
             assert wrong(engine.state_dict()) == []
         engine.evaluate(batches[3], CAUSAL)
     assert wrong(engine.local) == []
-    whole = [tensor for tensor in engine.model.parameters() if type(tensor) is torch.nn.Parameter]
-    assert wrong(dict(enumerate(whole))) == []  # type: ignore[arg-type]
+    full = [tensor for tensor in engine.model.parameters() if type(tensor) is torch.nn.Parameter]
+    assert wrong(dict(enumerate(full))) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,13 +72,13 @@ def test_training_reckons_in_torchs_memory(workers: Workers, layout: str) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_so_does_every_optimizer(workers: Workers, name: str) -> None:
+def test_every_optimizer_reckons_with_torch_s_memory(workers: Workers, name: str) -> None:
     workers.run(trains_in_torchs_memory, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
 
 
 def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
     """State that lies anywhere, and by columns, is taken over as what a checkpoint filled in place."""
-    engine, other = (make_engine(MODEL, ParallelConfig(), optimizer) for _ in range(2))
+    engine, other = (build_engine(UNTIED_MODEL, ParallelConfig(), optimizer) for _ in range(2))
     for taken in (engine, other):
         state = taken.empty_state_dict(checkpoint.names(path))
         checkpoint.load(path, state)
@@ -122,7 +124,7 @@ def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(
 
 
 def initial_weights_lie_right(parallel: ParallelConfig) -> None:
-    engine = make_engine(ODD, parallel, OPTIMIZERS["adamw"])
+    engine = build_engine(ODD, parallel, OPTIMIZERS["adamw"])
     assert wrong(engine.local) == []
     assert wrong(dict(engine.model.named_buffers())) == []
 

@@ -24,7 +24,7 @@ def there(path: Path) -> set[Path]:
     return set(path.glob(".megatfm-offload-*/*-*/"))
 
 
-def test_each_engine_has_its_own_and_removes_it(tmp_path: Path) -> None:
+def test_each_engine_has_a_folder_and_removes_it(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
     first, second = OffloadDirectory(tmp_path), OffloadDirectory(tmp_path)
     assert there(tmp_path) == {first.path, second.path}
@@ -36,21 +36,21 @@ def test_each_engine_has_its_own_and_removes_it(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_has_left_is_removed_and_what_lives_is_not(tmp_path: Path) -> None:
-    own = OffloadDirectory(tmp_path)
+    folder = OffloadDirectory(tmp_path)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(there(tmp_path)) == 2
     another = OffloadDirectory(tmp_path)
-    assert there(tmp_path) == {own.path, another.path}
-    own.remove()
+    assert there(tmp_path) == {folder.path, another.path}
+    folder.remove()
     another.remove()
 
 
 def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
     """Not a user's folder of a like name, nor another host's, nor what a link leads to."""
-    own = OffloadDirectory(tmp_path)
-    parent, host = own.path.parent, own.path.name.rpartition("-")[0]
-    own.remove()
+    offload = OffloadDirectory(tmp_path)
+    parent, host = offload.path.parent, offload.path.name.rpartition("-")[0]
+    offload.remove()
     for name in ("megatfm-data", "megatfm-lock", f"{parent.name}/mine", f"{parent.name}/{host}-abcdefgh"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").write_text("precious")
@@ -68,12 +68,12 @@ def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "megatfm-lock/lock").exists()
 
 
-def test_it_is_the_user_s_alone(tmp_path: Path) -> None:
-    own = OffloadDirectory(tmp_path)
-    assert own.path.parent.stat().st_mode & 0o777 == 0o700
-    own.remove()
-    own.path.parent.rename(tmp_path / "other")
-    own.path.parent.symlink_to(tmp_path / "other")
+def test_an_engine_s_folder_is_the_user_s_alone(tmp_path: Path) -> None:
+    folder = OffloadDirectory(tmp_path)
+    assert folder.path.parent.stat().st_mode & 0o777 == 0o700
+    folder.remove()
+    folder.path.parent.rename(tmp_path / "other")
+    folder.path.parent.symlink_to(tmp_path / "other")
     with pytest.raises(UsageError, match=r"another user's, or no folder: remove it"):
         OffloadDirectory(tmp_path)
 

@@ -24,10 +24,10 @@ class Builder:
 
 
 def refusal(builder: Builder) -> str:
-    with pytest.raises(UsageError) as found:
+    with pytest.raises(UsageError) as actual:
         library._compiled(builder, "this needs the quantizer", "compile it")
-    assert "\n" not in str(found.value)
-    return str(found.value)
+    assert "\n" not in str(actual.value)
+    return str(actual.value)
 
 
 def test_an_operator_that_can_t_be_had_is_refused_and_never_compiled(

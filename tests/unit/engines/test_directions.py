@@ -7,15 +7,16 @@ import torch.distributed as dist
 
 from megatfm.config import ParallelConfig
 from megatfm.parallel.mesh import PIPELINE
-from tests.parity.test_layouts import CAUSAL, MODEL, global_batch
-from tests.parity.test_pipelines import make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import UNTIED_MODEL
+from tests.support.parity import build_engine, uneven_microbatches
 from tests.support.workers import Workers
 
 
 def groups_by_direction(parallel: ParallelConfig) -> None:
-    engine = make_engine(MODEL, parallel)
+    engine = build_engine(UNTIED_MODEL, parallel)
     stage = dist.get_rank()
-    found: dict[str, set[str]] = {"forward": set(), "back": set()}
+    actual: dict[str, set[str]] = {"forward": set(), "back": set()}
     calls = {name: getattr(dist, name) for name in ("isend", "irecv")}
     with pytest.MonkeyPatch.context() as patch:
         for name, ahead in (("isend", 1), ("irecv", -1)):
@@ -30,13 +31,13 @@ def groups_by_direction(parallel: ParallelConfig) -> None:
                 name: str = name,
             ) -> Any:
                 other = group_dst if name == "isend" else group_src
-                found["forward" if other - stage == ahead else "back"].add(str(group.group_name))
+                actual["forward" if other - stage == ahead else "back"].add(str(group.group_name))
                 peer = {"group_dst": other} if name == "isend" else {"group_src": other}
                 return calls[name](tensor, group=group, **peer)
 
             patch.setattr(dist, name, seen)
-        engine.forward_backward(microbatches(engine, global_batch(seed=2)), CAUSAL)
-    (forward,), (back,) = found.values()
+        engine.forward_backward(uneven_microbatches(engine, global_batch(seed=2)), CAUSAL)
+    (forward,), (back,) = actual.values()
     assert forward != back
     named = engine.process_groups()
     assert named[forward] == named[back] == PIPELINE

@@ -2,44 +2,37 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
-from megatfm.engines.interface import Batch, LossScale
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MODEL,
-    block,
-    global_batch,
-    make_engine,
-    microbatches,
-    one_device,
-    one_device_gradients,
-)
+from megatfm.engines.interface import LossScale
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
+from tests.support.sharded_engines import OverflowOnRankOne, overflow_on_one_rank
 from tests.support.workers import Workers
 
 
 def test_the_rule_is_torch_s() -> None:
     """GradScaler's own update, over a series with overflows."""
-    ours, theirs = LossScale(first=8.0, patience=3), torch.full((), 8.0)
+    loss_scale, expected = LossScale(first=8.0, patience=3), torch.full((), 8.0)
     growth = torch.zeros((), dtype=torch.int32)
     for overflow in [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]:
-        ours.update(not overflow)
-        torch._amp_update_scale_(theirs, growth, torch.full((), float(overflow)), 2.0, 0.5, 3)
-        assert ours.value == theirs.item()
+        loss_scale.update(not overflow)
+        torch._amp_update_scale_(expected, growth, torch.full((), float(overflow)), 2.0, 0.5, 3)
+        assert loss_scale.value == expected.item()
     for _ in range(20):
-        ours.update(False)
-    assert ours.value == 1.0
+        loss_scale.update(False)
+    assert loss_scale.value == 1.0
 
 
 def near_one_device(parallel: ParallelConfig) -> float:
     """The worst error of a gradient in float16, relative to its norm (or a thousandth of all gradients')."""
-    engine, reference = make_engine(MODEL, parallel, ADAMW, precision="fp16"), one_device(MODEL)
+    engine, reference = (
+        build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp16"),
+        one_device(UNTIED_MODEL),
+    )
     batch = global_batch(seed=3)
     _, expected = one_device_gradients(reference, batch)
     assert engine.loss_scale is not None
@@ -49,46 +42,20 @@ def near_one_device(parallel: ParallelConfig) -> float:
     errors = []
     for name, gradient in engine.gradients().items():
         assert gradient.dtype == torch.float32
-        difference = (gradient - block(engine, name, expected[name])).norm()
+        difference = (gradient - local_block(engine, name, expected[name])).norm()
         errors.append(float(difference) / max(float(expected[name].norm()), floor))
     return max(errors)
 
 
-class Hot:
-    """The objective, whose loss is beyond float16 on rank 1."""
-
-    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
-
-    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        return {name: term * 1e30 ** dist.get_rank() for name, term in CAUSAL(model, batch).items()}
-
-
-def overflow_on_one_rank(parallel: ParallelConfig) -> None:
-    engine = make_engine(MODEL, parallel, ADAMW, precision="fp16")
-    assert engine.loss_scale is not None
-    before = {name: tensor.clone() for name, tensor in engine.local.items()}
-    scale, batch = engine.loss_scale.value, global_batch(seed=1)
-    engine.forward_backward(microbatches(engine, batch), Hot())
-    assert not torch.isfinite(torch.tensor(engine.step(1e-2, clip=1.0)))
-    assert engine.loss_scale.value == scale / 2
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.local.items())
-    engine.forward_backward(microbatches(engine, batch), CAUSAL)
-    norm = engine.step(1e-2, clip=0.5)
-    _, expected = one_device_gradients(one_device(MODEL), batch)
-    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in expected.values()]).norm()), rel=2e-2)
-    assert engine.loss_scale.value == scale / 2
-    assert not all(torch.equal(tensor, before[name]) for name, tensor in engine.local.items())
-
-
 def skipped_by_decision(parallel: ParallelConfig) -> None:
     """As torch.amp.GradScaler, the scale looks at the gradients alone."""
-    engine, batch = make_engine(MODEL, parallel, ADAMW, precision="fp16"), global_batch(seed=1)
+    engine, batch = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp16"), global_batch(seed=1)
     assert engine.loss_scale is not None
     for count in (1, 2):
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
         assert torch.isnan(torch.tensor(engine.step(1e-2, clip=1.0, skip=True)))
         assert (engine.loss_scale.value, engine.loss_scale._steps) == (2.0**16, count)
-    engine.forward_backward(microbatches(engine, batch), Hot())
+    engine.forward_backward(microbatches(engine, batch), OverflowOnRankOne())
     engine.step(1e-2, clip=1.0, skip=True)
     assert (engine.loss_scale.value, engine.loss_scale._steps) == (2.0**15, 0)
 
@@ -111,12 +78,12 @@ def test_overflows_are_agreed_and_gradients_unscaled_before_clipping(workers: Wo
 
 
 def save_and_load(folder: Path) -> None:
-    engine = make_engine(MODEL, ParallelConfig(), ADAMW, precision="fp16")
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW, precision="fp16")
     assert engine.loss_scale is not None
     engine.loss_scale.value, engine.loss_scale._steps = 2.0**7, 5
     path = checkpoint.save(folder, 1, engine.state_dict(), {})
     for precision, kept in (("fp16", True), ("bf16", False)):
-        other = make_engine(MODEL, ParallelConfig(), ADAMW, precision=precision)
+        other = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW, precision=precision)
         state = other.empty_state_dict(checkpoint.names(path))
         checkpoint.load(path, state)
         other.load_state_dict(state)

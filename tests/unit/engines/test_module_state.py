@@ -26,19 +26,10 @@ from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank_processes import RankResult
 from megatfm.verify.shrink import random_batch
 from megatfm.verify.verify import traffic_mismatches_of
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MODEL,
-    block,
-    global_batch,
-    make_engine,
-    microbatches,
-    one_device,
-    one_device_gradients,
-)
-from tests.parity.test_pipelines import make_engine as make_stages
-from tests.parity.test_traffic import config_of, steps
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
+from tests.support.traffic import count_steps, traffic_config
 from tests.support.workers import Workers
 
 
@@ -70,7 +61,7 @@ class DriftingNorm(nn.Module):
         self.observed = {}
 
 
-DRIFTING = MODEL.with_changes({"norm.name": "drifting"})
+DRIFTING = UNTIED_MODEL.with_changes({"norm.name": "drifting"})
 DEEPER = DRIFTING.model_copy(update={"n_layers": 4})
 SHARED = DEEPER.model_copy(update={"distinct_layers": 1})
 LAYOUTS = {
@@ -92,9 +83,9 @@ def reference_steps(config: ModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:
     """One device after three steps, of which the second is skipped; its state by name."""
     model = one_device(config)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    others = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+    remaining = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
     options = {"betas": ADAMW.betas, "eps": ADAMW.eps, "weight_decay": ADAMW.weight_decay}
-    optimizer = torch.optim.AdamW([{"params": decayed}, others], lr=LR, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([{"params": decayed}, remaining], lr=LR, **options)  # type: ignore[arg-type]
     for step in range(3):
         one_device_gradients(model.train(), global_batch(seed=step))
         modules = [module for module in model.modules() if isinstance(module, Stateful)]
@@ -137,7 +128,7 @@ def compare(
             torch.testing.assert_close(drift, state[name], rtol=1e-12, atol=0.0, msg=f"{parallel}: {name}")
         for name, box in held.items():
             if name in weights:
-                expected = block(engine, name, weights[name].detach())
+                expected = local_block(engine, name, weights[name].detach())
                 torch.testing.assert_close(box.tensor, expected, rtol=1e-7, atol=1e-9)
         stored = engine.state_dict()
         assert {f"model.{name}" for name in drifts} <= stored.keys()
@@ -153,18 +144,18 @@ def compare(
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_every_layout_counts_what_one_device_counts(workers: Workers, tmp_path: Path, ranks: int) -> None:
-    workers.run(compare, ranks, DRIFTING, make_engine, LAYOUTS[ranks], tmp_path)
+    workers.run(compare, ranks, DRIFTING, build_engine, LAYOUTS[ranks], tmp_path)
 
 
 @pytest.mark.parametrize("config", [DEEPER, SHARED], ids=["own", "shared"])
 def test_stages_that_share_a_module_count_together(
     workers: Workers, tmp_path: Path, config: ModelConfig
 ) -> None:
-    workers.run(compare, 2, config, make_stages, STAGES, tmp_path)
+    workers.run(compare, 2, config, build_engine, STAGES, tmp_path)
 
 
 def flipped(parallel: ParallelConfig) -> str:
-    engine = make_engine(DRIFTING, parallel, ADAMW)
+    engine = build_engine(DRIFTING, parallel, ADAMW)
     compare_replicas(engine, step=1, every=1)
     if dist.get_rank() == 1:
         engine.weights()["decoder.norm.drift"].tensor[0] += 1e-9
@@ -177,23 +168,25 @@ def flipped(parallel: ParallelConfig) -> str:
 
 def test_state_that_differs_between_ranks_is_found_where_weights_are_cut(workers: Workers) -> None:
     """Every data rank holds the same state under any ZeRO stage."""
-    for said in workers.run(flipped, 3, ParallelConfig(dp_shard=3)):
-        assert "rank 1 on " in said
-        assert "model.decoder.norm.drift" in said
+    for result in workers.run(flipped, 3, ParallelConfig(dp_shard=3)):
+        assert "rank 1 on " in result
+        assert "model.decoder.norm.drift" in result
 
 
 COUNTED = {
     2: {
-        "zero0": config_of(
+        "zero0": traffic_config(
             DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0), plugins=[__name__]
         ),
-        "tp2": config_of(DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1), plugins=[__name__]),
-        "pp2, shared": config_of(
+        "tp2": traffic_config(
+            DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1), plugins=[__name__]
+        ),
+        "pp2, shared": traffic_config(
             SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1), plugins=[__name__]
         ),
     },
     4: {
-        "hsdp": config_of(
+        "hsdp": traffic_config(
             DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2), plugins=[__name__]
         )
     },
@@ -201,7 +194,7 @@ COUNTED = {
 
 
 def answers(ranks: int) -> list[RankResult]:
-    return steps(list(COUNTED[ranks].values()))
+    return count_steps(list(COUNTED[ranks].values()))
 
 
 @pytest.mark.parametrize("ranks", COUNTED)
@@ -220,7 +213,9 @@ def test_a_plain_model_has_none(workers: Workers) -> None:
 
 def names_of() -> list[str]:
     return list(
-        make_engine(MODEL.with_changes({"position.name": "alibi"}), ParallelConfig(), ADAMW).state_dict()
+        build_engine(
+            UNTIED_MODEL.with_changes({"position.name": "alibi"}), ParallelConfig(), ADAMW
+        ).state_dict()
     )
 
 
@@ -250,12 +245,12 @@ class Told(Idle):
 
 def modules_that_no_pass_reached() -> dict[str, Any]:
     mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
-    found = {}
+    actual = {}
     for name, parts in (("idle", [Idle()]), ("both", [Idle(), Told(), Idle()])):
         state = ModuleState(nn.Sequential(*parts), ModelLayout({}, ""), mesh)
         state.update()
-        found[name] = state.statistics()
-    return found
+        actual[name] = state.statistics()
+    return actual
 
 
 def test_modules_that_no_pass_reached_are_left_out(workers: Workers) -> None:

@@ -8,49 +8,22 @@ import torch
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.config import (
-    AdafactorConfig,
-    AdamWConfig,
-    LambConfig,
-    LionConfig,
-    MuonConfig,
-    OptimizerSection,
-    ParallelConfig,
-    ScheduleFreeConfig,
-    SoapConfig,
-)
+from megatfm.config import OptimizerSection, ParallelConfig
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
-from tests.parity.test_layouts import (
-    CAUSAL,
-    MODEL,
-    block,
-    global_batch,
-    make_engine,
-    microbatches,
-    one_device,
-    one_device_gradients,
-)
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.engine_state import load_and_train, tensor_of, train_and_save, train_steps
 from tests.support.grids import SLOW, cells
+from tests.support.models import UNTIED_MODEL
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_native import load_and_train, steps, tensor_of, train_and_save
 
-SHARED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}
-OPTIMIZERS: dict[str, OptimizerSection] = {
-    "adamw": AdamWConfig(**SHARED),
-    "adamw, short moments": AdamWConfig(**SHARED, moments_dtype="bf16"),
-    "muon": MuonConfig(**SHARED),
-    "soap": SoapConfig(**SHARED, precondition_frequency=2, max_precond_dim=32),
-    "adafactor": AdafactorConfig(**SHARED),
-    "lamb": LambConfig(**SHARED),
-    "lion": LionConfig(**SHARED),
-    "schedule_free_adamw": ScheduleFreeConfig(**SHARED),
-}
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
 # rounding chooses the rest of the basis, and no two layouts round alike: here all rotated sides are of full rank.
-SQUARE = MODEL.with_changes({"attention.n_kv_heads": 4})
+SQUARE = UNTIED_MODEL.with_changes({"attention.n_kv_heads": 4})
 FREE = OPTIMIZERS["schedule_free_adamw"]
 KEYS = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
@@ -69,9 +42,9 @@ STEPS = 5
 
 
 def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> dict[str, Tensor]:
-    """Weights after a few steps, whole."""
-    engine = make_engine(SQUARE, parallel, optimizer)
-    steps(engine, 0, STEPS)
+    """Weights after a few train_steps, whole."""
+    engine = build_engine(SQUARE, parallel, optimizer)
+    train_steps(engine, 0, STEPS)
     return {name: engine.local[name].clone() for name in engine.local}
 
 
@@ -79,16 +52,16 @@ def distances(
     layouts: list[str], optimizer: OptimizerSection, wanted: dict[str, Tensor]
 ) -> list[tuple[float, float]]:
     """The largest difference of a weight from those given, and how far the one that moved least has moved."""
-    found = []
+    actual = []
     for layout in layouts:
-        engine = make_engine(SQUARE, LAYOUTS[layout], optimizer)
+        engine = build_engine(SQUARE, LAYOUTS[layout], optimizer)
         before = {name: tensor.clone() for name, tensor in engine.local.items()}
-        steps(engine, 0, STEPS)
+        train_steps(engine, 0, STEPS)
         held = {name: tensor for name, tensor in engine.local.items() if tensor.numel()}
-        differences = [float((block(engine, n, wanted[n]) - t).abs().max()) for n, t in held.items()]
+        differences = [float((local_block(engine, n, wanted[n]) - t).abs().max()) for n, t in held.items()]
         moved = [float((tensor - before[name]).abs().max()) for name, tensor in held.items()]
-        found.append((max(differences), min(moved)))
-    return found
+        actual.append((max(differences), min(moved)))
+    return actual
 
 
 LAYOUTS = {
@@ -146,8 +119,8 @@ def averaged_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
 
 
 def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
-    engine = make_engine(MODEL, parallel, FREE)
-    steps(engine, 0, 4)
+    engine = build_engine(UNTIED_MODEL, parallel, FREE)
+    train_steps(engine, 0, 4)
     trained = weights(engine)
     x = averaged_by_hand(engine)
     for name, tensor in x.items():
@@ -159,15 +132,15 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
         parts = engine.mesh.gather_objects(
             {n: (engine.boxes[n], t) for n, t in blocks.items()}, ("dp_shard", "tp")
         )
-        made = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
+        result = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
         for rank in parts:
             for n, ((offsets, sizes), values) in rank.items():
-                made[n][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = values
-        return made
+                result[n][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = values
+        return result
 
     batch, losses = global_batch(seed=50), {}
     for kind, blocks in (("average", x), ("trained", trained)):
-        model = one_device(MODEL)
+        model = one_device(UNTIED_MODEL)
         model.load_state_dict(whole(blocks))
         losses[kind], _ = one_device_gradients(model, batch)
     # Far beyond the 1e-12 at which they are told apart below.
@@ -189,9 +162,9 @@ def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
 
 
 def evaluate_in_between(every: bool) -> dict[str, Tensor]:
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), FREE)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), FREE)
     for step in range(5):
-        steps(engine, step, step + 1)
+        train_steps(engine, step, step + 1)
         if every:
             engine.evaluate(microbatches(engine, global_batch(seed=90 + step)), CAUSAL)
             engine.state_dict()
@@ -238,8 +211,8 @@ def test_names_that_share_options_share_torch_s_group() -> None:
         lr_ratios={"b": 0.5},
     )
     tensors = {name: torch.zeros(1) for name in "abc"}
-    made = group.parameter_groups({**tensors, "d": torch.zeros(1)})
-    assert [names for names, _ in made] == [["a"], ["b"], ["c"], ["d"]]
+    groups = group.parameter_groups({**tensors, "d": torch.zeros(1)})
+    assert [names for names, _ in groups] == [["a"], ["b"], ["c"], ["d"]]
     same = OptimizerGroup(list("abc"), "elementwise", Rows).parameter_groups(tensors)
     assert [names for names, _ in same] == [["a", "b", "c"]]
     assert same[0][1]["lr_ratio"] == 1.0

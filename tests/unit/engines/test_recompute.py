@@ -14,8 +14,9 @@ from megatfm.engines import activation_checkpointing
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.parallel.layout import transformer_blocks
-from tests.parity.test_families import MODELS, PassThroughObjective, batch_for
-from tests.parity.test_layouts import ADAMW, CAUSAL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, PassThroughObjective, family_batch, global_batch
+from tests.support.models import ADAMW, FAMILY_MODELS
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -38,8 +39,10 @@ TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
 
 
 def gradients(name: str, parallel: ParallelConfig, how: str) -> dict[str, Tensor]:
-    engine = make_engine(MODELS[name], parallel, ADAMW, recomputed=how)
-    engine.forward_backward(microbatches(engine, batch_for(MODELS[name])), PassThroughObjective(TERMS[name]))
+    engine = build_engine(FAMILY_MODELS[name], parallel, ADAMW, recomputed=how)
+    engine.forward_backward(
+        microbatches(engine, family_batch(FAMILY_MODELS[name])), PassThroughObjective(TERMS[name])
+    )
     return engine.gradients()
 
 
@@ -59,17 +62,17 @@ def test_gradients_are_the_same_to_the_bit(workers: Workers, name: str) -> None:
 def compiled() -> None:
     config = LLAMA.model_copy(update={"n_layers": 1, "dropout": 0.1})
     batch = global_batch(seed=1) | {"keys": torch.arange(8) * 7 + 1}
-    made = []
+    result = []
     for how, compile_blocks in (("none", False), ("selective", True)):
-        engine = make_engine(
+        engine = build_engine(
             config, ParallelConfig(), ADAMW, precision="fp32", recomputed=how, compile_blocks=compile_blocks
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
             engine.forward_backward(microbatches(engine, batch), CAUSAL)
-        made.append(engine.gradients())
-    for name, gradient in made[0].items():
-        assert torch.allclose(made[1][name], gradient, rtol=1e-4, atol=1e-6), name
+        result.append(engine.gradients())
+    for name, gradient in result[0].items():
+        assert torch.allclose(result[1][name], gradient, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.slow
@@ -108,9 +111,9 @@ def kept_and_repeated(how: str) -> tuple[int, int, int]:
 def test_less_is_kept_and_only_as_much_repeated_as_is_said() -> None:
     plain, none, least = kept_and_repeated("none")
     full, all_again, most = kept_and_repeated("full")
-    _, no_product, some = kept_and_repeated("selective")
+    _, no_product, selected = kept_and_repeated("selective")
     assert none == no_product, "selective repeats no weight's product"
-    assert least < some < most
+    assert least < selected < most
     assert all_again == none + 4 * 6, "each block's but for w_down's, whose output no gradient needs"
     assert full < plain / 3
 
@@ -120,8 +123,8 @@ def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
     full, _, _ = kept_and_repeated("full")
     tables = 2 * 24 * LLAMA.head_width * 4  # rotary, of 24 tokens in float32: blocks share them
     # What it saves to recompute one, which is a little less than what the block keeps.
-    block, rest = divmod(plain - full - tables, 4)
-    assert rest == 0
+    block, remaining = divmod(plain - full - tables, 4)
+    assert remaining == 0
     for blocks_kept in range(5):
         kept, products, _ = kept_and_repeated(f"{block * (blocks_kept + 0.5) / 1e3} kB")
         assert products == none + (4 - blocks_kept) * 6
@@ -186,7 +189,7 @@ def test_under_compile_a_share_says_how_much_is_kept(monkeypatch: pytest.MonkeyP
     import torch._functorch.config as functorch
 
     monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
-    x, kept, found = torch.randn(64, 32), {}, {}
+    x, kept, actual = torch.randn(64, 32), {}, {}
     for how in ("none", "50 %", "0 %"):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -199,9 +202,9 @@ def test_under_compile_a_share_says_how_much_is_kept(monkeypatch: pytest.MonkeyP
                 block, partial(block, x.clone().requires_grad_())
             )
         output.square().sum().backward()
-        found[how] = [p.grad for p in block.parameters()]
+        actual[how] = [p.grad for p in block.parameters()]
     assert kept["0 %"] == x.nbytes
     assert kept["0 %"] < kept["50 %"] < kept["none"]
-    for how, gradients_of in found.items():
-        for gradient, wanted in zip(gradients_of, found["none"], strict=True):
+    for how, gradients_of in actual.items():
+        for gradient, wanted in zip(gradients_of, actual["none"], strict=True):
             assert torch.equal(gradient, wanted), how

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.config import ParallelConfig
 from megatfm.engines.native import fully_sharded
 from megatfm.models import build
-from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
-from tests.parity.test_pipelines import make_engine as make_pipeline
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -34,8 +35,8 @@ class Summed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and func._schema.name.partition("::")[2] in SUMS:
-            given = args[1] if "scatter_base" in func._schema.name else args[0]
-            for tensor in [given] if isinstance(given, Tensor) else given:
+            inputs = args[1] if "scatter_base" in func._schema.name else args[0]
+            for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
                 if tensor.is_floating_point() and tensor.dtype != torch.float64:
                     self.elements[tensor.dtype] = self.elements.get(tensor.dtype, 0) + tensor.numel()
         return func(*args, **(kwargs or {}))
@@ -43,27 +44,26 @@ class Summed(TorchDispatchMode):
 
 def summed(layout: str) -> dict[torch.dtype, int]:
     parallel = LAYOUTS[layout]
-    make = make_pipeline if parallel.pp > 1 else make_engine
-    engine = make(TIED, parallel, ADAMW, precision="bf16")
-    with Summed() as found:
+    engine = build_engine(TIED_MODEL, parallel, ADAMW, precision="bf16")
+    with Summed() as sums:
         engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     assert all(g.dtype == torch.float32 for g in engine.gradients().values())
-    return found.elements
+    return sums.elements
 
 
 def every_layout() -> None:
     with torch.device("meta"):
-        sizes = {name: p.numel() for name, p in build(TIED).named_parameters()}
+        sizes = {name: p.numel() for name, p in build(TIED_MODEL).named_parameters()}
     for layout in LAYOUTS:
-        found = summed(layout)
+        actual = summed(layout)
         if layout == "tp":
             # Activations and their gradients are summed as they are; norms' shares of gradients in float32.
-            assert found[torch.float32] >= sum(n for name, n in sizes.items() if "norm" in name)
+            assert actual[torch.float32] >= sum(n for name, n in sizes.items() if "norm" in name)
         elif layout == "stages":
-            assert found == {torch.float32: TIED.vocab_size * TIED.d_model}, "the tied table's"
+            assert actual == {torch.float32: TIED_MODEL.vocab_size * TIED_MODEL.d_model}, "the tied table's"
         else:
-            assert found.keys() == {torch.float32}, layout
-            assert found[torch.float32] >= sum(sizes.values()), layout
+            assert actual.keys() == {torch.float32}, layout
+            assert actual[torch.float32] >= sum(sizes.values()), layout
 
 
 def test_gradients_are_summed_in_float32(workers: Workers) -> None:
@@ -77,4 +77,4 @@ def reduced_in_bfloat16() -> set[torch.dtype]:
 
 
 def test_a_reduction_in_bfloat16_is_seen(workers: Workers) -> None:
-    assert all(found == {torch.bfloat16} for found in workers.run(reduced_in_bfloat16, 2))
+    assert all(result == {torch.bfloat16} for result in workers.run(reduced_in_bfloat16, 2))

@@ -11,10 +11,10 @@ from torch import Tensor
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_layouts import CAUSAL, global_batch, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.test_optimizers import OPTIMIZERS
 
 # A vocabulary of no even parts, fewer key heads than tensor-parallel ranks, a tie between the ends of the pipeline.
 MODEL = ModelConfig(
@@ -52,8 +52,7 @@ SCALE = "engine.loss_scale"
 
 
 def make_engine(parallel: ParallelConfig, precision: str, optimizer: OptimizerSection) -> NativeEngine:
-    make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
-    return make(MODEL, parallel, optimizer, precision=precision)
+    return build_engine(MODEL, parallel, optimizer, precision=precision)
 
 
 def train_and_save(folder: Path, optimizer: OptimizerSection) -> None:
@@ -96,12 +95,12 @@ def hand_on(folder: Path, optimizer: OptimizerSection) -> list[str]:
         load(engine, folder / "first/step-00000001")
         wrong += [f"first → {name}: {key}" for key in differences(engine, wanted)]
         path = checkpoint.save(folder / f"{world} {name}", 1, engine.state_dict(), {})
-        whole = checkpoint.read_tensors(path)
+        tensors = checkpoint.read_tensors(path)
         wrong += [
             f"{name}: {key}"
-            for key in wanted.keys() | whole.keys()
+            for key in wanted.keys() | tensors.keys()
             if not key.startswith(SCALE)
-            and (key not in wanted or key not in whole or not torch.equal(wanted[key], whole[key]))
+            and (key not in wanted or key not in tensors or not torch.equal(wanted[key], tensors[key]))
         ]
     return wrong
 
@@ -140,7 +139,7 @@ def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, name: str, ev
     for world in LAYOUTS:
         assert not list(itertools.chain(*workers.run(hand_on, world, tmp_path, optimizer)))
     for world in LAYOUTS:
-        found = workers.run(take_over, world, tmp_path, optimizer, loops, timeout=300)
-        assert [wrong for _, wrong in found] == [[]] * world
-        pairs += found[0][0]
+        results = workers.run(take_over, world, tmp_path, optimizer, loops, timeout=300)
+        assert [wrong for _, wrong in results] == [[]] * world
+        pairs += results[0][0]
     assert pairs == (13 if loops else 13 * 13)

@@ -43,7 +43,7 @@ def gradients(parts: Parts) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in parts.named_parameters() if p.grad is not None}
 
 
-def test_both_parts_together_are_the_whole(parts: Parts) -> None:
+def test_the_parts_of_a_backward_pass_make_up_the_whole(parts: Parts) -> None:
     x, memory = inputs()
     y, z, loss = parts(x, memory)
     into_y, into_z = torch.full_like(y, 0.5), torch.full_like(z, -0.25)

@@ -31,6 +31,7 @@ from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.styles import STYLES, Layouts, ParallelStyle
 from megatfm.train.resilience import compare_replicas
+from tests.support.parity import local_block
 from tests.support.workers import Workers
 
 EXPERT_AXIS = "dp_replicate"
@@ -52,10 +53,10 @@ class Experts(nn.Module):
         self.initial = {"up": Normal(0.5), "down": Normal(0.4), "scale": Normal(0.3)}
 
     def forward(self, x: Tensor) -> Tensor:
-        own = slice(0, self.up.shape[2])  # of the scales, those of the features that are here
+        local = slice(0, self.up.shape[2])  # of the scales, those of the features that are here
         if hasattr(self, "first"):
-            own = slice(self.first, self.first + self.up.shape[2])
-        inner = torch.tanh(torch.einsum("bd,edf->ebf", x, self.up) * self.scale[own])
+            local = slice(self.first, self.first + self.up.shape[2])
+        inner = torch.tanh(torch.einsum("bd,edf->ebf", x, self.up) * self.scale[local])
         return torch.einsum("ebf,efd->bd", inner, self.down)
 
 
@@ -100,7 +101,7 @@ def placed(placement: TensorLayout, mesh: Mesh) -> TensorLayout:
 GROUPS: dict[str, ProcessGroup] = {}
 
 
-def route(module: nn.Module, ranks: TensorParallelGroup, own: Layouts) -> None:
+def route(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     """Every expert's ranks see the rows of all of them."""
     genuine, experts = module.forward, GROUPS[EXPERT_AXIS]
     module.first = ranks.rank * F // ranks.group.size()
@@ -166,23 +167,21 @@ def rows() -> Tensor:
 
 
 def forward_backward(engine: NativeEngine) -> float:
-    each = ROWS // engine.mesh.data_ranks
-    mine = rows()[engine.mesh.data_rank * each :][:each]
+    item = ROWS // engine.mesh.data_ranks
+    mine = rows()[engine.mesh.data_rank * item :][:item]
     return engine.forward_backward(
-        [{"x": mine[:1]}, {"x": mine[1:]}] if each > 1 else [{"x": mine}], Squares()
+        [{"x": mine[:1]}, {"x": mine[1:]}] if item > 1 else [{"x": mine}], Squares()
     ).loss
-
-
-def part(engine: NativeEngine, name: str, tensor: Tensor) -> Tensor:
-    offsets, sizes = engine.boxes[name]
-    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 
 def compare(world: int, folder: Path) -> None:
     for layout, parallel in LAYOUTS[world].items():
         engine, model = make_engine(parallel), one_device()
         for name, parameter in model.named_parameters():
-            assert torch.equal(part(engine, name, parameter.detach()), engine.local[name]), (layout, name)
+            assert torch.equal(local_block(engine, name, parameter.detach()), engine.local[name]), (
+                layout,
+                name,
+            )
         loss = model(rows()).square().sum() / ROWS
         loss.backward()
         expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -191,20 +190,20 @@ def compare(world: int, folder: Path) -> None:
         gradients = engine.gradients()
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
-            error = (gradient - part(engine, name, expected[name])).norm()
+            error = (gradient - local_block(engine, name, expected[name])).norm()
             assert error <= 1e-9 * max(expected[name].norm(), floor), (layout, name, float(error))
-        found = engine.layer_statistics()["stack.layers.0"]
+        actual = engine.layer_statistics()["stack.layers.0"]
         for kind, tensors in (("weight", dict(model.named_parameters())), ("gradient", expected)):
-            whole = torch.cat(
+            full = torch.cat(
                 [t.detach().flatten() for n, t in tensors.items() if n.startswith("stack.layers.0.")]
             )
-            assert found[kind] == pytest.approx(float(whole.square().mean() ** 0.5), rel=1e-9), (layout, kind)
+            assert actual[kind] == pytest.approx(float(full.square().mean() ** 0.5), rel=1e-9), (layout, kind)
         norm = torch.cat([g.flatten() for g in expected.values()]).norm()
         assert engine.step(1e-2, clip=0.1) == pytest.approx(float(norm), rel=1e-12), layout
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         torch.optim.AdamW(model.parameters(), lr=1e-2, **ADAMW).step()
         for name, parameter in model.named_parameters():
-            stepped = part(engine, name, parameter.detach())
+            stepped = local_block(engine, name, parameter.detach())
             torch.testing.assert_close(engine.local[name], stepped, rtol=1e-9, atol=1e-12)
         compare_replicas(engine, step=1, every=1)
         checkpoint.save(folder / layout, 1, engine.state_dict(), {})
@@ -221,12 +220,12 @@ def test_gradients_norms_and_checkpoints_are_those_of_one_device(
 ) -> None:
     workers.run(compare, world, world, tmp_path)
     # The boxes fill every tensor, once, or a save would have said so.
-    found = {
+    actual = {
         layout: checkpoint.read_tensors(tmp_path / layout / "step-00000001") for layout in LAYOUTS[world]
     }
     shapes = {name: p.shape for name, p in Model().named_parameters()}
-    first = next(iter(found.values()))
-    for layout, tensors in found.items():
+    first = next(iter(actual.values()))
+    for layout, tensors in actual.items():
         assert {
             n.removeprefix("model."): t.shape for n, t in tensors.items() if n.startswith("model.")
         } == shapes
@@ -250,9 +249,9 @@ def flipped(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["experts.up", "dense.weight"])
 def test_copies_are_compared_with_copies(workers: Workers, kind: str) -> None:
     """Two ranks hold the same experts: that they differ is seen, not who is right."""
-    said: list[Any] = workers.run(flipped, 4, kind)
+    messages: list[Any] = workers.run(flipped, 4, kind)
     for rank in (2, 3) if kind == "experts.up" else (3,):
-        assert f"rank {rank} on " in said[0], said[0]
-    assert f"model.stack.layers.0.{kind}" in said[0]
-    assert "rank 0" not in said[0]
-    assert "rank 1" not in said[0]
+        assert f"rank {rank} on " in messages[0], messages[0]
+    assert f"model.stack.layers.0.{kind}" in messages[0]
+    assert "rank 0" not in messages[0]
+    assert "rank 1" not in messages[0]

@@ -52,22 +52,22 @@ def there_and_back() -> list[str]:
     local = {name: cut(tensor, cuts[name][rank]) for name, tensor in before.items()}
     group = dist.group.WORLD
     assert group is not None
-    whole = OwnedTensors(local, cuts, SHAPES, group)
-    whole.refresh()
-    for name, tensor in whole.full.items():
+    owned = OwnedTensors(local, cuts, SHAPES, group)
+    owned.refresh()
+    for name, tensor in owned.full.items():
         assert torch.equal(tensor, before[name]), name
     blocks = {name: cut(gradients[name], cuts[name][rank]) for name in local}
     if rank:
         blocks["replicated"].fill_(torch.nan)  # the first of the ranks that hold a box sends it, and no other
-    gathered = whole.gather(blocks)
-    assert gathered.keys() == whole.full.keys()
+    gathered = owned.gather(blocks)
+    assert gathered.keys() == owned.full.keys()
     for name, tensor in gathered.items():
         assert torch.equal(tensor, gradients[name]), name
-        whole.full[name].sub_(tensor)
-    whole.scatter()
+        owned.full[name].sub_(tensor)
+    owned.scatter()
     for name, block in local.items():
         assert torch.equal(block, cut(before[name] - gradients[name], cuts[name][rank])), name
-    return list(whole.full)
+    return list(owned.full)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

@@ -16,23 +16,23 @@ def costs(stages: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(3, 7), (5, 5), (4, 1)])
 def test_the_bubble_of_1f1b(ranks: int, microbatches: int) -> None:
-    found = simulate("1f1b", ranks, 1, microbatches, range(ranks), costs(ranks), 0.0)
-    assert found.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1), rel=1e-12)
-    assert found.held == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
+    actual = simulate("1f1b", ranks, 1, microbatches, range(ranks), costs(ranks), 0.0)
+    assert actual.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1), rel=1e-12)
+    assert actual.held == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
 def test_schedules_take_as_long_as_in_their_own_simulator(schedule: str) -> None:
     virtual = 1 if schedule == "gpipe" else 2
     rank_of = stage_to_rank(schedule, 3, virtual)
-    found = simulate(schedule, 3, virtual, 7, rank_of, costs(len(rank_of)), 0.0)
+    actual = simulate(schedule, 3, virtual, 7, rank_of, costs(len(rank_of)), 0.0)
     plain = simulate_plain(build_schedule(schedule, 3, virtual, 7), rank_of, SECONDS)
-    assert found.seconds == pytest.approx(max(rank.last for rank in plain), rel=1e-12)
-    assert found.bubble == pytest.approx(bubble(plain), rel=1e-9)
+    assert actual.seconds == pytest.approx(max(rank.last for rank in plain), rel=1e-12)
+    assert actual.bubble == pytest.approx(bubble(plain), rel=1e-9)
 
 
 def test_a_transfer_is_waited_for_between_ranks_alone() -> None:
-    found = simulate("1f1b", 2, 1, 1, [0, 1], costs(2), 0.5)
-    assert found.seconds == pytest.approx(2 * (1.0 + 2.0) + 2 * 0.5)
+    actual = simulate("1f1b", 2, 1, 1, [0, 1], costs(2), 0.5)
+    assert actual.seconds == pytest.approx(2 * (1.0 + 2.0) + 2 * 0.5)
     slow = {kind: [seconds, 3 * seconds] for kind, seconds in SECONDS.items()}
     assert simulate("1f1b", 2, 1, 1, [0, 1], slow, 0.0).seconds == pytest.approx(1 + 3 + 6 + 2)

@@ -24,16 +24,16 @@ def opened(cluster: Cluster) -> Iterator[Estimator]:
     config = load_config("llama3-8b", ["data.tokenizer=t", "data.train=d"])
     small, _ = shrink(config.model_copy(update={"parallel": ParallelConfig(pp=4, dp_shard=1)}))
     changes = {"train.precision": "bf16", "train.global_batch": 8, "train.micro_batch": 1, "parallel.pp": 1}
-    with estimator(small.with_changes({**changes, "parallel.dp_shard": -1}), cluster, (1, 2)) as found:
-        yield found
+    with estimator(small.with_changes({**changes, "parallel.dp_shard": -1}), cluster, (1, 2)) as actual:
+        yield actual
 
 
 def test_the_best_of_all_layouts_is_found(opened: Estimator) -> None:
-    found = search(opened)
+    best = search(opened)
     every = [opened.estimate(config) for config in layouts(opened, Counter())]
-    assert len(every) == found.tried - found.refused.total()
+    assert len(every) == best.tried - best.refused.total()
     fastest = min(one.time.step for one in every)
-    assert found.best[0].time.step == pytest.approx(fastest, rel=0.02)
+    assert best.best[0].time.step == pytest.approx(fastest, rel=0.02)
 
 
 def test_scores_are_near_the_estimates_in_full(opened: Estimator) -> None:
@@ -72,7 +72,7 @@ def test_a_layout_is_legal_if_and_only_if_the_rules_of_configs_say_so(opened: Es
 def test_nothing_fits(opened: Estimator) -> None:
     tiny = load_cluster("h100", 4, gpus_per_node=2)
     device = type(tiny.device)(**{**vars(tiny.device), "memory_gib": 0.1})
-    found = search(Estimator(opened.base, Cluster(device, tiny.node, 4)))
-    assert not found.best
-    assert found.smallest is not None
-    assert found.smallest.score.n_bytes > FULLEST * device.memory_bytes
+    best = search(Estimator(opened.base, Cluster(device, tiny.node, 4)))
+    assert not best.best
+    assert best.smallest is not None
+    assert best.smallest.score.n_bytes > FULLEST * device.memory_bytes

@@ -1,75 +1,28 @@
 """A small model and a run directory with a checkpoint of it, as training leaves them."""
 
-import inspect
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatfm import checkpoint
-from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, TrainConfig, to_toml
-from megatfm.models import Decoder, build
-from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
-
-MODEL = ModelConfig(
-    vocab_size=400,
-    d_model=32,
-    n_layers=2,
-    attention={"n_heads": 4, "n_kv_heads": 2},
-    ffn={"d_ff": 48},
-    embedding={"tied": False},
+from megatfm.models import Decoder
+from tests.support.trained_runs import (
+    SMALL_DECODER,
+    padded_decoder,
+    random_model,
+    tokenizer_model,
+    write_trained_run,
 )
 
-
-def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
-    """Every parameter random, norms too, and large enough that logits differ clearly."""
-    random = torch.Generator().manual_seed(1)
-    model = build(config).to(dtype).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=random)
-    return model
+__all__ = ["tokenizer_model"]  # a fixture
 
 
 @pytest.fixture(scope="session")
 def model() -> Decoder:
-    return random_model(MODEL)
-
-
-@pytest.fixture(scope="session")
-def tokenizer_model() -> bytes:
-    texts = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
-    return train_sentencepiece(texts, vocab_size=400, sentinels=4)
+    return random_model(SMALL_DECODER)
 
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer_model: bytes) -> Path:
     """A run at step 30, of a model with tied embeddings and more rows than the tokenizer has ids."""
-    return write_run(tmp_path / "run", tokenizer_model, random_model(wide(), torch.float32))
-
-
-def wide() -> ModelConfig:
-    return MODEL.with_changes({"vocab_size": 420, "embedding.tied": True})
-
-
-def write_run(folder: Path, tokenizer_model: bytes, model: Decoder, objective: str = "causal") -> Path:
-    folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(tokenizer_model)
-    length = min(24, model.config.longest_row[0] or 24)
-    config = Config(
-        name="small",
-        model=model.config,
-        objective={"name": objective},
-        data=DataConfig(train="nowhere", tokenizer="nowhere/tokenizer.model", sequence_length=length),
-        optimizer=AdamWConfig(lr=1e-3),
-        train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
-    )
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    state = {
-        "step": 30,
-        "tokenizer": SentencePieceTokenizer(tokenizer_model).hash,
-        "config": config.model_dump(mode="json"),
-    }
-    checkpoint.save(folder / "checkpoints", 30, tensors, state)
-    return folder
+    return write_trained_run(tmp_path / "run", tokenizer_model, random_model(padded_decoder(), torch.float32))

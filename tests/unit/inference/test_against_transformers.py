@@ -85,34 +85,34 @@ def until_stop(tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy(model: str, seed: int) -> None:
     both = pair_of(model, seed)
-    theirs = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
+    expected = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
     for cache in (True, False):
-        made = generate(
+        result = generate(
             both.ours, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache
         ).tolist()
         start = 1 if model == "t5" else max(LENGTHS)
-        assert [until_stop(row[start:]) for row in made] == theirs
-    assert len({token for row in theirs for token in row}) > 6, "texts this dull would prove nothing"
+        assert [until_stop(row[start:]) for row in result] == expected
+    assert len({token for row in expected for token in row}) > 6, "texts this dull would prove nothing"
 
 
 @pytest.mark.parametrize(("beams", "alpha"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0), (4, -0.5), (5, 0.6)])
 @pytest.mark.parametrize("model", MODELS)
 def test_beams(model: str, beams: int, alpha: float) -> None:
     seed = 11
-    both, found = pair_of(model, seed), []
-    theirs = theirs_of(
+    both, actual = pair_of(model, seed), []
+    expected = theirs_of(
         both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
     ).tolist()
     for cache in (True, False):
-        found = beam_search(
+        actual = beam_search(
             both.ours, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
             penalty=power(alpha), cache=cache,
         )  # fmt: skip
-        assert [each.tokens.tolist() for each in found] == [until_stop(row) for row in theirs]
+        assert [item.tokens.tolist() for item in actual] == [until_stop(row) for row in expected]
     if beams > 1:
         greedy = generate(both.ours, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()
         assert any(
-            until_stop(row[-NEW:]) != each.tokens.tolist() for row, each in zip(greedy, found, strict=True)
+            until_stop(row[-NEW:]) != item.tokens.tolist() for row, item in zip(greedy, actual, strict=True)
         )
 
 
@@ -120,40 +120,40 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
 def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
     """Among all texts of up to four tokens out of four, each scored by itself."""
     config = ModelConfig.from_dotted(**{**MODELS["llama"][1], "vocab_size": 5})
-    ours = pair(config, torch.float64, 3).ours.eval()
-    ours.head.weight.data *= 3
+    actual = pair(config, torch.float64, 3).ours.eval()
+    actual.head.weight.data *= 3
     prompt = torch.tensor([4, 1, 4])
-    (found,) = beam_search(
-        ours, Prompts([prompt]), beams=128, max_tokens=4, stop_token=3, penalty=penalty, vocab_size=4
+    (observed,) = beam_search(
+        actual, Prompts([prompt]), beams=128, max_tokens=4, stop_token=3, penalty=penalty, vocab_size=4
     )
     best, scores = (-math.inf, ()), []
     for n in range(1, 5):
         for text in itertools.product(range(4), repeat=n):
             if 3 in text[:-1] or (n < 4 and text[-1] != 3):
                 continue
-            whole = torch.cat([prompt, torch.tensor(text)])
+            full = torch.cat([prompt, torch.tensor(text)])
             with torch.no_grad():
-                logs = ours(whole[None]).logits[0, :, :4].log_softmax(-1)
-            score = float(logs[2:-1].gather(1, whole[3:, None]).sum()) / penalty(n)
+                logs = actual(full[None]).logits[0, :, :4].log_softmax(-1)
+            score = float(logs[2:-1].gather(1, full[3:, None]).sum()) / penalty(n)
             scores.append(score)
             best = max(best, (score, text))
-    assert tuple(found.tokens.tolist()) == best[1]
-    assert found.score == pytest.approx(best[0], rel=1e-9)
+    assert tuple(observed.tokens.tolist()) == best[1]
+    assert observed.score == pytest.approx(best[0], rel=1e-9)
     assert len(scores) == 1 + 3 + 9 + 27 * 4
 
 
 def test_beams_go_past_ids_that_a_head_masks() -> None:
     """As if the vocabulary had the other ids alone, which are numbered without a gap."""
-    ours = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
-    few = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
-    hook = ours.register_forward_hook(
+    actual = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
+    few = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
+    hook = actual.register_forward_hook(
         lambda _, __, output: output._replace(
             logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf)
         )
     )
-    masked = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP)
+    masked = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP)
     hook.remove()
-    assert [each.tokens.tolist() for each in masked] == [each.tokens.tolist() for each in few]
+    assert [item.tokens.tolist() for item in masked] == [item.tokens.tolist() for item in few]
 
 
 def test_the_penalties() -> None:

@@ -11,8 +11,7 @@ from megatfm.commands.models import add_generate_arguments, generate_command
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Sampling, generate, stream
 from megatfm.inference.text import load
-
-from .test_load import rewrite
+from tests.support.trained_runs import write_next_checkpoint
 
 
 def run_command(*words: str) -> int:
@@ -27,8 +26,8 @@ def test_prints_the_prompt_and_what_follows(run: Path, capsys: pytest.CaptureFix
     ids = [loaded.tokenizer.bos, *loaded.tokenizer.encode("Größe ")]
     logits_end = loaded.tokenizer.vocab_size  # the model has rows that no text stands for
     loaded.model.head.weight.data[logits_end:] = 0
-    made = generate(loaded.model, torch.tensor([ids]), max_tokens=9, stop_token=loaded.tokenizer.eos)
-    text = loaded.tokenizer.decode(made[0, len(ids) :])
+    result = generate(loaded.model, torch.tensor([ids]), max_tokens=9, stop_token=loaded.tokenizer.eos)
+    text = loaded.tokenizer.decode(result[0, len(ids) :])
     assert capsys.readouterr().out == f"Größe {text}\n"
     kept = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert kept == [{"prompt": "Größe ", "text": text, "step": 30}]
@@ -53,7 +52,7 @@ def test_a_sample_ends_where_any_stop_token_does_however_long_the_others_are(run
     sampling = Sampling(1.0, top_p=0.9, vocab_size=vocabulary)
     free = torch.stack(list(stream(loaded.model, tokens, sampling, max_tokens=12)), 1).tolist()
     stops = [free[0][3], free[1][5]]
-    rewrite(run, {"stop": stops})
+    write_next_checkpoint(run, {"stop": stops})
     run_command(str(run), "--num-samples=3", "--max-tokens=12", "--temperature=1", "--top-p=0.9")
     texts = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]
     ends = [next((n for n, id in enumerate(row, 1) if id in stops), 12) for row in free]
@@ -82,7 +81,7 @@ def test_says_when_the_text_outgrows_the_training_length(
 
 
 def test_broken_weights_end_in_one_line(run: Path) -> None:
-    rewrite(run, {}, {"model.decoder.norm.weight": torch.full((32,), float("nan"))})
+    write_next_checkpoint(run, {}, {"model.decoder.norm.weight": torch.full((32,), float("nan"))})
     with pytest.raises(MegatfmError, match="not finite"):
         run_command(str(run))
     assert not (run / "samples.jsonl").exists()

@@ -145,9 +145,11 @@ def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> N
 
 def test_every_pattern_of_decoders_is_tried() -> None:
     """Beside full attention, the decoder's default."""
-    told = [option for kind in PATTERNS.values() for option in kind.items() if option[0].endswith("pattern")]
+    message = [
+        option for kind in PATTERNS.values() for option in kind.items() if option[0].endswith("pattern")
+    ]
     shipped = {name for name in SHIPPED.names() if SHIPPED.get(name).__module__.startswith("megatfm.")}
-    assert shipped - {"full", "longformer"} == {options["name"] for _, options in told}
+    assert shipped - {"full", "longformer"} == {options["name"] for _, options in message}
     with pytest.raises(UsageError, match="choose family = 'encoder'"):
         build(ModelConfig.from_dotted(**SMALL, **{"attention.pattern": {"name": "longformer", "width": 2}}))
 
@@ -160,10 +162,10 @@ def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
         text = torch.cat([prompt, torch.arange(3, 3 + NEW - 1)])[None]
         prefix = (torch.arange(text.shape[1]) < len(prompt))[None]
         with torch.no_grad():
-            whole = model(text, prefix=prefix).logits[0, len(prompt) - 1 :]
+            full = model(text, prefix=prefix).logits[0, len(prompt) - 1 :]
             causal = model(text).logits[0, len(prompt) - 1 :]
-        torch.testing.assert_close(together[row], whole, rtol=1e-10, atol=1e-10)
-        assert (whole - causal).abs().max() > 0.01 or len(prompt) == 1
+        torch.testing.assert_close(together[row], full, rtol=1e-10, atol=1e-10)
+        assert (full - causal).abs().max() > 0.01 or len(prompt) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,8 @@ def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
 def test_one_beam_is_greedy() -> None:
     model, prompts = made("rope", "decoder")
     greedy = generate(model, prompts, max_tokens=NEW)[:, -NEW:]
-    found = beam_search(model, prompts, beams=1, max_tokens=NEW, stop_token=None)
-    assert torch.equal(torch.stack([each.tokens for each in found]), greedy)
+    actual = beam_search(model, prompts, beams=1, max_tokens=NEW, stop_token=None)
+    assert torch.equal(torch.stack([item.tokens for item in actual]), greedy)
 
 
 def test_sampling_counts_positions_without_padding() -> None:
@@ -210,12 +212,12 @@ def test_a_window_s_cache_keeps_a_window() -> None:
         decoding.append(torch.full((len(LENGTHS),), 3))
     assert decoding.cache is not None
     assert decoding.cache.length == max(LENGTHS) + NEW - 1
-    near, whole = (
+    near, full = (
         layer.update(*[torch.zeros(3, 4, 1, 4).double()] * 2, keeps=keeps)[0]
         for layer, keeps in zip(decoding.cache.layers, (1, None), strict=True)
     )
     assert near.shape[2] == 2
-    assert whole.shape[2] == max(LENGTHS) + NEW
+    assert full.shape[2] == max(LENGTHS) + NEW
 
 
 HELD = {

@@ -22,9 +22,7 @@ from megatfm.errors import UsageError
 from megatfm.inference.embeddings import SentenceEmbedder
 from megatfm.tokenizers import SentencePieceTokenizer
 from tests.support.reference_gradients import perturb
-
-from .conftest import MODEL, random_model, write_run
-from .test_load import rewrite
+from tests.support.trained_runs import SMALL_DECODER, random_model, write_next_checkpoint, write_trained_run
 
 PIECES = [
     "[PAD]",
@@ -42,29 +40,29 @@ SMALL = {
 }  # fmt: skip
 
 
-def folder_of(path: Path, theirs: Any) -> Path:
+def folder_of(path: Path, expected: Any) -> Path:
     """As a MiniLM lies on the Hub: a bare encoder and a vocab.txt."""
-    perturb(theirs)
-    theirs.eval().save_pretrained(path)
+    perturb(expected)
+    expected.eval().save_pretrained(path)
     (path / "vocab.txt").write_text("\n".join(PIECES) + "\n")
     return path
 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> tuple[Path, BertModel, BertTokenizer]:
-    theirs = BertModel(BertConfig(**SMALL))
-    folder = folder_of(tmp_path / "bert", theirs)
-    return folder, theirs, BertTokenizer.from_pretrained(folder)
+    reference = BertModel(BertConfig(**SMALL))
+    folder = folder_of(tmp_path / "bert", reference)
+    return folder, reference, BertTokenizer.from_pretrained(folder)
 
 
-def by_hand(theirs: Any, given: Any, pooling: str) -> torch.Tensor:
+def by_hand(expected: Any, inputs: Any, pooling: str) -> torch.Tensor:
     with torch.no_grad():
-        hidden = theirs(**given).last_hidden_state
+        hidden = expected(**inputs).last_hidden_state
     if pooling == "first":
         return hidden[:, 0]
-    counted = given["attention_mask"].bool()
+    counted = inputs["attention_mask"].bool()
     if pooling == "masked":
-        text = counted & (given["input_ids"] > 4)
+        text = counted & (inputs["input_ids"] > 4)
         counted = torch.where(text.any(1, keepdim=True), text, counted)
     return torch.stack([rows[kept].mean(0) for rows, kept in zip(hidden, counted, strict=True)])
 
@@ -72,17 +70,17 @@ def by_hand(theirs: Any, given: Any, pooling: str) -> torch.Tensor:
 @pytest.mark.parametrize("pooling", ["mean", "first", "masked"])
 @pytest.mark.parametrize("batch", [1, 2, 32])
 def test_vectors_are_transformers(bert: Any, pooling: Any, batch: int) -> None:
-    folder, theirs, tokenizer = bert
+    folder, expected, tokenizer = bert
     encoder = megatfm.load(folder)
     vectors = encoder.encode(SENTENCES, pooling=pooling, batch=batch)
-    wanted = by_hand(theirs, tokenizer(SENTENCES, padding=True, return_tensors="pt"), pooling)
+    wanted = by_hand(expected, tokenizer(SENTENCES, padding=True, return_tensors="pt"), pooling)
     torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
     unit = encoder.encode(SENTENCES, pooling=pooling, normalize=True)
     torch.testing.assert_close(unit, torch.nn.functional.normalize(wanted), rtol=1e-5, atol=1e-5)
 
 
 def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.LogCaptureFixture) -> None:
-    folder, theirs, tokenizer = bert
+    folder, expected, tokenizer = bert
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     modules = [
@@ -91,8 +89,8 @@ def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.Lo
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
     vectors = megatfm.load(folder).encode(SENTENCES)
-    given = tokenizer(SENTENCES, padding=True, truncation=True, max_length=8, return_tensors="pt")
-    wanted = torch.nn.functional.normalize(by_hand(theirs, given, "first"))
+    inputs = tokenizer(SENTENCES, padding=True, truncation=True, max_length=8, return_tensors="pt")
+    wanted = torch.nn.functional.normalize(by_hand(expected, inputs, "first"))
     torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
     assert "2 of 5 texts are cut at 8 tokens" in caplog.text
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
@@ -101,27 +99,27 @@ def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.Lo
 
 
 def test_positions_that_begin_after_the_padding_s_id(tmp_path: Path) -> None:
-    theirs = RobertaModel(RobertaConfig(**SMALL, pad_token_id=0))
-    folder = folder_of(tmp_path / "roberta", theirs)
+    reference = RobertaModel(RobertaConfig(**SMALL, pad_token_id=0))
+    folder = folder_of(tmp_path / "roberta", reference)
     tokenizer = BertTokenizer.from_pretrained(folder)
-    given = tokenizer(SENTENCES, padding=True, return_tensors="pt")
-    given.pop("token_type_ids", None)
-    wanted = by_hand(theirs, given, "mean")
+    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    wanted = by_hand(reference, inputs, "mean")
     torch.testing.assert_close(megatfm.load(folder).encode(SENTENCES), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_that_is_forgotten_is_said_once(bert: Any, caplog: pytest.LogCaptureFixture) -> None:
     folder, _, tokenizer = bert
-    given = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     model = megatfm.load(folder)
-    marked = given["attention_mask"].long() - 1
+    marked = inputs["attention_mask"].long() - 1
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         caplog.clear()
-        model(given["input_ids"], documents=marked)
-        model(given["input_ids"][:1])
+        model(inputs["input_ids"], documents=marked)
+        model(inputs["input_ids"][:1])
         assert caplog.text == ""
-        model(given["input_ids"])
-        model(given["input_ids"])
+        model(inputs["input_ids"])
+        model(inputs["input_ids"])
     assert caplog.text.count("rows end in the padding token 0, and no `documents` say so") == 1
 
 
@@ -152,9 +150,9 @@ def mean_of(model: torch.nn.Module, ids: list[int], **fields: torch.Tensor) -> t
 def test_a_decoder_reads_what_stood_before_texts_in_training(
     begins: tuple[int, ...] | None, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
-    run = write_run(tmp_path / "run", tokenizer_model, random_model(MODEL, torch.float32))
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32))
     if begins is not None:
-        rewrite(run, {"begins": [*begins]})
+        write_next_checkpoint(run, {"begins": [*begins]})
     model = megatfm.load(run)
     tokenizer = SentencePieceTokenizer(tokenizer_model)
     before = [tokenizer.bos] if begins is None else [*begins]
@@ -167,18 +165,18 @@ def test_a_decoder_reads_what_stood_before_texts_in_training(
 
 def test_xlnet_reads_its_marks_behind_the_text(tmp_path: Path) -> None:
     """[CLS] with a segment of its own, as transformers' tokenizer says it."""
-    theirs = XLNetModel(XLNetConfig(vocab_size=len(PIECES), d_model=24, n_layer=2, n_head=4, d_inner=40))
-    folder = folder_of(tmp_path / "xlnet", theirs)
+    reference = XLNetModel(XLNetConfig(vocab_size=len(PIECES), d_model=24, n_layer=2, n_head=4, d_inner=40))
+    folder = folder_of(tmp_path / "xlnet", reference)
     model = megatfm.load(folder)
     ids = [5, 18, 3, 2]  # a ##d [SEP] [CLS]
     segments = torch.tensor([[0, 0, 0, 2]])
     with torch.no_grad():
-        wanted = theirs(torch.tensor([ids]), token_type_ids=segments).last_hidden_state[0].mean(0)
+        wanted = reference(torch.tensor([ids]), token_type_ids=segments).last_hidden_state[0].mean(0)
     torch.testing.assert_close(model.encode(["ad", "a bad cab"])[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_an_encoder_decoder_makes_no_vectors(tmp_path: Path, tokenizer_model: bytes) -> None:
-    config = MODEL.model_copy(update={"family": "encoder_decoder"})
-    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    config = SMALL_DECODER.model_copy(update={"family": "encoder_decoder"})
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
     with pytest.raises(UsageError, match="family = 'encoder_decoder' makes no vectors of texts"):
         megatfm.load(run).encode("a")

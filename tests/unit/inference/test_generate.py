@@ -9,8 +9,7 @@ from megatfm.inference.decoding import Prompts, Sampling, generate, stream
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.models import Decoder
 from tests.plugins import plugin
-
-from .conftest import MODEL, random_model
+from tests.support.trained_runs import SMALL_DECODER, random_model
 
 PROMPT = torch.tensor([[1, 17, 300, 42, 8], [1, 17, 299, 5, 399]])
 
@@ -18,18 +17,18 @@ PROMPT = torch.tensor([[1, 17, 300, 42, 8], [1, 17, 299, 5, 399]])
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 1, 1, 1, 1, 1, 1], [4, 5, 3], [12]], ids=str)
 def test_the_cache_gives_the_logits_of_the_whole_prefix(model: Decoder, chunks: list[int]) -> None:
     tokens = torch.randint(0, 400, (3, sum(chunks)), generator=torch.Generator().manual_seed(2))
-    cache, made = KVCache(MODEL.n_layers, sum(chunks)), []
+    cache, result = KVCache(SMALL_DECODER.n_layers, sum(chunks)), []
     with torch.no_grad():
         for chunk in tokens.split(chunks, dim=1):
-            made.append(model(chunk, cache=cache).logits)
-        whole = torch.stack([model(tokens[:, : t + 1]).logits[:, -1] for t in range(sum(chunks))], dim=1)
-    assert (torch.cat(made, dim=1) - whole).abs().max() < 1e-10
+            result.append(model(chunk, cache=cache).logits)
+        full = torch.stack([model(tokens[:, : t + 1]).logits[:, -1] for t in range(sum(chunks))], dim=1)
+    assert (torch.cat(result, dim=1) - full).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_and_without_cache_the_same_tokens(tied: bool, temperature: float) -> None:
-    model = random_model(MODEL.with_changes({"embedding.tied": tied}))
+    model = random_model(SMALL_DECODER.with_changes({"embedding.tied": tied}))
     options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
     fast = generate(model, PROMPT, **options)
     assert fast.shape == (2, 35)
@@ -88,12 +87,12 @@ def test_an_empty_prompt_is_refused(model: Decoder) -> None:
 def test_a_plugin_s_family_goes_on_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     """Its class says that it is causal, and its forward takes no cache: with one, it would read one token alone."""
     plugin("looped")
-    model = random_model(MODEL.with_changes({"family": "looped"}))
-    made = PROMPT
+    model = random_model(SMALL_DECODER.with_changes({"family": "looped"}))
+    result = PROMPT
     with torch.no_grad():
         for _ in range(6):
-            made = torch.cat([made, model(made).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(generate(model, PROMPT, max_tokens=6), made)
+            result = torch.cat([result, model(result).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generate(model, PROMPT, max_tokens=6), result)
     assert "family 'looped' takes no cache: all is computed again" in caplog.text
     ragged = Prompts([PROMPT[0], PROMPT[1, :3]])
     alone = generate(model, Prompts([PROMPT[1, :3]]), max_tokens=6)

@@ -18,12 +18,17 @@ from megatfm.inference.text import load
 from megatfm.models import Decoder
 from megatfm.registry import import_plugins
 from tests.support.alignment import lies_wrong, misaligned, only_torchs_memory
-
-from .conftest import MODEL, random_model, wide, write_run
+from tests.support.trained_runs import (
+    SMALL_DECODER,
+    padded_decoder,
+    random_model,
+    write_next_checkpoint,
+    write_trained_run,
+)
 
 
 def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
-    original = random_model(wide(), torch.float32)
+    original = random_model(padded_decoder(), torch.float32)
     for path in (run, run / "checkpoints" / "step-00000030"):
         loaded = load(path)
         assert (loaded.step, loaded.run_dir, loaded.config.name) == (30, run, "small")
@@ -37,21 +42,23 @@ def test_megatfm_load_gives_the_model(run: Path) -> None:
     tokens = torch.tensor([[1, 5, 9]])
     (run / "tokenizer.model").unlink()  # not needed for the model alone
     output = megatfm.load(run)(tokens)
-    assert torch.equal(output.logits, random_model(wide(), torch.float32)(tokens).logits)
-    assert output.hidden.shape == (1, 3, MODEL.d_model)
+    assert torch.equal(output.logits, random_model(padded_decoder(), torch.float32)(tokens).logits)
+    assert output.hidden.shape == (1, 3, SMALL_DECODER.d_model)
 
 
 def test_weights_of_any_precision_become_float32(
     tmp_path: Path, tokenizer_model: bytes, model: Decoder
 ) -> None:
-    loaded = load(write_run(tmp_path / "fp64", tokenizer_model, model))
+    loaded = load(write_trained_run(tmp_path / "fp64", tokenizer_model, model))
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
 
 
 def test_parameters_are_in_the_dtype_that_is_asked_for(tmp_path: Path, tokenizer_model: bytes) -> None:
     """A run's and a converted folder's; text can be made of them, too."""
-    exact = random_model(MODEL, torch.float32)
-    run = write_run(tmp_path / "run", tokenizer_model, random_model(MODEL, torch.float32).bfloat16())
+    exact = random_model(SMALL_DECODER, torch.float32)
+    run = write_trained_run(
+        tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32).bfloat16()
+    )
     convert(run, tmp_path / "theirs", "hf")
     tokens = torch.tensor([[1, 5, 9, 300, 2]])
     for path in (run, tmp_path / "theirs"):
@@ -99,29 +106,22 @@ def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None
         load(run)
 
 
-def rewrite(run: Path, state: dict[str, object], tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """A newer checkpoint, with some of its state and tensors changed."""
-    old = run / "checkpoints" / "step-00000030"
-    whole = {**checkpoint.read_tensors(old), **(tensors or {})}
-    checkpoint.save(run / "checkpoints", 31, whole, {**checkpoint.read_state(old), **state})
-
-
 def test_a_config_of_another_version_is_named(run: Path) -> None:
     config = json.loads(json.dumps(checkpoint.read_state(run / "checkpoints" / "step-00000030")["config"]))
     config["model"]["horns"] = 2
-    rewrite(run, {"config": config, "megatfm": "9.9"})
+    write_next_checkpoint(run, {"config": config, "megatfm": "9.9"})
     with pytest.raises(MegatfmError, match=r"model\.horns.*9\.9"):
         load(run)
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_named(run: Path) -> None:
-    rewrite(run, {}, {"model.extra": torch.zeros(2)})
+    write_next_checkpoint(run, {}, {"model.extra": torch.zeros(2)})
     with pytest.raises(MegatfmError, match=r"model\.extra is in the checkpoint, but not in the model"):
         load(run)
 
 
 def test_a_weight_of_another_shape_is_named(run: Path) -> None:
-    rewrite(run, {}, {"model.decoder.norm.weight": torch.zeros(2)})
+    write_next_checkpoint(run, {}, {"model.decoder.norm.weight": torch.zeros(2)})
     with pytest.raises(MegatfmError, match=r"model\.decoder\.norm\.weight is \[2\], but \[32\]"):
         load(run)
 
@@ -137,7 +137,7 @@ def test_weights_lie_as_fresh_ones_wherever_they_were_read(
     assert [name for name, parameter in model.named_parameters() if lies_wrong(parameter)] == []
     with only_torchs_memory():
         logits = model(tokens).logits
-    assert torch.equal(logits, random_model(wide(), torch.float32)(tokens).logits)
+    assert torch.equal(logits, random_model(padded_decoder(), torch.float32)(tokens).logits)
 
 
 def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
@@ -158,7 +158,7 @@ def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         (folder / "strangers_code.py").write_text("open('victim', 'w').close()\n")
     config = checkpoint.read_state(run / "checkpoints" / "step-00000030")["config"]
     assert isinstance(config, dict)
-    rewrite(run, {"config": {**config, "plugins": ["strangers_code"]}})
+    write_next_checkpoint(run, {"config": {**config, "plugins": ["strangers_code"]}})
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(f'plugins = ["strangers_code"]\n{text.replace("plugins = []", "")}')
     monkeypatch.delitem(sys.modules, "strangers_code", raising=False)
@@ -185,8 +185,8 @@ def test_a_stranger_s_run_runs_no_code(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "names plugins, whose code would run: strangers_code: " in (said := capsys.readouterr().err)
-    assert "--trust-plugins" in said
+    assert "names plugins, whose code would run: strangers_code: " in (output := capsys.readouterr().err)
+    assert "--trust-plugins" in output
     assert not Path("victim").exists()
     assert not Path("new").exists()
     assert str(stranger.resolve()) not in sys.path
@@ -208,7 +208,7 @@ def test_plugins_that_the_user_trusts_or_names_are_imported(stranger: Path, way:
 
 
 def test_a_checkpoint_without_a_step_is_one_line(run: Path) -> None:
-    rewrite(run, {"step": None})
+    write_next_checkpoint(run, {"step": None})
     with pytest.raises(
         MegatfmError, match=r"step-00000031: not a checkpoint of a run: its state has no step"
     ):

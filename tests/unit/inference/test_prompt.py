@@ -13,15 +13,16 @@ from megatfm.inference.decoding import Prompts, Sampling
 from megatfm.inference.text import TextModel, build_prompts, generate_text, generate_text_beam, load
 from megatfm.objectives import SpecialTokens
 from megatfm.objectives.base import prefix_lm_example, seq2seq_example
-
-from .conftest import MODEL, random_model, write_run
+from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 
 TEXT = "import textwrap"
-PAIRS = MODEL.model_copy(update={"family": "encoder_decoder"})
+PAIRS = SMALL_DECODER.model_copy(update={"family": "encoder_decoder"})
 
 
 def opened(folder: Path, tokenizer_model: bytes, config: ModelConfig, objective: str) -> TextModel:
-    return load(write_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective))
+    return load(
+        write_trained_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective)
+    )
 
 
 def special_of(loaded: TextModel) -> SpecialTokens:
@@ -30,30 +31,30 @@ def special_of(loaded: TextModel) -> SpecialTokens:
 
 def check(prompts: Prompts, fields: dict[str, np.ndarray]) -> None:
     """The prompt is what the fields of a sequence start with, before anything that was wanted."""
-    given = len(prompts.tokens[0])
-    assert prompts.tokens[0].tolist() == fields["tokens"][:given].tolist()
-    assert fields["targets"][: given - 1].tolist() == [-100] * (given - 1)
-    assert fields["targets"][given - 1] != -100
+    inputs = len(prompts.tokens[0])
+    assert prompts.tokens[0].tolist() == fields["tokens"][:inputs].tolist()
+    assert fields["targets"][: inputs - 1].tolist() == [-100] * (inputs - 1)
+    assert fields["targets"][inputs - 1] != -100
     if prompts.encoder is not None:
         assert prompts.encoder[0].tolist() == fields["encoder_tokens"].tolist()
     if prompts.prefix:
-        assert fields["prefix"][:given].all()
-        assert not fields["prefix"][given:].any()
+        assert fields["prefix"][:inputs].all()
+        assert not fields["prefix"][inputs:].any()
 
 
 @pytest.mark.parametrize("text", [TEXT, "a <extra_1> b <extra_id_0>"])
-@pytest.mark.parametrize("config", [MODEL, PAIRS])
+@pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
 def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, "span_corruption")
     s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
-    given = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
+    inputs = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
     wanted = np.array([s[0], 9])
     make = seq2seq_example if config is PAIRS else prefix_lm_example
-    check(build_prompts(loaded, text), make(np.array(given), wanted, special_of(loaded)))
+    check(build_prompts(loaded, text), make(np.array(inputs), wanted, special_of(loaded)))
 
 
 @pytest.mark.parametrize("sentinel", ["auto", "always", "never"])
-@pytest.mark.parametrize("config", [MODEL, PAIRS])
+@pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
 def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     config: ModelConfig,
     sentinel: str,
@@ -94,15 +95,15 @@ def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) ->
 
 
 @pytest.mark.parametrize("objective", ["prefix", "ul2"])
-@pytest.mark.parametrize("config", [MODEL, PAIRS])
+@pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
 def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes) -> None:
     """UL2's end of a text is a prefix, too, after its mode token where there is one."""
     loaded = opened(tmp_path, tokenizer_model, config, objective)
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
     mode = loaded.tokenizer.modes.get("S") if objective == "ul2" else None
     if config is PAIRS:
-        given = tokens if mode is None else np.append(mode, tokens)
-        check(build_prompts(loaded, TEXT), seq2seq_example(given, np.array([9]), special))
+        inputs = tokens if mode is None else np.append(mode, tokens)
+        check(build_prompts(loaded, TEXT), seq2seq_example(inputs, np.array([9]), special))
     else:
         first = special.bos if mode is None else mode
         check(
@@ -113,20 +114,22 @@ def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_m
 def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
-    whole = seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)
+    full = seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)
     prompts = build_prompts(loaded, TEXT)
-    assert prompts.tokens[0].tolist() == whole["tokens"].tolist()[:-1]
-    assert prompts.encoder[0].tolist() == whole["encoder_tokens"].tolist()
+    assert prompts.tokens[0].tolist() == full["tokens"].tolist()[:-1]
+    assert prompts.encoder[0].tolist() == full["encoder_tokens"].tolist()
     assert not prompts.prefix
 
 
 def test_an_encoder_makes_no_text(tmp_path: Path, tokenizer_model: bytes) -> None:
-    loaded = opened(tmp_path, tokenizer_model, MODEL.model_copy(update={"family": "encoder"}), "masked")
+    loaded = opened(
+        tmp_path, tokenizer_model, SMALL_DECODER.model_copy(update={"family": "encoder"}), "masked"
+    )
     with pytest.raises(UsageError, match="'encoder' makes no text"):
         build_prompts(loaded, TEXT)
 
 
-@pytest.mark.parametrize(("config", "objective"), [(MODEL, "prefix"), (PAIRS, "span_corruption")])
+@pytest.mark.parametrize(("config", "objective"), [(SMALL_DECODER, "prefix"), (PAIRS, "span_corruption")])
 def test_samples_and_beams_from_a_prompt(
     config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
@@ -141,7 +144,7 @@ def test_samples_and_beams_from_a_prompt(
 def test_no_more_than_the_positions_there_are(
     tmp_path: Path, tokenizer_model: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = MODEL.with_changes({"position.name": "learned", "position.max_positions": 12})
+    config = SMALL_DECODER.with_changes({"position.name": "learned", "position.max_positions": 12})
     loaded = opened(tmp_path, tokenizer_model, config, "causal")
     length = 1 + len(loaded.tokenizer.encode("import"))
     generate_text_beam(loaded, "import", 40, 2, 0.6)

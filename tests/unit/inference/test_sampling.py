@@ -49,9 +49,9 @@ def test_tokens_come_with_the_probabilities_of_transformers(
     logits: Tensor, temperature: float, top_k: int, top_p: float
 ) -> None:
     wanted = expected(logits, temperature, top_k, top_p)
-    found = frequencies(Sampling(temperature, top_k, top_p), logits)
-    assert not found[wanted == 0].any(), "a token outside the cut was chosen"
-    deviations = (found - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()
+    actual = frequencies(Sampling(temperature, top_k, top_p), logits)
+    assert not actual[wanted == 0].any(), "a token outside the cut was chosen"
+    deviations = (actual - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()
     assert deviations.abs().max() < 4.5
 
 
@@ -92,10 +92,10 @@ def test_broken_logits_are_named(logits: Tensor, bad: float) -> None:
 def test_ids_that_a_head_masks_are_never_chosen(logits: Tensor, top_k: int, top_p: float) -> None:
     masked = logits.clone()
     masked[::2] = -float("inf")
-    found = frequencies(Sampling(1.0, top_k, top_p), masked)
+    actual = frequencies(Sampling(1.0, top_k, top_p), masked)
     wanted = expected(masked, 1.0, top_k, top_p)
-    assert not found[::2].any()
-    assert ((found - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()).abs().max() < 4.5
+    assert not actual[::2].any()
+    assert ((actual - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()).abs().max() < 4.5
     assert int(Sampling().sample(masked[None], 0)) == int(masked.argmax())
 
 

@@ -1,42 +1,17 @@
-"""A SLURM that answers from files: stand-ins for its commands, which note what they were asked."""
+"""A SLURM that answers from files, runs that were watched, and folders to launch from."""
 
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-COMMANDS = ("sbatch", "scontrol", "scancel", "squeue", "sinfo", "sacct", "srun")
-STAND_IN = """#!/bin/bash
-name=${0##*/}
-printf '%s' "$name" >>"$SLURM_FAKE/calls"
-printf ' %q' "$@" >>"$SLURM_FAKE/calls"
-echo >>"$SLURM_FAKE/calls"
-key=$name
-[ "$name" != scontrol ] || { [ "$1" = -o ] && key=$name-$2 || key=$name-$1; }
-[ ! -e "$SLURM_FAKE/$key.fails" ] || { cat "$SLURM_FAKE/$key.fails" >&2; exit 1; }
-[ ! -e "$SLURM_FAKE/$key" ] || cat "$SLURM_FAKE/$key"
-"""
-
-
-@dataclass
-class FakeSlurm:
-    """What its commands print and whether they fail, by name (`scontrol-show` for `scontrol show`)."""
-
-    folder: Path
-
-    def answer(self, command: str, text: str) -> None:
-        (self.folder / command).write_text(text)
-
-    def fail(self, command: str, text: str) -> None:
-        (self.folder / f"{command}.fails").write_text(text)
-
-    @property
-    def calls(self) -> list[str]:
-        """The commands so far, quoted as a shell would."""
-        file = self.folder / "calls"
-        return file.read_text().splitlines() if file.exists() else []
+from megatfm.config import load_config, to_toml
+from tests.support.fake_slurm import COMMANDS, STAND_IN, FakeSlurm
+from tests.support.slurm_attempts import RUNNING
+from tests.support.watched_runs import MakeRun
 
 
 @pytest.fixture
@@ -71,3 +46,46 @@ def corpora(tmp_path: Path) -> Path:
         (made / name / "manifest.json").touch()
     (made / "tokenizer.model").touch()
     return made
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
+    """`make("name", launcher="slurm", jobs=["7"])`: a run of 100 steps that came to step 40."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str = "mine", steps: int = 40, **note: Any) -> Path:
+        folder = tmp_path / "runs" / name
+        (folder / "logs").mkdir(parents=True)
+        (folder / "config.toml").write_text('name = "mine"\n[train]\nsteps = 100\n')
+        lines = [
+            {"step": n, "loss": 5 - n / 50, "tokens_per_second": 1000.0 + (n == 2) * 9e9, "step_seconds": 2.0}
+            for n in range(1, steps + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if note:
+            (folder / "launch.json").write_text(json.dumps(note))
+        return folder
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Path:
+    """A folder to launch from, with corpora and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that job 7 trains on n1 to n3, one process on each."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "slurm").mkdir()
+    config = load_config("quickstart", ["train.global_batch=24", "train.micro_batch=1", "train.steps=100"])
+    (run / "slurm" / "config.toml").write_text(to_toml(config))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    fake_slurm.answer("scontrol-show", RUNNING)
+    return run

@@ -48,23 +48,25 @@ def test_what_ranks_run_finds_nothing_in_the_working_directory(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("here", "paths", "expected"),
+    ("directory", "paths", "expected"),
     [(ROOT, [], ROOT), (ROOT, [ROOT], None), (ROOT / "tests", [ROOT], None)],
     ids=["working directory", "both", "PYTHONPATH"],
 )
 def test_ranks_find_a_checkout_that_nobody_installed(
-    here: Path, paths: list[Path], expected: Path | None
+    directory: Path, paths: list[Path], expected: Path | None
 ) -> None:
     """Packages on PYTHONPATH have no .pth files read, so that an editable install of megatfm is none."""
     packages = sysconfig.get_path("purelib")
     path = os.pathsep.join(map(str, [*paths, packages]))
     python = os.path.realpath(sys.executable)
-    said = run(
-        [python, "-m", "megatfm", "launch", "quickstart", "--nproc", "1", "--dry-run"], here, PYTHONPATH=path
+    output = run(
+        [python, "-m", "megatfm", "launch", "quickstart", "--nproc", "1", "--dry-run"],
+        directory,
+        PYTHONPATH=path,
     )
     assert (
-        said.count("PYTHONPATH=")
-        == said.count(f"PYTHONPATH={expected}{os.pathsep}{packages} ")
+        output.count("PYTHONPATH=")
+        == output.count(f"PYTHONPATH={expected}{os.pathsep}{packages} ")
         == bool(expected)
     )
-    assert f"{python} -P -m megatfm train quickstart" in said
+    assert f"{python} -P -m megatfm train quickstart" in output

@@ -12,13 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
 from megatfm.launchers.cli import add_arguments, main
-from megatfm.launchers.job import Job
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.record import read_json, tail_jsonl
 from megatfm.launchers.status import run_status
+from tests.support.launch_jobs import job, launch
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
@@ -46,42 +45,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
     return tmp_path
 
 
-def launch(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
-    add_arguments(parser)
-    return main(parser.parse_intermixed_args(["quickstart", *words]))
-
-
-def job(**changes: object) -> Job:
-    fields: dict[str, object] = {
-        "config_name": "quickstart",
-        "overrides": (),
-        "config": load_config("quickstart"),
-        "name": "quickstart",
-    }
-    return Job(**{**fields, **changes})  # type: ignore[arg-type]
-
-
 # ------------------------------------------------------------------------------------------------------- local
 
 
 def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("train.steps=77", "name=my-run", "--nproc", "2") == 0
-    said = json.loads(capfd.readouterr().out)
+    status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "runs" / "my-run" / "logs" / "rank-1.log").read_text())
     assert (
-        said["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
+        status["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
     )
-    assert (said["RANK"], said["LOCAL_RANK"], said["WORLD_SIZE"], said["MASTER_ADDR"]) == (
+    assert (status["RANK"], status["LOCAL_RANK"], status["WORLD_SIZE"], status["MASTER_ADDR"]) == (
         "0",
         "0",
         "2",
         "127.0.0.1",
     )
-    assert (logged["RANK"], logged["LOCAL_RANK"], logged["MASTER_PORT"]) == ("1", "1", said["MASTER_PORT"])
-    assert said["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert (logged["RANK"], logged["LOCAL_RANK"], logged["MASTER_PORT"]) == ("1", "1", status["MASTER_PORT"])
+    assert status["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def test_threads_without_affinity_are_of_all_cores(
@@ -168,9 +149,16 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
     (folder / "texts").mkdir()
     words = ["quickstart-data", "read.folder=texts", "out=made", "--prep", "--nproc", "2"]
     assert main(parser.parse_intermixed_args(words)) == 0
-    said = json.loads(capfd.readouterr().out)
+    status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "made.jobs" / "logs" / "worker-2.log").read_text())
-    assert said["arguments"] == ["prep", "quickstart-data", "read.folder=texts", "out=made", "--part", "1/2"]
+    assert status["arguments"] == [
+        "prep",
+        "quickstart-data",
+        "read.folder=texts",
+        "out=made",
+        "--part",
+        "1/2",
+    ]
     assert logged["arguments"][-1] == "2/2"
 
 
@@ -194,6 +182,51 @@ def test_what_can_not_be_starts_nothing(folder: Path, words: list[str], reason: 
     assert not (folder / "runs").exists()
 
 
+REFUSED = """
+import os, sys
+if os.environ.get("MEGATFM_NEW_RUN") != os.path.abspath("runs/quickstart"):
+    open("not-new", "a").write("x")
+print("error: no such thing", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_launch_that_its_ranks_refuse_leaves_nothing(folder: Path, count: int) -> None:
+    before = sorted(folder.rglob("*"))
+    (folder / "fake_rank.py").write_text(REFUSED)
+    assert launch("--nproc", str(count)) == 2
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("file", ["config.toml", "logs/rank-0.log"])
+def test_a_run_that_began_keeps_its_files_when_it_is_refused(folder: Path, file: str) -> None:
+    """Ranks remove their own files where a run is refused before its first step: one that is left is of later."""
+    (folder / "fake_rank.py").write_text(f"open('runs/quickstart/{file}', 'w'); import sys; sys.exit(2)")
+    (folder / "runs/quickstart/logs").mkdir(parents=True) if "/" in file else None
+    assert launch("--nproc", "2") == 2
+    names = {path.name for path in (folder / "runs/quickstart").rglob("*") if path.is_file()}
+    assert names == {Path(file).name, "launch.json", "restarts.json", "rank-1.log"}
+
+
+def test_ranks_of_a_folder_that_was_there_are_not_told_that_it_is_new(folder: Path) -> None:
+    (folder / "runs/quickstart").mkdir(parents=True)
+    (folder / "fake_rank.py").write_text(REFUSED)
+    assert launch("--nproc", "1") == 2
+    assert (folder / "not-new").read_text() == "x"
+    assert (folder / "runs/quickstart/restarts.json").exists()
+
+
+def test_ranks_of_a_second_attempt_are_not_told_that_the_folder_is_new(folder: Path) -> None:
+    (folder / "fake_rank.py").write_text(
+        "import os\nopen('runs/quickstart/plan.txt', 'w')\n"
+        f"if 'MEGATFM_NEW_RUN' in os.environ: raise SystemExit(3)\n{REFUSED}"
+    )
+    assert launch("--nproc", "1", "--max-restarts", "2") == 2
+    assert (folder / "not-new").read_text() == "x"
+    assert (folder / "runs/quickstart/restarts.json").exists()
+
+
 # --------------------------------------------------------------------------------------------------------- mpi
 
 
@@ -207,9 +240,9 @@ def test_mpi_starts_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     if subprocess.run(["which", "mpirun"], stdout=subprocess.DEVNULL).returncode:
         pytest.skip("needs Open MPI: run `make system-deps`")
     assert launch("--mpi", "2", "train.steps=77") == 0
-    said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert sorted(line["PMIX_RANK"] for line in said) == ["0", "1"]
-    assert {tuple(line["arguments"]) for line in said} == {("train", "quickstart", "train.steps=77")}
+    output = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert sorted(line["PMIX_RANK"] for line in output) == ["0", "1"]
+    assert {tuple(line["arguments"]) for line in output} == {("train", "quickstart", "train.steps=77")}
 
 
 def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,9 +47,9 @@ def test_failures_without_a_new_checkpoint_are_bounded(run: Path) -> None:
 
 def test_zero_restarts_end_with_the_first_failure(run: Path) -> None:
     attempt(run, EXIT_FAILED)
-    said = AttemptLog(run).restart_limit_reason("7", 0)
-    assert said is not None
-    assert said.startswith("it failed without")
+    output = AttemptLog(run).restart_limit_reason("7", 0)
+    assert output is not None
+    assert output.startswith("it failed without")
 
 
 def test_a_new_checkpoint_starts_the_count_afresh(run: Path, checkpoint: Commit) -> None:
@@ -72,9 +72,9 @@ def test_stops_are_no_failures_but_not_endless_either(run: Path) -> None:
     attempt(run, EXIT_FAILED, asked=True)  # say, a rank that was killed while it saved
     failures, stops = AttemptLog(run).count_without_progress("7")
     assert (failures, stops) == (0, MAX_STOPS_WITHOUT_PROGRESS + 1)
-    said = AttemptLog(run).restart_limit_reason("7", 0)
-    assert said is not None
-    assert "11 attempts in a row were stopped without a new checkpoint" in said
+    output = AttemptLog(run).restart_limit_reason("7", 0)
+    assert output is not None
+    assert "11 attempts in a row were stopped without a new checkpoint" in output
 
 
 def test_an_attempt_that_was_lost_is_a_failure_and_one_that_runs_is_none(run: Path) -> None:
@@ -94,7 +94,7 @@ def test_two_jobs_of_one_run_keep_their_own_lines(run: Path) -> None:
     second = AttemptLog(run).begin(Attempt(101.0, "8", job="8"))
     AttemptLog(run).end(replace(second, ended=102.0, code=77, reason="locked"))
     AttemptLog(run).end(replace(first, ended=103.0, code=EXIT_OK, reason="done"))
-    assert [(each.job, each.code, each.reason) for each in AttemptLog(run).attempts] == [
+    assert [(attempt.job, attempt.code, attempt.reason) for attempt in AttemptLog(run).attempts] == [
         ("7", EXIT_OK, "done"),
         ("8", 77, "locked"),
     ]

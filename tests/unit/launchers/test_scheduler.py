@@ -7,7 +7,7 @@ import pytest
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.record import latest_checkpoint_step, tail_jsonl
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 
 # As SLURM 22.05 prints it: values with spaces, with `=`, and empty ones.
 RECORD = (
@@ -19,10 +19,10 @@ RECORD = (
 
 def test_the_record_of_a_job(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("scontrol-show", RECORD)
-    found = scheduler.show_job("7")
-    assert found["JobName"] == "a b"
-    assert found["TRES"].startswith("cpu=2")
-    assert (found["JobState"], found["Restarts"], found["NumNodes"], found["Power"]) == (
+    job = scheduler.show_job("7")
+    assert job["JobName"] == "a b"
+    assert job["TRES"].startswith("cpu=2")
+    assert (job["JobState"], job["Restarts"], job["NumNodes"], job["Power"]) == (
         "RUNNING",
         "2",
         "2-2",
@@ -89,7 +89,7 @@ def test_the_end_of_a_file_of_records(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert tail_jsonl(file, 3) == []
     file.write_text("".join(f'{{"step": {n}}}\n' for n in range(5)) + '{"step": 5')
-    assert [each["step"] for each in tail_jsonl(file, 3)] == [2, 3, 4]
+    assert [item["step"] for item in tail_jsonl(file, 3)] == [2, 3, 4]
 
 
 def test_only_committed_checkpoints_count(tmp_path: Path) -> None:

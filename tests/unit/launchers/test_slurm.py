@@ -1,11 +1,7 @@
-"""SLURM jobs: what is rendered, that bash reads it as it was meant, and what is submitted."""
+"""SLURM jobs: what is submitted, what is written down of it, and jobs beside others."""
 
-import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,107 +10,20 @@ from megatfm.config import load, load_config, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import RunHandle, snapshot, submit
-from megatfm.launchers.cli import add_arguments, main
-from megatfm.launchers.job import Job
 from megatfm.launchers.run_jobs import cancel
-from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.status import run_status
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.launch_jobs import CLUSTER_FLAGS, launch
+from tests.support.source_tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-GOLDEN = ROOT / "tests" / "golden" / "launchers"
-CLUSTER = ["--slurm", "--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--job-name", "big-run"]
+pytestmark = pytest.mark.usefixtures("folder")
 FITS = ["train.global_batch=64", "train.micro_batch=1"]
-BIG = Site(
-    partition="gpu",
-    account="physics",
-    qos="long",
-    constraint="a100&infiniband",
-    exclude="gpu[07,12]",
-    cpus_per_task=8,
-    memory="480G",
-    exclusive=True,
-    sbatch=["--mail-type=FAIL"],
-    srun=["--mpi=none"],
-    modules=["cuda/12.8", "openmpi"],
-    setup=[["source", "/my venv/bin/activate"]],
-    container=["apptainer", "exec", "--nv", "/images/torch 2.sif"],
-    python="python3",
-    interface="ib0",
-    environment={"NCCL_IB_HCA": "mlx5"},
-)
-SMALL = Site(
-    partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60
-)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Path:
-    """A folder to launch from, with corpora and nothing else."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def launch(*words: str, config: str = "quickstart") -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
-    add_arguments(parser)
-    return main(parser.parse_intermixed_args([config, *words]))
-
-
-def job(**changes: object) -> Job:
-    fields: dict[str, object] = {
-        "config_name": "quickstart",
-        "overrides": (),
-        "config": load_config("quickstart"),
-        "name": "quickstart",
-    }
-    return Job(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def prep_job(**changes: object) -> Job:
-    resolved = load(PrepConfig, "quickstart-data")
-    return job(
-        kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes
-    )
-
-
-GPUS = {"name": "big-run", "min_nodes": 4, "nproc_per_node": 8, "gpus_per_node": 8, "time_limit": "24:00:00"}
-RENDERED = {
-    "pretrain.sbatch": lambda: SlurmLauncher(BIG).render(job(**GPUS)),
-    "pretrain-chain.sbatch": lambda: SlurmLauncher(SMALL).render(job(**GPUS, chain_length=3)),
-    "pretrain-range.sbatch": lambda: SlurmLauncher(Site()).render(
-        job(min_nodes=2, max_nodes=4, nproc_per_node=2)
-    ),
-    "data_prep.sbatch": lambda: SlurmLauncher(BIG).render(prep_job()),
-    "data_prep-no-requeue.sbatch": lambda: SlurmLauncher(SMALL).render(prep_job()),
-    "evaluate.sbatch": lambda: SlurmLauncher(BIG).render(job(**GPUS, kind="evaluate")),
-}
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
-    """MEGATFM_UPDATE_GOLDEN=1 writes them anew."""
-    files = RENDERED[name]()
-    script = next(iter(files.values()))
-    for found, shown in (
-        (snapshot.collect_code([]).dir_name, "code-0123456789ab"),
-        (str(folder), "/home/ada/my-project"),
-        (sys.executable, "/env/bin/python"),
-    ):
-        script = script.replace(found, shown)
-    if os.environ.get("MEGATFM_UPDATE_GOLDEN"):
-        (GOLDEN / name).write_text(script)
-    assert script == (GOLDEN / name).read_text()
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert [path.name for path in folder.iterdir()] == ["corpora"], "rendering touches nothing"
 
 
 def test_the_dry_run_prints_the_script_and_the_config(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    assert launch(*CLUSTER, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
+    assert launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
     said = capsys.readouterr()
     for line in (
         "--job-name=big-run",
@@ -130,256 +39,11 @@ def test_the_dry_run_prints_the_script_and_the_config(
     assert not (folder / "runs").exists()
 
 
-def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
-    reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 on 32 data ranks"
-    with pytest.raises(UsageError, match=rf"does not fit 32 processes: {reason}"):
-        launch(*CLUSTER)
-    launch(*CLUSTER, "--dry-run")
-    assert "note: this would be refused: the run does not fit 32" in capsys.readouterr().err
-    with pytest.raises(UsageError, match=r"does not fit 3 to 3 nodes.*it would fit on 2 nodes"):
-        launch("--slurm", "--nodes", "3-3", "--nproc", "1")
-
-
-# --------------------------------------------------------------------------------------------- hostile fields
-
-HOSTILE = [
-    "a\nrm -rf x",
-    "$(touch owned)",
-    "`touch owned`",
-    "it's",
-    'say "x"',
-    "a;touch owned",
-    "a b",
-    "100%",
-    "-x",
-    "--wrap=touch owned",
-    "a\\b",
-    "",
-]
-
-
-FLAGS = ("job-name", "partition", "account", "qos", "constraint", "time", "start", "nodes")
-AS_GOOD_AS_NONE = [("job-name", ""), ("time", ""), ("nodes", "")]
-
-
-@pytest.mark.parametrize(
-    ("flag", "text"), [(f, t) for f in FLAGS for t in HOSTILE if (f, t) not in AS_GOOD_AS_NONE]
-)
-def test_hostile_flags_are_refused(flag: str, text: str, folder: Path) -> None:
-    with pytest.raises(UsageError) as error:
-        launch("--slurm", f"--{flag}={text}", "--dry-run")
-    assert "\n" not in str(error.value)
-    assert not (folder / "owned").exists()
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize(
-    "field",
-    [
-        "partition = {}",
-        "account = {}",
-        "qos = {}",
-        "constraint = {}",
-        "exclude = {}",
-        "memory = {}",
-        "interface = {}",
-        "modules = [{}]",
-        "sbatch = [{}]",
-        "srun = [{}]",
-        "environment = {{ {} = 'x' }}",
-    ],
-)
-def test_hostile_sites_are_refused(field: str, text: str, folder: Path) -> None:
-    (folder / "site.toml").write_text(field.format(json.dumps(text)))
-    with pytest.raises(UsageError) as error:
-        load_site(folder / "site.toml", {})
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["a\nb", "a\x00b", "a\x1bb"])
-@pytest.mark.parametrize("field", ["container = [{}]", "python = {}", "setup = [[{}]]", "environment.X = {}"])
-def test_control_characters_are_refused_everywhere(field: str, text: str, folder: Path) -> None:
-    (folder / "site.toml").write_text(field.format(json.dumps(text)))
-    with pytest.raises(UsageError):
-        load_site(folder / "site.toml", {})
-
-
-QUOTED = [
-    "$(touch owned)",
-    "`touch owned`",
-    "it's; touch owned",
-    '"; touch owned; "',
-    "&|>#~*",
-    "%s %j",
-    "-n",
-    "a b",
-]
-STUB = """#!/bin/bash
-printf '%s\\n' "${0##*/}" "$@" "HOSTILE=$HOSTILE" >>"$SEEN"
-exit 0
-"""
-PYTHON = """#!/bin/bash
-printf '%s\\n' prolog_epilog "$@" >>"$SEEN"
-[ "$3" != prolog ] || echo "2 n1 n1,n2"
-"""
-
-
-@pytest.mark.parametrize("text", QUOTED)
-@pytest.mark.parametrize("kind", ["train", "torchrun", "prep", "evaluate"])
-def test_what_reaches_the_shell_is_quoted(
-    folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rendered script runs in a real bash, with commands that note their arguments."""
-    programs = folder / "bin"
-    programs.mkdir()
-    for name in ("srun", "scontrol", "squeue", "prepare"):
-        (programs / name).write_text(STUB)
-    (programs / "python it's").write_text(PYTHON)
-    for program in programs.iterdir():
-        program.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(programs / "python it's"))
-    site = Site(
-        environment={"HOSTILE": text},
-        container=["run", text],
-        python=text,
-        setup=[["prepare", text]],
-        start="torchrun" if kind == "torchrun" else "srun",
-    )
-    wanted = prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
-    script = next(iter(SlurmLauncher(site).render(wanted).values()))
-    environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SEEN": str(folder / "seen"),
-        "SLURM_JOB_ID": "7",
-        "SLURM_ARRAY_TASK_ID": "3",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-    }
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    seen = (folder / "seen").read_text().splitlines()
-    step = seen[seen.index("srun") :]
-    assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], (
-        "container, then the Python inside it"
-    )
-    assert f"HOSTILE={text}" in step
-    assert seen[seen.index("prepare") :][:2] == ["prepare", text]
-    if kind in ("train", "torchrun"):
-        assert "--nodelist=n1,n2" in step
-        assert seen[-1 - seen[::-1].index("prolog_epilog") :][1:4] == [
-            "-m",
-            "megatfm.launchers.prolog_epilog",
-            "epilog",
-        ]
-    assert not (folder / "owned").exists()
-    assert sorted(path.name for path in folder.iterdir()) == ["bin", "corpora", "seen"]
-
-
-@pytest.mark.parametrize("name", ["it's", 'say "x"', "100%", "a\nb", "back\\slash", "a:b"])
-def test_paths_that_sbatch_would_misread_are_refused(name: str) -> None:
-    resolved = load_config("quickstart").model_copy(update={"run_dir": f"/data/{name}"})
-    with pytest.raises(UsageError, match="can't write to a path with quotes"):
-        SlurmLauncher(Site()).render(job(config=resolved))
-
-
-# ------------------------------------------------------------------------------------------------- the script
-
-
-def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[int, list[str]]:
-    """Run pretrain.sbatch in bash with an srun of the test's own; the code, and what the helper was asked."""
-    programs = folder / "bin"
-    programs.mkdir()
-    (programs / "srun").write_text(f"#!/bin/bash\n{srun}\n")
-    (programs / "python").write_text(
-        f'#!/bin/bash\nshift 2\necho "$@" >>"$SEEN"\ncase $1 in prolog) {plan} ;; epilog) exit 42 ;; esac\n'
-    )
-    for program in programs.iterdir():
-        program.chmod(0o755)
-    script = (
-        SlurmLauncher(Site())
-        .render(job())["pretrain.sbatch"]
-        .replace(sys.executable, str(programs / "python"))
-    )
-    environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SEEN": str(folder / "seen"),
-        "SLURM_JOB_ID": "7",
-    }
-    done = subprocess.run(["bash", "-c", script], env=environment, timeout=30)
-    return done.returncode, (folder / "seen").read_text().splitlines()
-
-
-def test_the_script_ends_as_the_helper_says(folder: Path) -> None:
-    code, asked = run_script(folder, "exit 3")
-    assert code == 42
-    assert asked[-1].split(" --log")[0] == f"epilog --run {folder}/runs/quickstart"
-    assert "--code 3 --asked  --requeue --max-restarts 3" in asked[-1]
-
-
-@pytest.mark.parametrize("number", ["USR1", "TERM"])
-def test_a_signal_reaches_srun_and_its_code_is_not_lost(folder: Path, number: str) -> None:
-    srun = (
-        "trap 'sleep 0.3; exit 75' USR1\n"
-        f"kill -{number} $PPID; kill -{number} $PPID\n"
-        "for _ in $(seq 200); do sleep 0.05; done"
-    )
-    code, asked = run_script(folder, srun)
-    assert code == 42
-    assert f"--code 75 --asked {number} --requeue" in asked[-1]
-
-
-def test_a_signal_ahead_of_the_start_is_not_lost(folder: Path) -> None:
-    srun = "trap 'exit 75' USR1\nfor _ in $(seq 100); do sleep 0.05; done"
-    code, asked = run_script(folder, srun, plan="kill -USR1 $PPID; echo 1 n1 n1")
-    assert code == 42
-    assert "--asked USR1" in asked[-1]
-
-
-@pytest.mark.parametrize(("plan", "code"), [("true", 0), ("exit 76", 76), ("exit 2", 2)])
-def test_without_a_plan_nothing_is_started(folder: Path, plan: str, code: int) -> None:
-    assert run_script(folder, "touch started", plan=plan)[0] == code
-    assert not (folder / "started").exists()
-    assert len((folder / "seen").read_text().splitlines()) == 1
-
-
-# ------------------------------------------------------------------------------------------------------- site
-
-
-def test_a_site_file_is_read_and_flags_win(folder: Path) -> None:
-    assert load_site(None, {}) == Site(), "what ships is all comments and defaults"
-    (folder / "slurm").mkdir()
-    (folder / "slurm" / "site.toml").write_text('partition = "cpu"\naccount = "a"\n[environment]\nX = "1"\n')
-    site = load_site(None, {"partition": "gpu", "account": None, "max_restarts": 5})
-    assert (site.partition, site.account, site.environment, site.max_restarts) == ("gpu", "a", {"X": "1"}, 5)
-    (folder / "other.toml").write_text('partitoin = "cpu"\n')
-    with pytest.raises(UsageError, match=r"other\.toml: partitoin: unknown key .did you mean 'partition'"):
-        load_site(folder / "other.toml", {})
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "slurm" / "sites").glob("*.toml")), ids=lambda path: path.stem
-)
-def test_the_examples_of_sites_render_to_scripts(path: Path) -> None:
-    site = load_site(path, {})
-    assert path.read_text().startswith("# "), "says what kind of site it is"
-    for wanted in (job(**GPUS), prep_job(), job(**GPUS, kind="evaluate")):
-        for name, text in SlurmLauncher(site).render(wanted).items():
-            if name.endswith(".sbatch"):
-                subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-
-
-def test_every_setting_of_a_site_is_shown_in_the_file_that_ships() -> None:
-    text = (ROOT / "slurm" / "site.toml").read_text()
-    assert [name for name in Site.model_fields if f"{name} = " not in text and f"[{name}]" not in text] == []
-
-
-# ----------------------------------------------------------------------------------------------------- submit
-
-
 def test_submit_writes_the_files_and_says_where_to_look(
     folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.answer("sbatch", "4711;cluster\n")
-    assert launch(*CLUSTER, "train.steps=77", *FITS) == 0
+    assert launch(*CLUSTER_FLAGS, "train.steps=77", *FITS) == 0
     said = capsys.readouterr().out
     assert said.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
     run = folder / "runs" / "quickstart"
@@ -590,110 +254,24 @@ def name_of(folder: Path) -> str:
     return "name=mine"
 
 
-def test_a_refusal_of_sbatch_is_one_line(fake_slurm: FakeSlurm) -> None:
+def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) -> None:
+    """And nothing is left of a run that was not there before."""
     fake_slurm.fail("sbatch", "sbatch: error: no such\nsbatch: error: partition\n")
     with pytest.raises(
         MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"
     ):
         launch("--slurm")
+    assert not (folder / "runs").exists()
+    (folder / "runs/quickstart").mkdir(parents=True)
+    with pytest.raises(MegatfmError):
+        launch("--slurm")
+    assert (folder / "runs/quickstart/slurm/pretrain.sbatch").exists(), "its folder was there before"
 
 
 def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="sbatch is not on PATH: run this on a login node"):
         launch("--slurm")
-
-
-# ----------------------------------------------------------------------------------- what would fail only later
-
-
-def test_a_finished_run_is_not_queued(
-    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_slurm.answer("sbatch", "12\n")
-    run = folder / "runs" / "quickstart"
-    (run / "checkpoints" / "step-00000720").mkdir(parents=True)
-    (run / "events.jsonl").write_text('{"event": "finished", "step": 720}\n')
-    with pytest.raises(UsageError, match=r"the run is finished: .* another name, as name=quickstart-2, or"):
-        launch("--slurm")
-    assert launch("--slurm", "--dry-run") == 0
-    assert "note: this would be refused" in capsys.readouterr().err
-    assert launch("--slurm", "train.steps=800") == 0
-
-
-UP = "PartitionName={name} Default=YES State={state} MaxTime={longest} DefaultTime={usual} MaxNodes=UNLIMITED\n"
-
-
-def partition(
-    fake_slurm: FakeSlurm, longest: str = "1-00:00:00", usual: str = "NONE", state: str = "UP"
-) -> None:
-    fake_slurm.answer("scontrol-show", UP.format(name="gpu", state=state, longest=longest, usual=usual))
-    fake_slurm.answer("sbatch", "12\n")
-
-
-REFUSED = {
-    "above the partition's limit": (
-        {"longest": "12:00:00"},
-        ["--time", "24:00:00"],
-        "--time 24:00:00 is above the limit of partition gpu, 720 min",
-    ),
-    "no time to work": ({}, ["--time", "5"], "--time 5 leaves no time to work: the job is told to save 300 s ahead"),
-    "nor by default": (
-        {"usual": "00:04:00"},
-        [],
-        "the time limit of partition gpu for jobs without --time, 4 min, leaves no time to work",
-    ),
-    "no tokenizer": ({}, ["data.tokenizer=no.model"], "data.tokenizer = '.*/no.model': there is no such file"),
-    "no corpus": ({}, ["data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
-    "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': no corpus of `megatfm prep`.*manifest"),
-    "no validation": ({}, ["data.validation.more=x"], "data.validation.more = '.*/x': there is no such file"),
-    "no weights": ({}, ["train.init_from=x"], "train.init_from = '.*/x': there is no such file or folder"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_would_fail_after_the_wait_is_refused_before(
-    fake_slurm: FakeSlurm, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings, words, reason = REFUSED[case]
-    partition(fake_slurm, **settings)
-    with pytest.raises(UsageError, match=reason):
-        launch("--slurm", *words)
-    assert not any(call.startswith("sbatch") for call in fake_slurm.calls)
-    assert not (folder / "runs").exists()
-    assert launch("--slurm", "--dry-run", *words) == 0
-    assert re.search(f"^note: this would be refused: {reason}", capsys.readouterr().err, re.MULTILINE)
-
-
-def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path) -> None:
-    for word in ("read.folder=nowhere", "tokenizer.file=nowhere"):
-        key, _, value = word.partition("=")
-        with pytest.raises(UsageError, match=f"{key} = '.*/{value}': there is no such file"):
-            launch("--slurm", "--prep", f"read.folder={folder}", word, config="quickstart-data")
-
-
-def test_what_is_merely_worth_knowing_is_a_note(
-    fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    partition(fake_slurm, longest="UNLIMITED", state="DOWN")
-    assert launch("--slurm", "--time", "6") == 0
-    said = capsys.readouterr().err
-    assert "note: partition gpu is closed (DOWN): the job waits until it opens" in said
-    assert "note: 60 s are left to start and to train before the job is told to save" in said
-    (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
-    assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
-    assert "note: data.train = '/in/the/image': there is no such file or folder; let it be in" in (
-        capsys.readouterr().err
-    )
-
-
-def test_where_slurm_does_not_say_nothing_is_refused(fake_slurm: FakeSlurm) -> None:
-    fake_slurm.fail("scontrol-show", "slurm_load_partitions error: Unable to contact slurm controller\n")
-    fake_slurm.answer("sbatch", "12\n")
-    assert launch("--slurm", "--time", "30-00") == 0
-
-
-# ---------------------------------------------------------------------------------------- flags, and from Python
 
 
 def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -721,29 +299,6 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert script.count(f"#SBATCH {line}\n") == 1, line
     assert script.count("--dependency") == 1, "of two, sbatch would take the last"
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--begin", "$(touch owned)"], "no option of sbatch"),
-        (["--sbatch=mail-type=FAIL"], "no option of sbatch"),
-        (["--sbatch=--comment=a b"], "no option of sbatch"),
-        (["--sbatch=--x\n#SBATCH --wrap=y"], "no option of sbatch"),
-        (["--sbatch=--signal=B:USR1@5"], "`megatfm launch` sets this itself"),
-        (["--sbatch=--time=5"], "`megatfm launch` sets this itself"),
-        (["--sbatch=--outp=/x"], "--outp=/x: sbatch would take this for --output: write the name out"),
-        (["--sbatch=--job=other"], "for --job-name"),
-        (["--sbatch=--nodel=n1"], "for --nodelist"),
-        (["--sbatch=--depend=singleton"], "for --dependency"),
-        (["--mem", "lots"], "memory = 'lots'"),
-    ],
-)
-def test_options_that_can_not_be(words: list[str], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
-        launch("--slurm", "--dry-run", *words)
-    with pytest.raises(UsageError, match="only with --slurm"):
-        launch("--nproc", "1", *words)
 
 
 def test_from_python(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,12 +19,12 @@ def test_what_is_copied_is_importable_and_wins_over_the_checkout(tmp_path: Path)
     assert not list(place.rglob("__pycache__"))
     assert (place / "megatfm" / "slurm" / "pretrain.sbatch").is_file()
     assert (place / "megatfm" / "presets" / "quickstart.toml").is_file()
-    told = "from megatfm import cli, data_prep, launchers; print(cli.__file__, data_prep.__file__, launchers.__file__)"
+    code = "from megatfm import cli, data_prep, launchers; print(cli.__file__, data_prep.__file__, launchers.__file__)"
     environment = {"PYTHONPATH": f"{place}:{ROOT}", "PYTHONSAFEPATH": "1"}
-    said = subprocess.run(
-        [sys.executable, "-c", told], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert [Path(path).is_relative_to(place) for path in said.stdout.split()] == [True] * 3
+    assert [Path(path).is_relative_to(place) for path in process.stdout.split()] == [True] * 3
     origin = json.loads((place / "origin.json").read_text())
     assert origin["copied_from"] == str(ROOT)
 
@@ -58,14 +58,14 @@ def test_what_a_plugin_imports_from_its_own_folder_goes_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job doesn't look into the folder that it was submitted from, where a `queue.py` would hide Python's own."""
-    here = tmp_path / "here"
-    (here / "helper_of_a_test").mkdir(parents=True)
-    (here / "plugin_of_a_test.py").write_text("def later():\n    import queue, helper_of_a_test.deep\n")
-    (here / "helper_of_a_test" / "deep.py").write_text("from further_of_a_test import x\nfrom . import x\n")
-    (here / "further_of_a_test.py").write_text("import plugin_of_a_test\nx = 1\n")
-    (here / "queue.py").write_text("raise ImportError\n")
-    (here / "nothing_to_do_with_it.py").write_text("")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
+    local = tmp_path / "here"
+    (local / "helper_of_a_test").mkdir(parents=True)
+    (local / "plugin_of_a_test.py").write_text("def later():\n    import queue, helper_of_a_test.deep\n")
+    (local / "helper_of_a_test" / "deep.py").write_text("from further_of_a_test import x\nfrom . import x\n")
+    (local / "further_of_a_test.py").write_text("import plugin_of_a_test\nx = 1\n")
+    (local / "queue.py").write_text("raise ImportError\n")
+    (local / "nothing_to_do_with_it.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(local)])
     more = set(snapshot.collect_code(["plugin_of_a_test"]).files) - set(snapshot.collect_code([]).files)
     assert more == {"plugin_of_a_test.py", "helper_of_a_test/deep.py", "further_of_a_test.py"}
 
@@ -73,17 +73,17 @@ def test_what_a_plugin_imports_from_its_own_folder_goes_along(
 def test_a_plugin_with_a_link_to_itself_and_with_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = tmp_path / "package_of_a_test"
+    local = tmp_path / "package_of_a_test"
     for folder in ("part", "runs/a", ".git", "part/__pycache__"):
-        (here / folder).mkdir(parents=True)
-        (here / folder / "file.py").write_text("")
-    (here / "part" / "up").symlink_to(here)
-    (here / "again").symlink_to(here / "part")
-    (here / "table.json").write_text("{}")
+        (local / folder).mkdir(parents=True)
+        (local / folder / "file.py").write_text("")
+    (local / "part" / "up").symlink_to(local)
+    (local / "again").symlink_to(local / "part")
+    (local / "table.json").write_text("{}")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     more = set(snapshot.collect_code(["package_of_a_test"]).files) - set(snapshot.collect_code([]).files)
     assert more == {f"package_of_a_test/{name}" for name in ("again/file.py", "part/file.py", "table.json")}
-    with open(here / "part" / "weights.bin", "wb") as file:
+    with open(local / "part" / "weights.bin", "wb") as file:
         file.truncate(65 * 2**20)
     with pytest.raises(
         UsageError, match=r"holds 136 MB, of which package_of_a_test/.*weights\.bin is the largest"

@@ -1,73 +1,27 @@
 """`megatfm status`, `logs` and `cancel`, on run directories as runs leave them."""
 
-import io
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from megatfm import cli
-from megatfm.launchers.logs import ERROR_PATTERN, Troubles, follow_logs, print_tails, select_logs
 from megatfm.launchers.record import Attempt, dump
 from megatfm.launchers.status import run_status
-from tests.unit.launchers.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.watched_runs import MakeRun, megatfm, write_attempts
 
 ROOT = Path(__file__).parents[3]
-Make = Callable[..., Path]
 
 
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """`make("name", launcher="slurm", jobs=["7"])`: a run of 100 steps that came to step 40."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(name: str = "mine", steps: int = 40, **note: Any) -> Path:
-        folder = tmp_path / "runs" / name
-        (folder / "logs").mkdir(parents=True)
-        (folder / "config.toml").write_text('name = "mine"\n[train]\nsteps = 100\n')
-        lines = [
-            {"step": n, "loss": 5 - n / 50, "tokens_per_second": 1000.0 + (n == 2) * 9e9, "step_seconds": 2.0}
-            for n in range(1, steps + 1)
-        ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        if note:
-            (folder / "launch.json").write_text(json.dumps(note))
-        return folder
-
-    return run
-
-
-def megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as left:
-        cli.main(words)
-    said = capsys.readouterr()
-    return int(left.value.code or 0), said.out + said.err
-
-
-def attempts(run: Path, *codes: int | None) -> None:
-    made = [
-        Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
-        for code in codes
-    ]
-    (run / "restarts.json").write_text(dump(made))
-
-
-# ------------------------------------------------------------------------------------------------------ status
-
-
-def test_a_run_in_full(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_full(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="slurm", jobs=["7", "8"])
-    attempts(run, 1, 75, None)
+    write_attempts(run, 1, 75, None)
     (run / "checkpoints" / "step-00000030").mkdir(parents=True)
     (run / "events.jsonl").write_text('{"event": "resumed", "detail": "from step-00000030", "time": 1}\n')
     fake_slurm.answer("squeue", "RUNNING|None|n[1-2]\n")
@@ -87,7 +41,7 @@ def test_a_run_in_full(make: Make, fake_slurm: FakeSlurm, capsys: pytest.Capture
 
 
 def test_several_runs_in_a_table(
-    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     make("a", launcher="slurm", jobs=["7"])
@@ -101,7 +55,7 @@ def test_several_runs_in_a_table(
     assert second == ["b", "PENDING", "0", "of", "100", "job", "9,", "Resources"]
 
 
-def test_for_programs(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_programs(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
     _, said = megatfm("status", "runs/mine", "--json", capsys=capsys)
@@ -123,11 +77,11 @@ def test_for_programs(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureF
     ],
 )
 def test_after_the_job_has_left_the_queue(
-    make: Make, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], record: str, state: str
+    make: MakeRun, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], record: str, state: str
 ) -> None:
     """squeue knows it no more; scontrol may, for some minutes; then the run's own record tells."""
     run = make(launcher="slurm", jobs=["7"])
-    attempts(run, *codes)
+    write_attempts(run, *codes)
     fake_slurm.fail("squeue", "slurm_load_jobs error: Invalid job id specified\n")
     if record:
         fake_slurm.answer("scontrol-show", f"{record}\n")
@@ -153,7 +107,7 @@ def test_after_the_job_has_left_the_queue(
     ],
 )
 def test_what_no_waiting_mends_is_told_with_the_way_out(
-    make: Make, fake_slurm: FakeSlurm, reason: str, advice: str
+    make: MakeRun, fake_slurm: FakeSlurm, reason: str, advice: str
 ) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", f"PENDING|{reason}|\n")
@@ -162,7 +116,9 @@ def test_what_no_waiting_mends_is_told_with_the_way_out(
     assert run_status(run).state.reason == "job 7, Priority"
 
 
-def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: Make, fake_slurm: FakeSlurm) -> None:
+def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(
+    make: MakeRun, fake_slurm: FakeSlurm
+) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
     made = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
@@ -170,7 +126,9 @@ def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: Make, fa
     assert (run_status(run).state.name, run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
 
 
-def test_how_far_an_array_is(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_far_an_array_is(
+    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make("made.jobs", steps=0, launcher="slurm", kind="prep", jobs=["7"], array=8)
     (run / "config.toml").unlink()
     work = run.with_name("made") / ".work"
@@ -190,7 +148,7 @@ def test_how_far_an_array_is(make: Make, fake_slurm: FakeSlurm, capsys: pytest.C
     assert (run_status(run).state.name, run_status(run).work) == ("DONE", "the corpus is finished")
 
 
-def test_sacct_is_asked_where_there_is_one(make: Make, fake_slurm: FakeSlurm) -> None:
+def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     for command in ("squeue", "scontrol-show"):
         fake_slurm.fail(command, "Invalid job id specified\n")
@@ -201,7 +159,7 @@ def test_sacct_is_asked_where_there_is_one(make: Make, fake_slurm: FakeSlurm) ->
     )
 
 
-def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: Make, fake_slurm: FakeSlurm) -> None:
+def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: MakeRun, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.fail("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
     found = run_status(run)
@@ -209,17 +167,17 @@ def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: Make, fake_slurm: Fa
     assert "Unable to contact" in found.state.reason
 
 
-def test_a_local_run_is_known_by_its_process(make: Make) -> None:
+def test_a_local_run_is_known_by_its_process(make: MakeRun) -> None:
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
     assert run_status(make("now", launcher="local", **me)).state.name == "RUNNING"
     assert run_status(make("reused", launcher="local", **{**me, "started": 5.0})).state.name == "FAILED"
     assert run_status(make("elsewhere", launcher="mpi", **{**me, "host": "n9"})).state.name == "UNKNOWN"
     ended = make("ended", launcher="local", host=socket.gethostname())
-    attempts(ended, 75)
+    write_attempts(ended, 75)
     assert run_status(ended).state.name == "STOPPED"
 
 
-def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: Make) -> None:
+def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: MakeRun) -> None:
     run = make()
     assert run_status(run).state.name == "ENDED"
     (run / "events.jsonl").write_text('{"event": "finished", "detail": "step 100"}\n')
@@ -239,7 +197,7 @@ def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: Make) -> None
 
 
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "metrics.jsonl", "launch.json"])
-def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: Make, name: str) -> None:
+def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: MakeRun, name: str) -> None:
     run = make()
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
@@ -247,7 +205,7 @@ def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: Make, name: str) -> No
 
 
 def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make()
 
@@ -263,7 +221,7 @@ def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
 
 @pytest.mark.parametrize("pid", ["a word", None, [1], 1e400, -5])
 def test_what_others_write_badly_stops_no_look(
-    make: Make, pid: object, capsys: pytest.CaptureFixture[str]
+    make: MakeRun, pid: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(launcher="local", host=socket.gethostname(), pid=pid, started="long ago", jobs=7, array="x")
     (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "time": "now"}))
@@ -280,7 +238,7 @@ def test_what_others_write_badly_stops_no_look(
         assert megatfm("status", "runs/mine", capsys=capsys)[0] == 0
 
 
-def test_a_number_of_a_process_that_is_used_again_is_no_run(make: Make) -> None:
+def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> None:
     run = make()
     began = psutil.Process().create_time()
     for taken, word in ((began + 5, "RUNNING"), (began - 5, "ENDED")):
@@ -290,7 +248,7 @@ def test_a_number_of_a_process_that_is_used_again_is_no_run(make: Make) -> None:
         assert run_status(run).state.name == word
 
 
-def test_a_loss_that_is_no_number_is_shown(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_no_number_is_shown(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2')
     _, said = megatfm("status", "runs/mine", capsys=capsys)
@@ -308,194 +266,7 @@ def test_what_is_no_run_is_refused(
     assert said == "error: nothing: not a run directory: give one such as runs/quickstart\n"
 
 
-# -------------------------------------------------------------------------------------------------------- logs
-
-
-def test_the_logs_that_matter(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make(launcher="slurm", jobs=["7", "8"])
-    for rank in range(12):
-        (run / "logs" / f"rank-{rank}.log").write_text(f"all is well on {rank}\n" * 30)
-    (run / "logs" / "slurm-7.log").write_text("of the first link\n")
-    (run / "logs" / "slurm-8.log").write_text("of the second link\n")
-    with (run / "logs" / "rank-10.log").open("a") as file:
-        file.write("2026-11-21 15:00:00,000 ERROR the disk is full\n")
-    assert list(select_logs(run).values()) == ["job", "rank 10"]
-    _, said = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
-    assert said.splitlines() == [
-        f"==> {run}/logs/slurm-8.log <==",
-        "of the second link",
-        f"==> {run}/logs/rank-10.log <==",
-        "all is well on 10",
-        "2026-11-21 15:00:00,000 ERROR the disk is full",
-    ]
-    assert len(select_logs(run, all_ranks=True)) == 13
-
-
-def test_following_shows_what_comes_and_who_gets_into_trouble(make: Make) -> None:
-    run = make()
-    for rank in range(2):
-        (run / "logs" / f"rank-{rank}.log").write_text("old\n")
-    out, over = io.StringIO(), threading.Event()
-    tails = print_tails(run, 1, out=out)
-    thread = threading.Thread(target=follow_logs, args=(run, tails, False, over.is_set, out))
-    thread.start()
-
-    def until(text: str) -> None:
-        deadline = time.monotonic() + 20
-        while text not in out.getvalue():
-            assert time.monotonic() < deadline, out.getvalue()
-            time.sleep(0.02)
-
-    with (run / "logs" / "rank-0.log").open("a") as file:
-        file.write("a new li")
-        file.flush()
-        time.sleep(0.1)
-        assert "a new li" not in out.getvalue(), "whole lines only"
-        file.write("ne\n")
-    until("rank 0 | a new line\n")
-    with (run / "logs" / "rank-1.log").open("a") as file:
-        file.write("Traceback (most recent call last):\n")
-    until("rank 1 | old\nrank 1 | Traceback (most recent call last):\n")
-    with (run / "logs" / "rank-0.log").open("a") as file:
-        file.write("the last word\n")
-    over.set()
-    thread.join(10)
-    assert out.getvalue().endswith("rank 0 | the last word\n")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "\n", "a", "a\n", "a\n\nbc\n", "\n\na\r\nwith no end", "x" * 9 + "\ny\n\n\n"]
-)
-def test_the_last_lines_are_those_of_the_whole_file(
-    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    """Read in pieces from the end, and to the last word of who was killed in mid-line."""
-    log = make() / "logs" / "rank-0.log"
-    log.write_bytes(text.encode())
-    monkeypatch.setattr("megatfm.launchers.record.BLOCK_BYTES", 3)
-    for count in range(5):
-        _, said = megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
-        lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
-        assert said.split("\n") == [f"==> {log} <==", *lines[max(0, len(lines) - count) :], ""]
-
-
-def test_following_ends_with_a_line_that_was_never_finished(make: Make) -> None:
-    run = make()
-    log = run / "logs" / "rank-0.log"
-    log.write_text("old\nkilled in mid-li")
-    out, asked = io.StringIO(), iter([False, True])
-    follow_logs(run, print_tails(run, 1, out=out), is_over=lambda: next(asked), out=out)
-    assert out.getvalue() == f"==> {log} <==\nrank 0 | killed in mid-li\n"
-
-
-def test_what_was_searched_for_trouble_is_not_read_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, troubles, read = make() / "logs" / "rank-1.log", Troubles(), []
-    search = ERROR_PATTERN.search
-    seen = type("Seen", (), {"search": staticmethod(lambda text: read.append(len(text)) or search(text))})
-    monkeypatch.setattr("megatfm.launchers.logs.ERROR_PATTERN", seen)
-    log.write_text("all is well\n" * 1000)
-    assert [troubles.has(log) for _ in range(3)] == [False] * 3
-    assert read == [12_000]
-    for part, expected in (("Trace", False), ("back (most recent call last)\n", True), ("and on\n", True)):
-        with log.open("a") as file:
-            file.write(part)
-        assert troubles.has(log) is expected, "also one that comes in two parts, and it stays so"
-    assert max(read[1:]) < 5000
-    log.write_text("begun anew\n")
-    assert not troubles.has(log)
-
-
-# ------------------------------------------------------------------------------------------------------ cancel
-
-
-def test_all_links_of_a_chain_are_cancelled(
-    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(launcher="slurm", jobs=["7", "8"])
-    fake_slurm.answer("squeue", "PENDING|Dependency|\n")
-    assert megatfm("cancel", "runs/mine", capsys=capsys) == (0, "cancelled jobs 7, 8\n")
-    assert fake_slurm.calls[-1] == "scancel 7 8"
-    fake_slurm.answer("squeue", "")
-    fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
-    assert code == 2
-    assert "none of its jobs is in the queue" in said
-
-
-def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
-    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make(launcher="slurm", jobs=["7", "8"], evaluations=["9"])
-    fake_slurm.answer("squeue", "PENDING|Dependency|\n")
-
-    def answer(name: str) -> None:
-        record = (
-            f"JobId=8 JobState=PENDING Command={run}/slurm/{name} WorkDir=/x StdOut={run}/logs/slurm-8.log\n"
-        )
-        fake_slurm.answer("scontrol-show", record)
-
-    answer("pretrain.sbatch")
-    assert megatfm("cancel", "8", capsys=capsys) == (0, "cancelled jobs 7, 8, 9\n")
-    answer("evaluate.sbatch")
-    assert megatfm("cancel", "9", capsys=capsys) == (0, "cancelled job 9\n")
-    assert megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
-    answer("../mine.sh")
-    code, said = megatfm("cancel", "5", capsys=capsys)
-    assert (code, said.startswith("error: 5: no job of `megatfm launch`: ")) == (2, True)
-    fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    code, said = megatfm("cancel", "5", capsys=capsys)
-    assert (code, said.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
-
-
-def test_everything_of_all_runs_is_cancelled(
-    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make("a", launcher="slurm", jobs=["7"])
-    make("b")
-    make("c", evaluations=["9"])
-    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    code, said = megatfm("cancel", "--all", capsys=capsys)
-    assert code == 0
-    assert "a: cancelled job 7\nc: cancelled job 9\n" in said
-    assert "b: was not started by `megatfm launch`" in said
-    fake_slurm.answer("squeue", "")
-    fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, said = megatfm("cancel", "--all", capsys=capsys)
-    assert (code, said.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
-    for words in ([], ["runs/a", "--all"]):
-        code, said = megatfm("cancel", *words, capsys=capsys)
-        assert (code, "name what to end" in said) == (2, True)
-
-
-def test_a_local_run_is_told_to_save_and_stop(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    started = psutil.Process(process.pid).create_time()
-    make(launcher="local", host=socket.gethostname(), pid=process.pid, started=started)
-    assert megatfm("cancel", "runs/mine", capsys=capsys) == (
-        0,
-        f"told process {process.pid} to save and stop\n",
-    )
-    assert process.wait(10) == -signal.SIGTERM
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
-    assert (code, said.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
-
-
-def test_the_process_of_another_user_is_named_with_its_owner(
-    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    me = psutil.Process()
-    make(launcher="local", host=socket.gethostname(), pid=me.pid, started=me.create_time())
-
-    def refuse(process: psutil.Process, number: int) -> None:
-        raise psutil.AccessDenied(process.pid)
-
-    monkeypatch.setattr(psutil.Process, "send_signal", refuse)
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
-    assert (code, said.count("\n")) == (2, 1)
-    assert f"process {me.pid} is of {me.username()}, who alone can end it" in said
-
-
-def test_watching_needs_no_torch(make: Make) -> None:
+def test_watching_needs_no_torch(make: MakeRun) -> None:
     make()
     program = (
         "import sys; from megatfm import cli\n"

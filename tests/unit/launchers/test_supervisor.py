@@ -139,9 +139,9 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = launch("save", "save", "exit3")
-    _, said = process.communicate(timeout=30)
+    _, output = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert said == (
+    assert output == (
         "megatfm: rank 2 failed first (exit code 3), so the others were ended; "
         f"the end of {tmp_path}/logs/rank-2.log:\n  some output\n  rank 2 says why\n"
     )
@@ -152,9 +152,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = launch("hang", "abort")
-    _, said = process.communicate(timeout=30)
+    _, output = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert said.startswith("megatfm: rank 1 failed first (killed by SIGKILL), so the others were ended")
+    assert output.startswith("megatfm: rank 1 failed first (killed by SIGKILL), so the others were ended")
     assert signals(tmp_path, 0) == ["SIGTERM"]
     assert not is_running(tmp_path, 0)
 
@@ -165,9 +165,9 @@ def test_a_rank_that_is_stopped_is_what_the_others_ended_for(
     process = launch("save", "hang", "abort-later")
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGSTOP)
     (tmp_path / "now").touch()
-    _, said = process.communicate(timeout=30)
+    _, output = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert said.startswith(
+    assert output.startswith(
         "megatfm: rank 1 failed first (stopped, and never continued), so the others were ended"
     )
     assert not is_running(tmp_path, 1)
@@ -177,8 +177,8 @@ def test_a_usage_error_is_said_once_by_rank_0(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = launch("exit2", "exit2")
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (2, "rank 0 says why\n")
+    _, output = process.communicate(timeout=30)
+    assert (process.returncode, output) == (2, "rank 0 says why\n")
 
 
 # The rank dies of Ctrl-C by the signal's default action: Python's own handler only sets a flag, and `input` then
@@ -267,8 +267,8 @@ def test_a_signal_reaches_every_rank_once(
 ) -> None:
     process = launch("save", "save", "save")
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (75, "")
+    _, output = process.communicate(timeout=30)
+    assert (process.returncode, output) == (75, "")
     assert [signals(tmp_path, rank) for rank in range(3)] == [[number.name]] * 3
 
 

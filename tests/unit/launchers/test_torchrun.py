@@ -131,9 +131,9 @@ def test_a_signal_to_all_of_the_step_lets_the_workers_save(
     shown.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate(timeout=100)
+    _, output = process.communicate(timeout=100)
     assert process.returncode == 75
-    assert said == ""
+    assert output == ""
 
 
 def test_a_worker_that_ends_while_it_is_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

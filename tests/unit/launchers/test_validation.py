@@ -27,7 +27,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_says_what_training_would_say(layout: list[str]) -> None:
+def test_validation_says_what_training_would_say(layout: list[str]) -> None:
     config = load_config("quickstart", ["train.global_batch=24", "train.micro_batch=2", *layout])
     fits = []
     for processes in range(1, 33):
@@ -43,7 +43,7 @@ def test_it_says_what_training_would_say(layout: list[str]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_and_what_an_elastic_run_would(layout: list[str]) -> None:
+def test_an_elastic_run_is_checked_for_the_nodes_that_it_may_have(layout: list[str]) -> None:
     words = ["train.global_batch=24", "train.micro_batch=2", "resilience.elastic=true", *layout]
     config = load_config("quickstart", words)
     fits = []

@@ -99,13 +99,13 @@ def bucket(i: int, j: int) -> int:
 @pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
 def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
     distances = torch.arange(1 - 2 * farthest, 2 * farthest)
-    ours, theirs = (
+    actual, reference = (
         log_bucket_position(distances, n, farthest),
         make_log_bucket_position(distances, n, farthest),
     )
-    assert torch.equal(ours, theirs.long())
-    assert ours.dtype == torch.int64
-    assert ours[distances.abs() < farthest].abs().max() < n
+    assert torch.equal(actual, reference.long())
+    assert actual.dtype == torch.int64
+    assert actual[distances.abs() < farthest].abs().max() < n
 
 
 @pytest.mark.parametrize(("config", "rows"), [(CONFIG, delta), (SHARED, bucket)], ids=["own", "shared"])
@@ -123,13 +123,13 @@ def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], in
     weights = torch.randn(2, T, D, generator=generator, dtype=torch.float64)
     documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), torch.tensor(documents))
-    ours = attention(x, sequence, table)
+    actual = attention(x, sequence, table)
     wanted = torch.stack(
         [by_pairs(attention, row, table, where, rows) for row, where in zip(x, documents, strict=True)]
     )
-    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
     inputs = [x, table, *attention.parameters()]
-    one = torch.autograd.grad((ours * weights).sum(), inputs)
+    one = torch.autograd.grad((actual * weights).sum(), inputs)
     other = torch.autograd.grad((wanted * weights).sum(), inputs)
     for mine, reference in zip(one, other, strict=True):
         assert reference.norm() > 1e-3 or mine.shape == (D,)
@@ -168,16 +168,14 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
     "change",
     [{"position.name": "none"}, {"family": "decoder"}, {"position.name": "rope", "family": "decoder"}],
 )
-def test_it_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
+def test_deberta_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta' and family = 'encoder'"):
         build(CONFIG.with_changes(change))
 
 
 @pytest.mark.parametrize("change", [{"position.name": "deberta"}, {"family": "decoder"}])
 def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
-    with pytest.raises(
-        UsageError, match=r"needs model\.position\.name = 'disentangled_buckets' and family ="
-    ):
+    with pytest.raises(UsageError, match=r"needs model\.position\.name = 'deberta_v2' and family ="):
         build(SHARED.with_changes(change))
 
 

@@ -44,7 +44,7 @@ def test_rate_and_scale(rate: float) -> None:
 def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> None:
     x, sequence = torch.ones(ROWS, T, D), layout_of(keys())
     first = Dropout(0.3, "here")(x, sequence) == 0
-    others = {
+    remaining = {
         "another place": Dropout(0.3, "there")(x, sequence) == 0,
         "another layer": Dropout(0.3, "here")(x, sequence.at_layer(0)) == 0,
         "other rows": first.roll(1, 0),
@@ -53,7 +53,7 @@ def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> No
         "a channel of the next hash": first.roll(4, 2),
         "another step": Dropout(0.3, "here")(x, layout_of(keys(seed=1))) == 0,
     }
-    for what, other in others.items():
+    for what, other in remaining.items():
         assert near(float((first & other).double().mean()), 0.09, first.numel()), what
     layers = [Dropout(0.3, "here")(x, sequence.at_layer(depth)) == 0 for depth in range(3)]
     assert near(float((layers[1] & layers[2]).double().mean()), 0.09, first.numel())
@@ -61,12 +61,12 @@ def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> No
 
 def test_a_row_is_dropped_alike_in_any_batch() -> None:
     dropout, x = Dropout(0.4, "here"), torch.randn(ROWS, T, D, generator=torch.Generator().manual_seed(1))
-    whole = dropout(x, layout_of(keys()))
-    assert torch.equal(whole, dropout(x, layout_of(keys()))), "and once more"
+    full = dropout(x, layout_of(keys()))
+    assert torch.equal(full, dropout(x, layout_of(keys()))), "and once more"
     parts = [dropout(x[i : i + 8], layout_of(keys()[i : i + 8])) for i in range(0, ROWS, 8)]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), full)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(dropout(x[order], layout_of(keys()[order])), whole[order])
+    assert torch.equal(dropout(x[order], layout_of(keys()[order])), full[order])
 
 
 def test_evaluation_drops_nothing_and_training_without_keys_is_refused() -> None:
@@ -128,11 +128,11 @@ TOKENS = torch.randint(0, 31, (6, 11), generator=torch.Generator().manual_seed(4
 
 
 def test_a_model_s_rows_do_not_depend_on_their_neighbours(model: torch.nn.Module) -> None:
-    whole = model(TOKENS, keys=keys(6)).logits
+    logits = model(TOKENS, keys=keys(6)).logits
     alone = torch.cat([model(TOKENS[i : i + 1], keys=keys(6)[i : i + 1]).logits for i in range(6)])
-    torch.testing.assert_close(whole, alone, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(whole, model(TOKENS, keys=keys(6, seed=1)).logits)
-    assert not torch.allclose(whole, model.eval()(TOKENS).logits)
+    torch.testing.assert_close(logits, alone, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(logits, model(TOKENS, keys=keys(6, seed=1)).logits)
+    assert not torch.allclose(logits, model.eval()(TOKENS).logits)
 
 
 def test_recomputing_drops_the_same(model: torch.nn.Module) -> None:

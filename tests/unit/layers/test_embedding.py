@@ -80,9 +80,9 @@ def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
     embedding.projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     embedding(TOKENS, sequence)
     embedding.eval()(TOKENS, sequence)
-    dropped, whole = seen
+    dropped, full = seen
     assert 0.2 < float((dropped == 0).double().mean()) < 0.8
-    torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, 2 * whole), rtol=1e-12, atol=0)
+    torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, 2 * full), rtol=1e-12, atol=0)
 
 
 def test_packed_documents_count_from_their_own_start() -> None:
@@ -116,12 +116,12 @@ def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:
     torch.testing.assert_close(shared(TOKENS).logits, alone(TOKENS).logits, rtol=1e-12, atol=1e-12)
     for model in (shared, alone):
         model(TOKENS, targets=TOKENS.roll(1, 1)).losses["masked"].backward()
-    own = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    local = {name: parameter.grad for name, parameter in alone.named_parameters()}
     for name, parameter in shared.named_parameters():
-        wanted = own[name]
+        wanted = local[name]
         if name.startswith("encoder.layers."):
-            _, _, number, rest = name.split(".", 3)
-            wanted = sum(own[f"encoder.layers.{2 * int(number) + i}.{rest}"] for i in (0, 1))
+            _, _, number, remaining = name.split(".", 3)
+            wanted = sum(local[f"encoder.layers.{2 * int(number) + i}.{remaining}"] for i in (0, 1))
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-9, atol=1e-9)
         assert parameter.grad.norm() > 1e-6 or name.endswith("wk.bias")
 
@@ -151,9 +151,9 @@ def test_layer_norm_by_its_formula() -> None:
     wanted = norm(x, layer.weight, layer.bias, 1e-2)
     torch.testing.assert_close(layer(x), wanted, rtol=1e-12, atol=1e-12)
     weights = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    ours = torch.autograd.grad((layer(x) * weights).sum(), [x, layer.weight, layer.bias])
-    theirs = torch.autograd.grad((wanted * weights).sum(), [x, layer.weight, layer.bias])
-    for one, other in zip(ours, theirs, strict=True):
+    actual = torch.autograd.grad((layer(x) * weights).sum(), [x, layer.weight, layer.bias])
+    expected = torch.autograd.grad((wanted * weights).sum(), [x, layer.weight, layer.bias])
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 

@@ -40,13 +40,13 @@ def made(**options: object) -> torch.nn.Module:
     return model
 
 
-def same_with_gradients(model: torch.nn.Module, ours: Tensor, wanted: Tensor, touched: str) -> None:
+def same_with_gradients(model: torch.nn.Module, actual: Tensor, wanted: Tensor, touched: str) -> None:
     """Values, and every gradient of parameters that begin with `touched`, which must be there."""
-    torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-11)
     named = dict(model.named_parameters())
     one, other = (
         torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
-        for loss in (ours, wanted)
+        for loss in (actual, wanted)
     )
     for name, mine, reference in zip(named, one, other, strict=True):
         assert (mine is None) == (reference is None), name

@@ -92,7 +92,7 @@ def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> 
     shape, drawn = (64, 16, 8), []
     monkeypatch.setattr("megatfm.layers.initialisation.PIECE", 2 * 16 * 8)
     real = initial_module._next
-    monkeypatch.setattr(initial_module, "_next", lambda *given: (drawn.append(given[-1]), real(*given))[1])
+    monkeypatch.setattr(initial_module, "_next", lambda *inputs: (drawn.append(inputs[-1]), real(*inputs))[1])
     draw(Normal(1.0), 7, NAME, shape, (9, 0, 0), (1, 16, 8))
     assert drawn == [(2, 16, 8)] * 5
 

@@ -77,11 +77,11 @@ def test_output_and_every_gradient(
             at = documents[row] == document
             wanted[row, at] = written_out(layer, x[row, at], shared)
     right = torch.autograd.grad((wanted * y)[counted].sum(), parameters)
-    made = layer(x, sequence, shared)
-    torch.testing.assert_close(made[counted], wanted[counted])
-    ours = torch.autograd.grad((made * y)[counted].sum(), parameters)
+    result = layer(x, sequence, shared)
+    torch.testing.assert_close(result[counted], wanted[counted])
+    actual = torch.autograd.grad((result * y)[counted].sum(), parameters)
     largest = max(gradient.norm() for gradient in right)
-    for a, b in zip(ours, right, strict=True):
+    for a, b in zip(actual, right, strict=True):
         assert (a - b).norm() <= 1e-12 * largest
 
 
@@ -90,10 +90,10 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
     random = torch.Generator().manual_seed(0)
     heads = [torch.randn(2, HEADS, n, 4, generator=random, dtype=torch.float64) for n in (LENGTH, RANK, RANK)]
     keys = torch.randint(2**60, (2, HEADS, LENGTH), generator=random)
-    whole = layer._looked(*heads, keys)
-    assert not torch.allclose(whole, layer._looked(*heads, None)), "nothing was dropped"
+    attended = layer._looked(*heads, keys)
+    assert not torch.allclose(attended, layer._looked(*heads, None)), "nothing was dropped"
     monkeypatch.setattr(linformer, "MAX_QUERIES_PER_CHUNK", 4)
-    torch.testing.assert_close(layer._looked(*heads, keys), whole, rtol=0, atol=1e-15)
+    torch.testing.assert_close(layer._looked(*heads, keys), attended, rtol=0, atol=1e-15)
 
 
 def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
         for _ in range(2):
             layer(torch.zeros(1, LENGTH, WIDTH), SequenceMetadata(torch.arange(LENGTH)[None]))
-    told = f"attention Linformer(rank={RANK}), plainly all, on cpu in float32: kernel products"
-    assert [record.message for record in caplog.records] == [told]
+    message = f"attention Linformer(rank={RANK}), plainly all, on cpu in float32: kernel products"
+    assert [record.message for record in caplog.records] == [message]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_counts_on_roberta(share: str, more: int) -> None:
         f"model.attention.share={share}",
     ]
     with torch.device("meta"):
-        made = build(load_config("roberta-base", options).model)
-    assert sum(parameter.numel() for parameter in made.parameters()) == 124_697_433 + more
+        model = build(load_config("roberta-base", options).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_697_433 + more
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_in_an_encoder_decoder_the_encoder_has_it() -> None:
     model = build(config_of("layerwise", family="encoder_decoder", n_layers=2))
     encoder, decoder = (next(iter(stack.layers.values())) for stack in (model.encoder, model.decoder))
     kinds = [type(layer).__name__ for layer in (encoder.attn, decoder.attn, decoder.cross)]
-    assert kinds == ["LinformerAttention", "HeadsAttention", "HeadsAttention"]
+    assert kinds == ["LinformerAttention", "GroupedQueryAttention", "GroupedQueryAttention"]
     assert [name for name, _ in model.named_parameters() if "sketch" in name] == ["encoder.sketch.weight"]
 
 
@@ -165,7 +165,7 @@ def test_layers_that_share_have_the_same_sizes() -> None:
         build(config_of("layerwise", **kinds))
 
 
-def test_it_costs_its_rank() -> None:
+def test_linformer_costs_its_rank() -> None:
     """Each key, value and query meets as many numbers as the rank, besides the four projections."""
     layer = Block(config_of("none"), "encoder").attn
     cost = layer.cost(TokenCounts(LENGTH))

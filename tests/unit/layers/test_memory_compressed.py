@@ -41,15 +41,15 @@ def config_of(factor: int, **changes: object) -> ModelConfig:
 def convolved(weight_FHHN: Tensor, x_TNH: Tensor, head: int) -> list[Tensor]:
     """The first token, and what torch's strided convolution makes of one head's keys or values."""
     kernel = weight_FHHN[..., head].permute(2, 1, 0)  # [H out, H in, F]
-    made = nn.functional.conv1d(x_TNH[:, head].T[None], kernel, stride=len(weight_FHHN))[0].T
-    return [x_TNH[0, head], *made]
+    result = nn.functional.conv1d(x_TNH[:, head].T[None], kernel, stride=len(weight_FHHN))[0].T
+    return [x_TNH[0, head], *result]
 
 
 def written_out(layer: nn.Module, x: Tensor, factor: int) -> Tensor:
     """Of one document [T, D]."""
     q, k, v = (getattr(layer, f"w{part}")(x).unflatten(-1, (HEADS, -1)) for part in "qkv")
     if len(x) < factor:  # the kernel would be larger than the document
-        k, v = (torch.cat([each, each.new_zeros(factor, *each.shape[1:])]) for each in (k, v))
+        k, v = (torch.cat([item, item.new_zeros(factor, *item.shape[1:])]) for item in (k, v))
     heads = []
     for n in range(HEADS):
         keys = torch.stack(convolved(layer.of_keys.weight, k, n))
@@ -83,11 +83,11 @@ def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -
         mock.patch.object(block_sparse, "SIZE", 4),
         mock.patch.object(block_sparse, "SCORES", 200),
     ):
-        made = layer(x, sequence)
-        ours = torch.autograd.grad((made * y).sum(), list(layer.parameters()))
-    torch.testing.assert_close(made, wanted)
+        result = layer(x, sequence)
+        actual = torch.autograd.grad((result * y).sum(), list(layer.parameters()))
+    torch.testing.assert_close(result, wanted)
     largest = max(gradient.norm() for gradient in right)
-    for a, b in zip(ours, right, strict=True):
+    for a, b in zip(actual, right, strict=True):
         assert (a - b).norm() <= 1e-12 * largest
 
 
@@ -117,7 +117,7 @@ def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
         build(config_of(3, **changes))
 
 
-def test_it_costs_a_matrix_for_each_token_and_its_pairs() -> None:
+def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
     cost = module_cost(Block(config_of(4), "decoder").attn, TokenCounts(LENGTH))
     assert (
         cost.attention_macs

@@ -1,9 +1,6 @@
 """Mixtures of experts against transformers' layers, and against each token's formula."""
 
 import math
-import sys
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,29 +9,33 @@ import torch.nn.functional as F
 import transformers
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
-from megatfm.config import Config, ModelConfig, load_config
+from megatfm.config import Config, load_config
 from megatfm.cost import TokenCounts, module_cost
 from megatfm.layers.initialisation import initialise, initialiser
 from megatfm.layers.loss_terms import BlockOutput
-from megatfm.layers.moe import experts
-from megatfm.layers.moe import experts as dispatch
-from megatfm.layers.moe.experts import sort_by_expert
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.routers import stable_topk
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops import grouped_mm
-from megatfm.ops.grouped_mm import grouped_linear, kernel_for, looped_linear
-from tests.support.reference_gradients import TOLERANCE, doubled
+from tests.support.moe_layers import (
+    F_,
+    ROUTER_LOSSES,
+    B,
+    D,
+    E,
+    T,
+    build_moe,
+    moe_config,
+    moe_inputs,
+    moe_sequence,
+)
+from tests.support.reference_gradients import TOLERANCE, doubled, dtype_fixture
 
-B, T, D, F_, E = 3, 11, 16, 8, 8
-ROUTER = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.1, "z_loss_coef": 0.1}
 MODULES = (
     modeling_deepseek_v3,
     modeling_mixtral,
@@ -45,55 +46,25 @@ MODULES = (
 SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3}
 
 
-def config_of(**ffn: Any) -> ModelConfig:
-    ffn = {"name": "moe", "d_ff": F_, "n_experts": E, "top_k": 3, "router": {"name": "top_k", **ROUTER}} | ffn
-    return ModelConfig.from_dotted(
-        {"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn}
-    )
-
-
-def make(dtype: torch.dtype = torch.float64, seed: int = 0, **ffn: Any) -> MoE:
-    """With weights and state that are nowhere where they start."""
-    config = config_of(**ffn)
-    module = MoE(config, initialiser(config)).to(dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data.copy_(0.7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-    module.shares.abs_().div_(module.shares.sum())
-    return module
-
-
-def sequence(documents: Tensor | None = None, rows: int = B) -> SequenceMetadata:
-    return SequenceMetadata(torch.arange(T).expand(rows, T), documents, rng_keys=torch.arange(rows))
-
-
-def inputs(dtype: torch.dtype = torch.float64, rows: int = B) -> Tensor:
-    x = torch.randn(rows, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return x.to(dtype).requires_grad_()
-
-
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, *MODULES):
-        yield request.param
+dtype = dtype_fixture(*MODULES)
 
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "intermediate_size": F_, "num_local_experts": E}
     theirs = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
-    return theirs, {"router": {"name": "top_k", **ROUTER}}
+    return theirs, {"router": {"name": "top_k", **ROUTER_LOSSES}}
 
 
 def qwen3(normalise: bool) -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "num_experts": E, "norm_topk_prob": normalise}
     theirs = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
-    return theirs, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER}}
+    return theirs, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER_LOSSES}}
 
 
 def olmoe() -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "intermediate_size": F_, "num_experts": E}
     theirs = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
-    return theirs, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER}}
+    return theirs, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER_LOSSES}}
 
 
 def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
@@ -108,7 +79,7 @@ def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Modul
         "norm_topk_prob": normalise,
         "routed_scaling_factor": 2.5,
     }
-    return theirs, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER}}
+    return theirs, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES}}
 
 
 LAYERS = {
@@ -137,13 +108,13 @@ def to_theirs(ours: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dtype: torch.dtype) -> None:
     theirs, options = LAYERS[layer]()
-    theirs, ours = theirs.to(dtype), make(dtype, **options)
+    theirs, ours = theirs.to(dtype), build_moe(dtype, **options)
     if isinstance(theirs, modeling_deepseek_v3.DeepseekV3MoE):
         theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
     for name, tensor in to_theirs(ours, dict(ours.named_parameters())).items():
         theirs.get_parameter(name).data.copy_(tensor.data)
-    x, other = inputs(dtype), inputs(dtype)
-    y, wanted = ours(x, sequence()).y, theirs(other)
+    x, other = moe_inputs(dtype), moe_inputs(dtype)
+    y, wanted = ours(x, moe_sequence()).y, theirs(other)
     assert (y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
         dtype
@@ -166,20 +137,20 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
     theirs = modeling_switch_transformers.SwitchTransformersSparseMLP(given).to(dtype)
     if dtype == torch.float64:
         theirs.router.dtype = dtype
-    ours = make(
+    ours = build_moe(
         dtype,
         top_k=1,
         capacity_factor=capacity * E / T,
         activation="relu",
-        router={"name": "switch", **ROUTER},
+        router={"name": "switch", **ROUTER_LOSSES},
     )
     theirs.router.classifier.weight.data.copy_(ours.router.weight.data)
     for e in range(E):
         expert = theirs.experts[f"expert_{e}"]
         expert.wi.weight.data.copy_(ours.experts.w_up.data[e])
         expert.wo.weight.data.copy_(ours.experts.w_down.data[e])
-    x, other = inputs(dtype), inputs(dtype)
-    made, wanted = ours(x, sequence()), theirs(other)
+    x, other = moe_inputs(dtype), moe_inputs(dtype)
+    made, wanted = ours(x, moe_sequence()), theirs(other)
     assert (made.y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
     assert (int(made.counts["dropped"]) > 0) == (capacity < T)
     made.y.square().sum().backward()
@@ -198,12 +169,12 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
 def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     """Of one layer: transformers adds the shares of all layers up before it multiplies."""
     with doubled(torch.float64, *MODULES):
-        ours, x = make(top_k=top_k, router={"name": "top_k", **ROUTER}), inputs()
+        ours, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
         logits = F.linear(x, ours.router.weight)
-        made = ours(x, sequence())
+        made = ours(x, moe_sequence())
         shares = made.counts["load"] / made.counts["load"].sum()
         ours.shares.copy_(shares)
-        losses = ours(x, sequence()).losses
+        losses = ours(x, moe_sequence()).losses
         theirs = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
         of_four = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),) * 4, E, top_k)
         torch.testing.assert_close(of_four, theirs, msg="one term for all layers, where ours are added")
@@ -248,7 +219,7 @@ def by_hand(module: MoE, x: Tensor, real: Tensor, taken: Tensor) -> Tensor:
 def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | None) -> None:
     documents = torch.zeros(B, T, dtype=torch.int64)
     documents[0, 4:], documents[2, 0:] = -1, -1  # a row without any token, too
-    real, x, module = documents >= 0, inputs(), make(capacity_factor=capacity)
+    real, x, module = documents >= 0, moe_inputs(), build_moe(capacity_factor=capacity)
     choices = stable_topk((x @ module.router.weight.T), 3).where(real[..., None], E)
     taken = torch.ones_like(choices, dtype=torch.bool)
     if capacity:
@@ -257,7 +228,7 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
             for b, t in real.nonzero().tolist():
                 e = choices[b, t, k]
                 taken[b, t, k], seen[b, e] = seen[b, e] < most, seen[b, e] + 1
-    made = module(x, sequence(documents))
+    made = module(x, moe_sequence(documents))
     torch.testing.assert_close(made.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
     assert not made.y[~real].any()
     assert made.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
@@ -268,61 +239,13 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     )
     p = (x @ module.router.weight.T).softmax(-1)[real]
     torch.testing.assert_close(made.counts["entropy"], -(p * p.log()).sum())
-    alone = module(x[1:2], sequence(rows=1))
+    alone = module(x[1:2], moe_sequence(rows=1))
     for name in ("sequence_balance", "router_z", "balance"):  # of the rows, one is whole and one cut short
         rest = module(x[:1, :4], SequenceMetadata(torch.arange(4)[None], None))
         torch.testing.assert_close(made.losses[name], alone.losses[name] + rest.losses[name])
     gradient = torch.autograd.grad(made.y.sum() + sum(made.losses.values()), x)[0]
     assert gradient.isfinite().all()
     assert not gradient[~real].any()
-
-
-def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows, and the gradients of its rows, may be anything."""
-    documents = torch.zeros(B, T, dtype=torch.int64)
-    documents[1, 3:] = -1
-
-    def poisoned(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-        beyond_M1 = (torch.arange(len(x_MI)) >= ends_G[-1])[:, None]
-        assert beyond_M1.any()
-        x_MI = x_MI.view_as(x_MI)
-        x_MI.register_hook(lambda gradient: gradient.masked_fill(beyond_M1, math.nan))
-        return looped_linear(x_MI, weight_GOI, ends_G).masked_fill(beyond_M1, math.nan)
-
-    found = []
-    for _ in range(2):
-        module, x = make(activation="relu"), inputs()
-        y = module(x, sequence(documents)).y
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
-        monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
-        monkeypatch.setattr(experts, "grouped_linear", poisoned)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
-
-
-class Adds(TorchDispatchMode):
-    """Notes what adds numbers to one place in an order that GPUs choose anew each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2].rstrip("_")
-        if name == "index_add" and args[0].is_floating_point():
-            self.found += [name] * (len(args[2].unique()) < args[2].numel())
-        return func(*args, **(kwargs or {}))
-
-
-def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x = make(top_k=3), inputs()
-    with Adds() as here:
-        torch.autograd.grad(module(x, sequence()).y.sum(), x)
-    monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
-    with Adds() as there:
-        torch.autograd.grad(module(x, sequence()).y.sum(), x)
-    assert here.found
-    assert not there.found
 
 
 def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
@@ -332,12 +255,13 @@ def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
         assert stable_topk(scores[:n], 4).tolist() == [[5, 0, 1, 2]] * n
 
 
-def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros_and_one_that_all_choose_is_right() -> None:
+def test_gradients_of_idle_and_overfull_experts() -> None:
+    """An expert that nobody chooses has a gradient of zeros, and one that all choose is right."""
     for d_ff in (F_, 5):  # in float32 by the grouped product, and by the loop
-        module, x = make(torch.float32, top_k=1, d_ff=d_ff), inputs(torch.float32).detach().abs()
+        module, x = build_moe(torch.float32, top_k=1, d_ff=d_ff), moe_inputs(torch.float32).detach().abs()
         module.router.weight.data.fill_(-1.0)
         module.router.weight.data[3] = 1.0
-        made = module(x, sequence())
+        made = module(x, moe_sequence())
         assert made.counts["load"].tolist() == [0, 0, 0, B * T, 0, 0, 0, 0]
         made.y.sum().backward()
         for parameter in module.experts.parameters():
@@ -345,89 +269,21 @@ def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros_and_one_that_all_
             assert [bool(g.any()) for g in parameter.grad] == [e == 3 for e in range(E)]
 
 
-def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-    """As grouped_gemm.ops.gmm, which says what it wants less readably."""
-    assert a.dtype == b.dtype == torch.bfloat16
-    assert a.is_contiguous()
-    assert b.is_contiguous()
-    assert batch_sizes.dtype == torch.int64
-    assert batch_sizes.device.type == "cpu"
-    assert int(batch_sizes.sum()) == len(a) > 0
-    parts = a.split(batch_sizes.tolist())
-    return torch.cat([part @ (one.T if trans_b else one) for part, one in zip(parts, b, strict=True)])
-
-
-@pytest.mark.parametrize(
-    ("dtype_", "kernel"),
-    [
-        (torch.float32, "grouped"),
-        (torch.bfloat16, "grouped"),
-        (torch.bfloat16, "windows"),
-        (torch.bfloat16, "megablocks"),
-    ],
-)
-def test_the_grouped_product_is_the_loop(
-    dtype_: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
-    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(13, D, generator=generator).to(dtype_).requires_grad_()
-    weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
-    ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
-    assert kernel_for(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
-    monkeypatch.setattr(grouped_mm, "kernel_for", lambda *_: kernel)
-    direction = torch.randn(11, 24, generator=generator).to(dtype_)
-    made = []
-    for product in (grouped_linear, looped_linear):
-        y = product(x, weight, ends)[:11]
-        made.append((y, *torch.autograd.grad((y * direction).sum(), [x, weight])))
-    for one, other in zip(*made, strict=True):
-        rows = slice(0, 11) if len(one) == 13 else slice(None)
-        torch.testing.assert_close(one[rows], other[rows])
-    monkeypatch.undo()
-    assert kernel_for(x.double(), weight.double()) == kernel_for(x.float(), weight[:, :7]) == "loop"
-    nothing = grouped_mm.KERNELS[kernel](x, weight, torch.zeros_like(ends))
-    assert torch.autograd.grad(nothing[:0].sum(), [weight], allow_unused=True)[0] is not None
-
-
-def test_windows_hold_their_groups_and_have_few_lengths() -> None:
-    """Whatever the routing; of nothing beyond the last group, where rows may be undefined."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = set()
-    for _ in range(100):
-        ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        found = grouped_mm.padded_ranges(ends)
-        assert [last for _, last, _, _ in found] == ends
-        assert [first for first, _, _, _ in found] == [0, *ends[:-1]]
-        for first, last, low, high in found:
-            assert 0 <= low <= first <= last <= high <= ends[-1]
-            assert high - low <= max(1.125 * (last - first), last - first + 8)
-            lengths |= {high - low} if high - low < ends[-1] else set()
-    assert len(lengths) < 70
-
-
-def test_choices_are_sorted_by_expert_and_others_come_last() -> None:
-    order, ends = sort_by_expert(torch.tensor([2, -1, 0, 2, 7, 0]), 3)
-    assert order.tolist() == [2, 5, 0, 3, 1, 4]
-    assert ends.tolist() == [2, 2, 4]
-
-
 def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
-    module, x = make(top_k=1, router={"name": "switch", "jitter": 0.1}), inputs().detach()
-    jittered = module.router.jitter(x, sequence())
+    module, x = build_moe(top_k=1, router={"name": "switch", "jitter": 0.1}), moe_inputs().detach()
+    jittered = module.router.jitter(x, moe_sequence())
     factor = jittered / x
     assert 0.9 <= float(factor.min()) < 0.91
     assert 1.09 < float(factor.max()) <= 1.1
     assert torch.equal(module.router.jitter(x[1:], SequenceMetadata(
         torch.arange(T).expand(2, T), None, rng_keys=torch.arange(1, 3))), jittered[1:])  # fmt: skip
-    assert torch.equal(module.eval().router.jitter(x, sequence()), x)
+    assert torch.equal(module.eval().router.jitter(x, moe_sequence()), x)
 
 
 def test_state_follows_the_counts_of_a_step() -> None:
-    module = make(router={"name": "deepseek_v3", "bias_update_rate": 0.25, "aux_loss_coef": 1.0})
-    before, x = module.router.bias.clone(), inputs()
-    made = [module(x, sequence()), module(-x, sequence())]
+    module = build_moe(router={"name": "deepseek_v3", "bias_update_rate": 0.25, "aux_loss_coef": 1.0})
+    before, x = module.router.bias.clone(), moe_inputs()
+    made = [module(x, moe_sequence()), module(-x, moe_sequence())]
     for one in made:
         assert isinstance(one, BlockOutput)
         module.accumulate_counts(one.counts)
@@ -443,26 +299,26 @@ def test_state_follows_the_counts_of_a_step() -> None:
 def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
     """Then the next step's terms are finite."""
     router = {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1, "aux_loss_coef": 0.1}
-    module, nothing = make(router=router), torch.full((B, T), -1)
-    module.accumulate_counts(module(inputs(), sequence()).counts)
+    module, nothing = build_moe(router=router), torch.full((B, T), -1)
+    module.accumulate_counts(module(moe_inputs(), moe_sequence()).counts)
     with torch.no_grad():
         module.update(module.observed)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.reset_counts()
-    module.accumulate_counts(module(inputs(), sequence(nothing)).counts)
+    module.accumulate_counts(module(moe_inputs(), moe_sequence(nothing)).counts)
     assert int(module.observed["tokens"]) == 0
     with torch.no_grad():
         module.update(module.observed)
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, before[name]), name
-    assert all(torch.isfinite(term) for term in module(inputs(), sequence()).losses.values())
+    assert all(torch.isfinite(term) for term in module(moe_inputs(), moe_sequence()).losses.values())
     assert module.statistics(module.observed)["importance_cv2"] == 0
 
 
 def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> None:
-    module = make(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1})
+    module = build_moe(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1})
     with torch.no_grad():
-        made = module(inputs(), sequence())
+        made = module(moe_inputs(), moe_sequence())
     statistics = module.statistics(made.counts)
     for name in ("importance", "load"):
         sums = made.counts[f"evened {name}"].double()
@@ -473,11 +329,11 @@ def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> 
 
 def test_a_balanced_start() -> None:
     """Shares begin even, where the term is 1 a token and has no gradient."""
-    config = config_of()
+    config = moe_config()
     module = MoE(config, initialiser(config)).double()
     initialise(module, 1)
-    x = inputs()
-    loss = module(x, sequence()).losses["balance"]
+    x = moe_inputs()
+    loss = module(x, moe_sequence()).losses["balance"]
     torch.testing.assert_close(loss, torch.tensor(float(B * T), dtype=torch.float64))
     assert torch.autograd.grad(loss, module.router.weight)[0].norm() < 1e-12
 
@@ -502,11 +358,11 @@ def test_a_balanced_start() -> None:
 )
 def test_what_does_not_go_together_is_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
-        config_of(**keys)
+        moe_config(**keys)
 
 
 def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
-    module, one = make(n_shared_experts=2), 3 * D * F_
+    module, one = build_moe(n_shared_experts=2), 3 * D * F_
     cost = module_cost(module, TokenCounts(5.0))
     assert cost.matmul_macs == 5 * (E * D + 3 * one + 2 * one)
     assert cost.inactive_parameters == (E - 3) * one
@@ -522,7 +378,7 @@ def test_blocks_compiled_around_their_experts_are_not_computed_again() -> None:
 
 
 def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> None:
-    config = config_of()
+    config = moe_config()
     with pytest.raises(
         ValidationError, match=r"ffn\.name = 'moe' has no meaning with family = 'discriminator'"
     ):

@@ -82,15 +82,15 @@ class Largest(TorchDispatchMode):
         self.numel, self.made_by = 0, ""
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+        self, function: Any, types: Any, inputs: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        made = function(*given, **(named or {}))
-        for each in tree_leaves(made):
-            if isinstance(each, Tensor):
-                numel = min(each.numel(), each.untyped_storage().nbytes() // each.element_size())
+        result = function(*inputs, **(named or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                numel = min(leaf.numel(), leaf.untyped_storage().nbytes() // leaf.element_size())
                 if numel > self.numel:
                     self.numel, self.made_by = numel, str(function)
-        return made
+        return result
 
 
 def packed(length: int) -> dict[str, Tensor]:
@@ -107,8 +107,8 @@ def whole(length: int) -> dict[str, Tensor]:
 
 
 def with_prefix(length: int) -> dict[str, Tensor]:
-    made = packed(length)
-    return made | {"prefix": made["positions"] < length // 8}
+    result = packed(length)
+    return result | {"prefix": result["positions"] < length // 8}
 
 
 ROWS: dict[str, Callable[[int], dict[str, Tensor]]] = {
@@ -125,9 +125,9 @@ def largest(family: str, kind: dict[str, Any], which: str, length: int) -> Large
     tokens = torch.arange(length)[None] % 17
     if family == "xlnet":
         fields |= {"order": 1 + torch.arange(length).flip(0)[None], "segments": tokens}
-    with Largest() as found:
+    with Largest() as largest:
         model(tokens=tokens, targets=tokens, keys=torch.tensor([3]), **fields).losses.popitem()[1].backward()
-    return found
+    return largest
 
 
 CASES = [

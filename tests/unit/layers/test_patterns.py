@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -24,49 +23,14 @@ from megatfm.layers.attention.patterns.local import (
     Window,
 )
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.attention.patterns.pattern import PAIRS_CACHED, BlockBounds, _pairs
+from megatfm.layers.attention.patterns.pattern import PAIRS_CACHED, _pairs
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
+from tests.support.plain_patterns import Chunks, Near
 
 T = 13
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [-1], [0] * 3 + [1] * 2 + [2] * 8])
 N = 2
-
-
-@dataclass(frozen=True)
-class Near(AttentionPattern):
-    """The last `width` tokens."""
-
-    width: int
-
-    @property
-    def is_relative(self) -> bool:
-        return True
-
-    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        return (k <= q) & (k > q - self.width)
-
-    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        return (k.first <= q.last) & (k.last > q.first - self.width)
-
-
-@dataclass(frozen=True)
-class Chunks(AttentionPattern):
-    """Earlier tokens of the same chunk of the document, longer chunks in later heads."""
-
-    size: int
-
-    @property
-    def differs_by_head(self) -> bool:
-        return True
-
-    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        size = self.size + heads
-        return (k <= q) & (k // size == q // size)
-
-    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        size = self.size + heads
-        return (k.first <= q.last) & (k.last // size >= q.first // size)
 
 
 BOTH = (True, False)
@@ -148,9 +112,9 @@ def test_every_pair_lies_in_a_block_of_the_table(pattern: AttentionPattern, size
         lengths_differ = pattern.depends_on_length and documents is not None
         if size == 1 and sequence.prefix_mask is None and not lengths_differ:
             assert torch.equal(spread, mask), "a table of single tokens says exactly what is seen"
-        whole = PatternMask(pattern, sequence, 0, N).full_block_mask(size).expand(table.shape)
-        assert (table | ~whole).all()
-        surely = whole.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
+        full_table = PatternMask(pattern, sequence, 0, N).full_block_mask(size).expand(table.shape)
+        assert (table | ~full_table).all()
+        surely = full_table.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
         assert (mask | ~surely).all()
 
 
@@ -171,11 +135,11 @@ def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
         if repeats is None:
             continue
         queries, keys = (x.expand(2, -1) for x in repeats)
-        mask, found = dense(pattern, sequence)[..., : 2 * count, : 2 * count], {}
+        mask, actual = dense(pattern, sequence)[..., : 2 * count, : 2 * count], {}
         for b, n, i, j in torch.cartesian_prod(*(torch.arange(x) for x in (2, N, count, count))).tolist():
             part = mask[b, n, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
             if queries[b, i] and keys[b, j] and part.any():
-                assert torch.equal(found.setdefault((n, j - i), part), part)
+                assert torch.equal(actual.setdefault((n, j - i), part), part)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +183,8 @@ def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: 
     config = ModelConfig(
         vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
     )
-    made = PATTERNS.get(config.attention.pattern.name)(config, causal)
-    mask = PatternMask(made, SequenceMetadata(torch.arange(5)[None])).mask()
+    result = PATTERNS.get(config.attention.pattern.name)(config, causal)
+    mask = PatternMask(result, SequenceMetadata(torch.arange(5)[None])).mask()
     assert mask is not None
     assert ["".join("x" if seen else "." for seen in row) for row in mask[0, 0]] == rows
 
@@ -266,19 +230,19 @@ def test_a_window_that_holds_all_is_plain() -> None:
 def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
     past = 4
     for documents in (None, DOCUMENTS):
-        whole = dense(pattern, SequenceMetadata(torch.arange(T).expand(2, T), documents))
-        rest = SequenceMetadata(
+        full = dense(pattern, SequenceMetadata(torch.arange(T).expand(2, T), documents))
+        later = SequenceMetadata(
             torch.arange(past, T).expand(2, -1),
             None if documents is None else documents[:, past:],
             past=past,
             past_documents=None if documents is None else documents[:, :past],
         )
-        seen = PatternMask(pattern, rest, 0, N)
+        seen = PatternMask(pattern, later, 0, N)
         mask = seen.mask()
         if mask is None:
             assert seen.builtin_mask == "all"
             continue
-        assert torch.equal(mask.expand(2, N, T - past, T), whole[:, :, past:])
+        assert torch.equal(mask.expand(2, N, T - past, T), full[:, :, past:])
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
@@ -299,14 +263,14 @@ def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
 
 def test_heads_of_a_part_are_those_of_the_whole() -> None:
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS)
-    whole, second = (
+    mask, second = (
         PatternMask(Chunks(2), sequence, 0, 2).mask(),
         PatternMask(Chunks(2), sequence, 1, 1).mask(),
     )
-    assert whole is not None
+    assert mask is not None
     assert second is not None
-    assert torch.equal(whole[:, 1:], second)
-    assert not torch.equal(whole[:, :1], second)
+    assert torch.equal(mask[:, 1:], second)
+    assert not torch.equal(mask[:, :1], second)
 
 
 def test_a_memory_is_seen_by_document() -> None:

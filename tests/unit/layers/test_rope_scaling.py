@@ -26,11 +26,11 @@ def theirs(
 @pytest.mark.parametrize("width", [8, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 class TestFrequencies:
-    def check(self, ours: tuple[torch.Tensor, float], wanted: tuple[torch.Tensor, float]) -> None:
+    def check(self, actual: tuple[torch.Tensor, float], wanted: tuple[torch.Tensor, float]) -> None:
         """transformers computes in float32."""
-        assert ours[0].dtype == torch.float64
-        torch.testing.assert_close(ours[0].float(), wanted[0].float(), rtol=1e-5, atol=0)
-        assert ours[1] == pytest.approx(wanted[1], rel=1e-12)
+        assert actual[0].dtype == torch.float64
+        torch.testing.assert_close(actual[0].float(), wanted[0].float(), rtol=1e-5, atol=0)
+        assert actual[1] == pytest.approx(wanted[1], rel=1e-12)
 
     def test_linear(self, width: int, theta: float) -> None:
         self.check(

@@ -44,9 +44,9 @@ def make(**ffn: Any) -> Any:
 
 
 def sequence() -> SequenceMetadata:
-    made = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS, rng_keys=torch.tensor([11, 12]))
-    made.tokens = TOKENS
-    return made
+    metadata = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS, rng_keys=torch.tensor([11, 12]))
+    metadata.tokens = TOKENS
+    return metadata
 
 
 def expert(module: Any, e: int, x: Tensor) -> Tensor:
@@ -56,21 +56,21 @@ def expert(module: Any, e: int, x: Tensor) -> Tensor:
 
 def compare(module: Any, written_out: Any) -> dict[str, float]:
     """Output, terms of the loss, and the gradients of a sum of all, by the module and as they are written out."""
-    found: list[list[Tensor]] = []
+    actual: list[list[Tensor]] = []
     for by in (module, written_out):
         module.zero_grad()
         x = torch.randn(
             B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64
         ).requires_grad_()
-        made = by(x, sequence())
-        y, losses = (made.y, made.losses) if hasattr(made, "losses") else (made, {})
+        result = by(x, sequence())
+        y, losses = (result.y, result.losses) if hasattr(result, "losses") else (result, {})
         kept = y[DOCUMENTS >= 0]
         (kept.sin().sum() + sum(losses.values(), torch.zeros(()))).backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in (x, *module.parameters())]
         assert any(grad.any() for grad in grads)
-        found.append([kept, *losses.values(), *grads])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+        actual.append([kept, *losses.values(), *grads])
+    for output, expected in zip(*actual, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
     return {name: value.item() for name, value in losses.items()}
 
 
@@ -159,11 +159,11 @@ def test_gshard(training: bool) -> None:
             gates = (module.router.weight @ x[b, t]).softmax(0)
             first, second = gates.argsort(descending=True)[:2].tolist()
             share = gates[second] / (gates[first] + gates[second])
-            made = (1 - share) * expert(module, first, x[b, t])
+            result = (1 - share) * expert(module, first, x[b, t])
             goes = not training or bool(2 * share > draws(module.router.second, b, t, 1)[0])
             went.append(goes)
             y = y.index_put(
-                (torch.tensor(b), torch.tensor(t)), made + goes * share * expert(module, second, x[b, t])
+                (torch.tensor(b), torch.tensor(t)), result + goes * share * expert(module, second, x[b, t])
             )
         return y
 
@@ -226,18 +226,18 @@ def test_soft_mixtures_are_by_document() -> None:
         y = torch.zeros_like(x)
         for b, document in ((0, 0), (0, 1), (1, 0)):
             places = (DOCUMENTS[b] == document).nonzero()[:, 0]
-            own = x[b, places]
-            logits = own @ module.weight.T
-            slots = logits.softmax(0).T @ own
-            made = torch.stack([expert(module, s // 2, slots[s]) for s in range(2 * E)])
-            y = y.index_put((torch.tensor(b), places), logits.softmax(1) @ made)
+            local = x[b, places]
+            logits = local @ module.weight.T
+            slots = logits.softmax(0).T @ local
+            result = torch.stack([expert(module, s // 2, slots[s]) for s in range(2 * E)])
+            y = y.index_put((torch.tensor(b), places), logits.softmax(1) @ result)
         return y
 
     compare(module, written_out)
 
 
 @pytest.mark.parametrize(
-    ("family", "ffn", "said"),
+    ("family", "ffn", "message"),
     [
         ("decoder", {"router": {"name": "expert_choice"}}, "leaks the future in a causal model"),
         ("encoder_decoder", {"router": {"name": "expert_choice"}}, "leaks the future in a causal model"),
@@ -257,8 +257,8 @@ def test_soft_mixtures_are_by_document() -> None:
         ("encoder", {"name": "soft_moe", "capacity_factor": 2.0}, "capacity_factor has no meaning"),
     ],
 )
-def test_what_makes_no_sense_is_refused(family: str, ffn: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_what_makes_no_sense_is_refused(family: str, ffn: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         config_of(family, **ffn)
 
 
@@ -287,10 +287,12 @@ def test_a_hash_needs_tokens() -> None:
 def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
     """As context parallelism has them."""
     module, places = make(router={"name": "hash"}), torch.tensor([1, 4, 7])
-    full = {"row_positions": torch.arange(T).expand(B, T), "row_documents": DOCUMENTS}
-    part = make_sequence({"tokens": TOKENS[:, places], "expert_capacity": places, **full}, "tokens")
-    found = module.router(torch.zeros(B, 3, D), part).expert_indices
-    assert torch.equal(found, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places])
+    full = {"full_row_positions": torch.arange(T).expand(B, T), "full_row_documents": DOCUMENTS}
+    part = make_sequence({"tokens": TOKENS[:, places], "token_indices": places, **full}, "tokens")
+    expert_indices = module.router(torch.zeros(B, 3, D), part).expert_indices
+    assert torch.equal(
+        expert_indices, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places]
+    )
 
 
 @pytest.mark.parametrize(

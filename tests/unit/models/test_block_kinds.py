@@ -20,7 +20,7 @@ KINDS = {
 }
 
 
-def test_each_block_is_as_its_kind_says() -> None:
+def test_blocks_are_as_their_kind_says() -> None:
     config = ModelConfig.from_dotted({**SMALL, **KINDS})
     model = build(config).double()
     initialise(model, 3)

@@ -8,15 +8,16 @@ import torch
 
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from tests.parity.test_families import MODELS, batch_for
+from tests.support.batches import family_batch
+from tests.support.models import FAMILY_MODELS
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILY_MODELS)
 def test_a_copy_has_the_same_losses_and_weights_of_its_own(name: str) -> None:
-    config = MODELS[name]
+    config = FAMILY_MODELS[name]
     model = build(config).train()
     initialise(model, 3)
-    batch = {key: value for key, value in batch_for(config).items() if key != "ahead"}
+    batch = {key: value for key, value in family_batch(config).items() if key != "ahead"}
     fresh = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     losses = model(**batch).losses
     for other in (*fresh, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -14,7 +14,7 @@ from torch import nn
 from megatfm.config import Config, load_config
 from megatfm.config.sources import ALIASES
 from megatfm.models import build
-from tests.golden.shapes import compressed
+from tests.support.parameter_shapes import compressed
 from tests.support.reference_gradients import row_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -164,7 +164,7 @@ def test_parameters_that_a_token_meets(preset: str) -> None:
 
 
 @pytest.mark.parametrize(("alias", "preset"), ALIASES.items())
-def test_other_names(alias: str, preset: str) -> None:
+def test_presets_have_other_names(alias: str, preset: str) -> None:
     assert load_config(alias) == loaded(preset)[0]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatfm.config import Config, load_config
 from megatfm.models import build
-from tests.golden.shapes import compressed
+from tests.support.parameter_shapes import compressed
 from tests.support.reference_gradients import row_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,6 +35,14 @@ COUNTS = {
     "modernbert-base": (149_655_232, None, 149_014_272),
     "modernbert-large": (395_881_664, None, 394_781_696),
     "xlnet-base": (116_750_336, None, 116_718_336),
+    "vit-ti16": (5_717_416, None, 5_524_416),
+    "vit-s16": (22_050_664, None, 21_665_664),
+    "vit-s32": (22_878_952, None, 22_493_952),
+    "vit-b16": (86_567_656, None, 85_798_656),
+    "vit-b32": (88_224_232, None, 87_455_232),
+    "vit-l16": (304_326_632, None, 303_301_632),
+    "vit-l32": (306_535_400, None, 305_510_400),
+    "vit-h14": (632_045_800, None, 630_764_800),
 }
 ELECTRA = {
     "electra-small": (14_196_731, 13_549_057, 4_620_026),
@@ -62,8 +70,8 @@ def count(module: nn.Module) -> int:
 @pytest.mark.parametrize("preset", COUNTS)
 def test_counts_of_encoders(preset: str) -> None:
     _, model = loaded(preset)
-    whole, with_pooler, bare = COUNTS[preset]
-    assert count(model) == whole
+    full, with_pooler, bare = COUNTS[preset]
+    assert count(model) == full
     assert count(model.encoder) == bare
     if with_pooler:
         d = model.config.d_model
@@ -81,13 +89,13 @@ def test_without_the_sentence_head_it_is_the_masked_language_model() -> None:
 @pytest.mark.parametrize("preset", ELECTRA)
 def test_counts_of_both_halves(preset: str) -> None:
     _, model = loaded(preset)
-    whole, discriminator, generator = ELECTRA[preset]
+    full, discriminator, generator = ELECTRA[preset]
     shared = model.generator.encoder.embedding
-    assert count(model) == whole
+    assert count(model) == full
     assert count(model.discriminator) == discriminator
     assert count(model.generator) == generator
     positions = count(shared.positions) if shared.positions is not None else 0
-    assert whole == discriminator + generator - count(shared.tokens) - positions
+    assert full == discriminator + generator - count(shared.tokens) - positions
     if preset == "deberta-v3-base":
         assert count(model.discriminator.encoder) == DEBERTA_V3
 

@@ -7,7 +7,7 @@ from megatfm.config import load_config
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import build_objective
-from tests.golden.curves import SPECIAL, VOCABULARY, batch
+from tests.support.golden_curves import SPECIAL, VOCABULARY, batch
 
 SMALL = {
     "model.vocab_size": VOCABULARY,

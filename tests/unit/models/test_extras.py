@@ -45,7 +45,7 @@ def listen(model: nn.Module) -> list[tuple[Tensor, Any, BlockOutput]]:
     """Inputs, layout and output of every call of a network."""
     calls: list[tuple[Tensor, Any, BlockOutput]] = []
     for ffn in networks(model):
-        ffn.register_forward_hook(lambda module, given, output: calls.append((*given, output)))
+        ffn.register_forward_hook(lambda module, inputs, output: calls.append((*inputs, output)))
     return calls
 
 
@@ -53,22 +53,22 @@ def listen(model: nn.Module) -> list[tuple[Tensor, Any, BlockOutput]]:
 def test_terms_are_summed_and_counts_told_once(how: str) -> None:
     model = build(CONFIG).train()
     initialise(model, 3)
-    ffns, made, begun = networks(model), listen(model), list[nn.Module]()
+    ffns, result, begun = networks(model), listen(model), list[nn.Module]()
     for ffn in ffns:
-        ffn.register_forward_pre_hook(lambda module, given: begun.append(module))
+        ffn.register_forward_pre_hook(lambda module, inputs: begun.append(module))
     assert len(ffns) == 4, "three blocks and a future head's"
     blocks = [*model.decoder.layers.values(), model.future["1"].layers["0"]]
     activation_checkpointing.recompute(model, blocks, how)
     output = model(TOKENS, targets=TOKENS.roll(-1, 1), documents=DOCUMENTS)
-    assert len(made) == 4
+    assert len(result) == 4
     by_token = [
-        ffn.router(x_BTD).logsumexp(-1).square() for ffn, (x_BTD, _, _) in zip(ffns, made, strict=True)
+        ffn.router(x_BTD).logsumexp(-1).square() for ffn, (x_BTD, _, _) in zip(ffns, result, strict=True)
     ]
     wanted = torch.stack([numbers_BT[DOCUMENTS >= 0].sum() for numbers_BT in by_token]).sum()
     torch.testing.assert_close(output.losses["router"], wanted)
     sum(output.losses.values()).backward()
     assert len(begun) == (4 if how == "none" else 8), "what is computed again is not told again"
-    for ffn, (_, _, one) in zip(ffns, made, strict=False):
+    for ffn, (_, _, one) in zip(ffns, result, strict=False):
         assert torch.equal(ffn.observed["load"], one.counts["load"])
         assert int(one.counts["load"].sum()) == REAL
         ffn.reset_counts()
@@ -158,11 +158,11 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
         | {"train": {"steps": 1, "global_batch": 8, "micro_batch": 1, "seed": 1}}
         | {"parallel": {"dp_shard": 1, **layout}}
     )
-    found = verify(config)
-    assert not found.wrong
-    assert not found.traffic_mismatches
-    assert found.config.data.sequence_length == 18, "of which queries come in groups of 2"
-    wanted = (random_batch(found.config)["targets"] >= 0).sum(1).reshape(-1, found.config.train.micro_batch)
+    actual = verify(config)
+    assert not actual.wrong
+    assert not actual.traffic_mismatches
+    assert actual.config.data.sequence_length == 18, "of which queries come in groups of 2"
+    wanted = (random_batch(actual.config)["targets"] >= 0).sum(1).reshape(-1, actual.config.train.micro_batch)
     assert len(np.unique(-(-wanted.max(1) // 2))) > 1
 
 

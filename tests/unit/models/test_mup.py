@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "scaled",
     },
 }  # fmt: skip
-LATENT = {"attention.name": "mla", "attention.qk_rope_head_dim": 8, "attention.head_dim": 16}
+LATENT = {"attention.name": "mla", "attention.qk_rope_head_dim": 8, "attention.qk_nope_head_dim": 16}
 
 
 def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
@@ -46,14 +46,14 @@ def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
     tokens = torch.randint(0, 50, (4, 17), generator=torch.Generator().manual_seed(2))
 
     def outputs() -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        actual: dict[str, Tensor] = {}
         for path, module in model.named_modules():
             if path.endswith((".attn", ".ffn")):
                 module.register_forward_hook(
-                    lambda module, inputs, y, path=path: found.update({path: first(y)})
+                    lambda module, inputs, y, path=path: actual.update({path: first(y)})
                 )
-        found["logits"] = model.eval()(tokens).logits
-        return {name: output.detach() for name, output in found.items()}
+        actual["logits"] = model.eval()(tokens).logits
+        return {name: output.detach() for name, output in actual.items()}
 
     before = outputs()
     model.train()

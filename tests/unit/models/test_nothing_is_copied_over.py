@@ -41,12 +41,12 @@ class Copies(TorchDispatchMode):
         self.hashed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu"]
-        if given and any(isinstance(x, Tensor) and x.device.type == "meta" for x in tree_leaves(made)):
+        result = func(*args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu"]
+        if inputs and any(isinstance(x, Tensor) and x.device.type == "meta" for x in tree_leaves(result)):
             self.found.append(str(func))
         self.hashed += "bitwise_xor" in str(func)
-        return made
+        return result
 
 
 def passes(overrides: list[str], preset: str = "gpt2-124m") -> Copies:
@@ -109,24 +109,24 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_places_of_tokens_are_copied_so_too() -> None:
     """Those of rows that are cut over ranks, in each layer and pass."""
     folder = Path(parallel.__file__).parent
-    found = [
+    actual = [
         path.name
         for path in folder.glob("*.py")
         if re.search(r"\.to\([\w.]*device\)", path.read_text("utf-8"))
     ]
-    assert found == []
+    assert actual == []
 
 
 def test_nothing_is_made_of_lists_on_a_device() -> None:
     """`torch.tensor([…], device=…)` copies from memory that isn't pinned, for which the host waits."""
     root = Path(megatfm.__file__).parent
-    found = [
+    actual = [
         str(path.relative_to(root))
         for room in ("ops", "layers", "models", "parallel", "engines")
         for path in (root / room).rglob("*.py")
         if LISTS.search(path.read_text("utf-8"))
     ]
-    assert found == []
+    assert actual == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -136,5 +136,5 @@ def test_rotary_tables_are_made_once_in_the_type_that_turns(dtype: torch.dtype) 
     sequence = SequenceMetadata(torch.arange(T).expand(B, T))
     heads = torch.ones(B, 2, T, 16, dtype=dtype)
     rope(heads, heads, sequence)
-    (tables,) = [made for made in sequence._made.values() if isinstance(made, tuple)]
+    (tables,) = [cached for cached in sequence._cache.values() if isinstance(cached, tuple)]
     assert {table.dtype for table in tables} == {torch.promote_types(dtype, torch.float32)}

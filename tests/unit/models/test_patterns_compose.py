@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, load_config
 from megatfm.errors import UsageError
@@ -15,6 +14,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import block_sparse, kernels
+from tests.support.packed_rows import loss_gradients, packed_batch
 
 PATTERN: dict[str, dict[str, Any]] = {
     "window": {"name": "window", "width": 5},
@@ -60,7 +60,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "heads for later tokens": {"n_mtp_heads": 1},
 }  # fmt: skip
 ALL_TOKENS = ("linformer", "disentangled", "disentangled, shared", "two streams")
-LENGTH = 29
 
 
 def refusal(pattern: str, part: str) -> str | None:
@@ -83,33 +82,8 @@ def refusal(pattern: str, part: str) -> str | None:
     return None
 
 
-def batch(family: str, *, prefix: bool) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    draw = [torch.randint(0, 20, (2, LENGTH), generator=generator) for _ in range(3)]
-    documents = torch.tensor([[0] * 17 + [1] * 9 + [-1] * 3, [0] * 29])
-    first = (documents == 0).sum(1, keepdim=True) * (documents == 1)
-    made = {
-        "tokens": draw[0],
-        "targets": draw[1],
-        "documents": documents,
-        "positions": torch.arange(LENGTH).expand(2, -1) - first,
-        "keys": torch.tensor([5, 6]),
-    }
-    if family == "encoder_decoder":
-        made |= {f"encoder_{key}": made[key] for key in ("documents", "positions")} | {
-            "encoder_tokens": draw[2]
-        }
-    return made | ({"prefix": torch.arange(LENGTH).expand(2, -1) < 3} if prefix else {})
-
-
-def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    model.zero_grad()
-    torch.stack([*model(**inputs).losses.values()]).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize(("pattern", "part"), list(itertools.product(PATTERN, PARTS)))
-def test_it_works_or_is_refused(pattern: str, part: str) -> None:
+def test_a_pattern_works_with_a_part_or_is_refused(pattern: str, part: str) -> None:
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24}
     config = ModelConfig.from_dotted({**sizes, **PARTS[part], "attention.pattern": PATTERN[pattern]})
     if wanted := refusal(pattern, part):
@@ -118,15 +92,15 @@ def test_it_works_or_is_refused(pattern: str, part: str) -> None:
         assert "\n" not in str(caught.value)
         assert re.search(wanted, str(caught.value))
         return
-    model, inputs = build(config).double().train(), batch(config.family, prefix=part == "prefix")
+    model, inputs = build(config).double().train(), packed_batch(config.family, prefix=part == "prefix")
     initialise(model, 3)
-    by_mask = gradients(model, inputs)
+    by_mask = loss_gradients(model, inputs)
     with mock.patch.object(kernels, "LONG", 1), mock.patch.object(block_sparse, "SIZE", 8):
-        by_blocks = gradients(model, inputs)
+        by_blocks = loss_gradients(model, inputs)
     assert by_mask.keys() == by_blocks.keys() == {name for name, _ in model.named_parameters()}
-    whole = torch.stack([gradient.norm() for gradient in by_mask.values()]).norm()
+    norm = torch.stack([gradient.norm() for gradient in by_mask.values()]).norm()
     for name, gradient in by_mask.items():
-        assert (by_blocks[name] - gradient).norm() <= 1e-11 * whole, name
+        assert (by_blocks[name] - gradient).norm() <= 1e-11 * norm, name
 
 
 def test_every_pattern_is_tried() -> None:
@@ -142,13 +116,13 @@ def test_a_compiled_block_is_the_same(pattern: str, backend: str) -> None:
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
     family = "encoder" if pattern == "longformer" else "decoder"
     config = ModelConfig.from_dotted({**sizes, "family": family, "attention.pattern": PATTERN[pattern]})
-    model, inputs = build(config).double().train(), batch(family, prefix=False)
+    model, inputs = build(config).double().train(), packed_batch(family, prefix=False)
     initialise(model, 3)
-    eager = gradients(model, inputs)
+    eager = loss_gradients(model, inputs)
     for block in (model.decoder if family == "decoder" else model.encoder).layers.values():
         block.compile(fullgraph=True, backend=backend)
     with mock.patch.object(kernels, "LONG", 1):
-        compiled = gradients(model, inputs)
+        compiled = loss_gradients(model, inputs)
     for name, gradient in eager.items():
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-10, atol=1e-12)
 

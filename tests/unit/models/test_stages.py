@@ -7,15 +7,16 @@ from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.parallel.pipeline_stages import activation_shape
 from megatfm.split_points import live_fields
-from tests.parity.test_families import MODELS, batch_for
+from tests.support.batches import family_batch
+from tests.support.models import FAMILY_MODELS
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILY_MODELS)
 def test_stages_of_one_split_point_in_turn_are_forward(name: str) -> None:
-    config = MODELS[name]
+    config = FAMILY_MODELS[name]
     model = build(config).double().train()
     initialise(model, 7)
-    batch = {key: value for key, value in batch_for(config).items() if key != "ahead"}
+    batch = {key: value for key, value in family_batch(config).items() if key != "ahead"}
     points, carry, losses = model.split_points, {}, {}
     assert len({point.name for point in points}) == len(points)
     for i, point in enumerate(points):
@@ -33,6 +34,6 @@ def test_stages_of_one_split_point_in_turn_are_forward(name: str) -> None:
 
 
 def test_a_missing_input_is_named() -> None:
-    model = build(MODELS["t5"])
+    model = build(FAMILY_MODELS["t5"])
     with pytest.raises(TypeError, match="encoder_tokens"):
         model(torch.zeros(1, 3, dtype=torch.int64))

@@ -11,7 +11,9 @@ import megatfm
 from megatfm.config import ParallelConfig
 from megatfm.layers import linear
 from megatfm.train.resilience import forward_backward_with_replay
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 HOPS = 9
@@ -21,23 +23,23 @@ HERE = Path(megatfm.__file__).parent
 
 def way() -> list[str]:
     """The functions of the package between the loop and the first product, the outermost first."""
-    found, real = list[str](), linear.F.linear
+    actual, real = list[str](), linear.F.linear
 
     def noted(*args: Any) -> Tensor:
-        if not found:
+        if not actual:
             frames = [frame for frame in traceback.extract_stack() if HERE in Path(frame.filename).parents]
-            found.extend(f"{Path(frame.filename).relative_to(HERE)} {frame.name}" for frame in frames)
+            actual.extend(f"{Path(frame.filename).relative_to(HERE)} {frame.name}" for frame in frames)
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear.F, "linear", noted)
-        engine = make_engine(MODEL, ParallelConfig(), ADAMW)
+        engine = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW)
         forward_backward_with_replay(engine, microbatches(engine, global_batch(3)), CAUSAL, 1, replay_every=0)
-    return found
+    return actual
 
 
 def test_the_way_is_short(workers: Workers) -> None:
-    (found,) = workers.run(way, 1)
-    assert found[0] == "train/resilience.py forward_backward_with_replay"
-    assert found[-1] == "layers/linear.py forward"
-    assert len(found) <= HOPS, found
+    (result,) = workers.run(way, 1)
+    assert result[0] == "train/resilience.py forward_backward_with_replay"
+    assert result[-1] == "layers/linear.py forward"
+    assert len(result) <= HOPS, result

@@ -118,7 +118,7 @@ def test_every_stack_gets_the_starts_of_documents(family: str, monkeypatch: pyte
         batch |= {"original": TOKENS, "targets": TOKENS, "keys": torch.arange(2)}
     model(**batch)
     assert len(reached) == (4 if family in ("electra", "encoder_decoder") else 2)
-    assert all(each is starts for each in reached)
+    assert all(item is starts for item in reached)
 
 
 def test_the_last_stage_of_xlnet_needs_no_targets_where_there_are_queries() -> None:
@@ -138,7 +138,7 @@ def test_a_failed_pass_leaves_the_cache_or_is_told(family: str, broken: str) -> 
     model, cache = model_of(family), KVCache(2, 6)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [-1, 0, 0, 0, 0, 0]])
     encoder = {"encoder_tokens": TOKENS} if family == "encoder_decoder" else {}
-    whole = model(TOKENS, documents=documents, **encoder).logits
+    logits = model(TOKENS, documents=documents, **encoder).logits
 
     def step(first: int, last: int) -> Tensor:
         positions = {"positions": torch.arange(first, last).expand(2, -1)}
@@ -160,7 +160,7 @@ def test_a_failed_pass_leaves_the_cache_or_is_told(family: str, broken: str) -> 
             step(4, 5)
         return
     assert cache.length == cache.documents.shape[1] == 4
-    torch.testing.assert_close(torch.cat([step(4, 5), step(5, 6)], 1), whole[:, 4:])
+    torch.testing.assert_close(torch.cat([step(4, 5), step(5, 6)], 1), logits[:, 4:])
     assert torch.equal(cache.documents, documents)
 
 
@@ -168,9 +168,9 @@ def test_documents_that_come_late_belong_to_the_later_tokens() -> None:
     """Tokens before them are of document 0."""
     model, cache = model_of("decoder"), KVCache(2, 6)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1]])
-    whole = model(TOKENS, documents=documents, positions=torch.arange(6).expand(2, 6)).logits
+    logits = model(TOKENS, documents=documents, positions=torch.arange(6).expand(2, 6)).logits
     model(TOKENS[:, :3], cache=cache)
     parts = [
         model(TOKENS[:, i : i + 1], documents=documents[:, i : i + 1], cache=cache).logits for i in (3, 4, 5)
     ]
-    torch.testing.assert_close(torch.cat(parts, 1), whole[:, 3:])
+    torch.testing.assert_close(torch.cat(parts, 1), logits[:, 3:])

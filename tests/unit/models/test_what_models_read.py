@@ -56,7 +56,7 @@ def test_a_field_in_place_of_tokens(family: str, monkeypatch: pytest.MonkeyPatch
     sides = ("", "encoder_") if family == "encoder_decoder" else ("",)
     other = {"order": torch.stack([torch.randperm(T) for _ in range(B)])} if family == "xlnet" else {}
     wanted = of_tokens(**{f"{side}tokens": tokens for side in sides}, **other).hidden
-    found = of_chances(**{f"{side}chances": chances for side in sides}, **other).hidden
-    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    hidden = of_chances(**{f"{side}chances": chances for side in sides}, **other).hidden
+    assert torch.allclose(hidden, wanted, rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="chances"):
         of_chances(**{f"{side}tokens": tokens for side in sides}, **other)

@@ -10,6 +10,7 @@ from megatfm.config import Config, ModelConfig, load_config
 from megatfm.data.sequences import NO_OTHER_DOCUMENTS, DocumentChunk
 from megatfm.objectives import Example, Objective, SpecialTokens, build_objective
 from megatfm.rng import PieceKey, piece_keys
+from tests.support.packed_corpora import MemoryCorpus
 
 VOCABULARY = 1000
 RESERVED = 200
@@ -79,16 +80,16 @@ def text(n: int, seed: int = 0) -> np.ndarray:
 
 
 def built(
-    made: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
+    objective: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
 ) -> Example:
     """A sequence, after checking that it has the planned lengths."""
     key = PieceKey(7, epoch, sample, 0)
-    fields = made.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS()), key)
-    planned = made.sequence_lengths(
+    fields = objective.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS()), key)
+    planned = objective.sequence_lengths(
         np.array([len(tokens)]), piece_keys(7, np.array([sample]), np.array([0]))
     ).reshape(-1)
     for name, field in fields.items():
-        side = next(i for i, prefix in enumerate(made.field_prefixes) if name.startswith(prefix))
+        side = next(i for i, prefix in enumerate(objective.field_prefixes) if name.startswith(prefix))
         assert len(field) == planned[side], name
         assert field.dtype.kind in "iu"
     return fields
@@ -119,27 +120,13 @@ def build_one() -> Callable[..., Example]:
     return built
 
 
-class Memory:
-    """What `PackedDataset` needs of a corpus, from blocks of documents' lengths."""
+class TextCorpus(MemoryCorpus):
+    """What `PackedDataset` needs of a corpus, of texts in this vocabulary."""
 
-    folder = fingerprint = "memory"
-
-    def __init__(self, blocks: list[list[int]]) -> None:
-        self.documents = [text(n, seed) for seed, n in enumerate(n for block in blocks for n in block)]
-        self.blocks = np.cumsum([0] + [len(block) for block in blocks])
-        self.n_samples = len(self.documents)
-
-    def lengths(self, begin: int = 0, end: int | None = None) -> np.ndarray:
-        end = len(self.blocks) - 1 if end is None else end
-        return np.array([*map(len, self.documents[self.blocks[begin] : self.blocks[end]])], np.int64)
-
-    def block_lengths(self, number: int) -> np.ndarray:
-        return self.lengths(number, number + 1)
-
-    def read_block(self, number: int) -> list[tuple[int, np.ndarray]]:
-        return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
+    def make_documents(self, lengths: list[int]) -> list[np.ndarray]:
+        return [text(n, seed) for seed, n in enumerate(lengths)]
 
 
 @pytest.fixture(scope="session")
-def memory() -> type[Memory]:
-    return Memory
+def memory() -> type[TextCorpus]:
+    return TextCorpus

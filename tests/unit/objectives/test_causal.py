@@ -65,7 +65,11 @@ def test_tokens_further_ahead_are_counted_in_their_documents(make_objective: Any
 
 
 def test_an_encoder_decoder_models_the_text_alone(make_objective: Any, build_one: Any) -> None:
-    made = make_objective("causal", family="encoder_decoder", rows=(64, 32))
-    assert (made.max_tokens, made.likelihood_term, dict(made.loss_weights)) == (31, "span", {"span": 1.0})
-    fields = {name: field.tolist() for name, field in build_one(made, np.array([7, 8, 9])).items()}
+    result = make_objective("causal", family="encoder_decoder", rows=(64, 32))
+    assert (result.max_tokens, result.likelihood_term, dict(result.loss_weights)) == (
+        31,
+        "span",
+        {"span": 1.0},
+    )
+    fields = {name: field.tolist() for name, field in build_one(result, np.array([7, 8, 9])).items()}
     assert fields == {"encoder_tokens": [2], "tokens": [0, 7, 8, 9], "targets": [7, 8, 9, 2]}

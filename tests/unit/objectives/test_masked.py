@@ -22,9 +22,9 @@ def within(count: float, n: float, share: float) -> bool:
 @pytest.fixture(scope="module")
 def million(make_objective: Any, make_text: Any, build_one: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Texts, what is shown, and targets, without marks: each [TEXTS, LENGTH]."""
-    made = make_objective("masked")
+    result = make_objective("masked")
     texts = np.stack([make_text(LENGTH, seed) for seed in range(TEXTS)]).astype(np.int64)
-    fields = [build_one(made, tokens, sample=i) for i, tokens in enumerate(texts)]
+    fields = [build_one(result, tokens, sample=i) for i, tokens in enumerate(texts)]
     for name, ends in (("tokens", (CLS, SEP)), ("targets", (IGNORE, IGNORE))):
         assert {(int(f[name][0]), int(f[name][-1])) for f in fields} == {ends}
     return (
@@ -65,19 +65,19 @@ def test_random_tokens_are_uniform_over_ordinary_ones(million: Any, special: Spe
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_short_texts_have_the_same_rate(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
-    made = make_objective("masked")
-    chosen = sum((build_one(made, make_text(n), sample=i)["targets"] != IGNORE).sum() for i in range(3000))
+    result = make_objective("masked")
+    chosen = sum((build_one(result, make_text(n), sample=i)["targets"] != IGNORE).sum() for i in range(3000))
     assert within(chosen, 3000 * n, 0.15)
 
 
 def test_whole_words_are_masked_as_a_whole(
     make_objective: Any, make_text: Any, build_one: Any, special: SpecialTokens
 ) -> None:
-    made = make_objective("masked", whole_words=True)
+    result = make_objective("masked", whole_words=True)
     chosen, n = 0, 0
     for sample in range(600):
         tokens = make_text(LENGTH, sample)
-        taken = build_one(made, tokens, sample=sample)["targets"][1:-1] != IGNORE
+        taken = build_one(result, tokens, sample=sample)["targets"][1:-1] != IGNORE
         assert special.word_starts is not None
         starts = special.word_starts[tokens].copy()
         starts[0] = True
@@ -93,17 +93,17 @@ def test_static_masks_are_the_same_in_every_epoch(
 ) -> None:
     tokens = make_text(200)
     for static in (False, True):
-        made = make_objective("masked", static=static)
-        masks = {build_one(made, tokens, epoch=epoch)["tokens"].tobytes() for epoch in range(5)}
+        result = make_objective("masked", static=static)
+        masks = {build_one(result, tokens, epoch=epoch)["tokens"].tobytes() for epoch in range(5)}
         assert len(masks) == (1 if static else 5)
-        others = {build_one(made, tokens, sample=sample)["tokens"].tobytes() for sample in range(5)}
-        assert len(others) == 5
+        remaining = {build_one(result, tokens, sample=sample)["tokens"].tobytes() for sample in range(5)}
+        assert len(remaining) == 5
 
 
 def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
-    made = make_objective("masked", rows=(64,))
-    assert made.max_tokens == 62
-    assert made.sequence_lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
+    result = make_objective("masked", rows=(64,))
+    assert result.max_tokens == 62
+    assert result.sequence_lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
     with pytest.raises(
         UsageError, match=r"data\.sequence_length = 2 is too short for objective\.name = 'masked'"
     ):

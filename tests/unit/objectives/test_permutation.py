@@ -17,10 +17,10 @@ def texts_targets(fields: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def test_the_sequence(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    made, cuts = make_objective("permutation"), set()
+    result, cuts = make_objective("permutation"), set()
     for sample in range(200):
         tokens = make_text(20, sample)
-        fields = build_one(made, tokens, sample=sample)
+        fields = build_one(result, tokens, sample=sample)
         marks = np.flatnonzero(np.isin(fields["tokens"], (SEP, CLS)))
         first = int(marks[0])
         cuts.add(first)
@@ -39,8 +39,8 @@ def test_the_sequence(make_objective: Any, make_text: Any, build_one: Any) -> No
 @pytest.fixture(scope="module")
 def chosen(make_objective: Any, make_text: Any, build_one: Any) -> np.ndarray:
     """[texts, tokens]."""
-    made, text = make_objective("permutation"), make_text(LENGTH)
-    return np.stack([texts_targets(build_one(made, text, sample=i)) for i in range(TEXTS)])
+    result, text = make_objective("permutation"), make_text(LENGTH)
+    return np.stack([texts_targets(build_one(result, text, sample=i)) for i in range(TEXTS)])
 
 
 def test_one_in_six_is_predicted_wherever_it_stands(chosen: np.ndarray) -> None:
@@ -56,16 +56,16 @@ def test_one_in_six_is_predicted_wherever_it_stands(chosen: np.ndarray) -> None:
 def test_short_texts_have_the_same_rate(
     make_objective: Any, make_text: Any, build_one: Any, every: int, n: int
 ) -> None:
-    made = make_objective("permutation", tokens_per_prediction=every)
-    found = np.stack([texts_targets(build_one(made, make_text(n), sample=i)) for i in range(4000)])
-    assert found.mean() == pytest.approx(1 / every, abs=5 * (0.25 * 5 / (4000 * n)) ** 0.5)
+    result = make_objective("permutation", tokens_per_prediction=every)
+    actual = np.stack([texts_targets(build_one(result, make_text(n), sample=i)) for i in range(4000)])
+    assert actual.mean() == pytest.approx(1 / every, abs=5 * (0.25 * 5 / (4000 * n)) ** 0.5)
 
 
 def test_spans_are_uniform_from_one_to_five(make_objective: Any, make_text: Any, build_one: Any) -> None:
     """With contexts so wide that spans hardly ever touch or reach beyond the text, runs of targets are spans."""
-    made, runs = make_objective("permutation", tokens_per_prediction=100), Counter[int]()
+    result, runs = make_objective("permutation", tokens_per_prediction=100), Counter[int]()
     for sample in range(TEXTS):
-        targets = texts_targets(build_one(made, make_text(LENGTH), sample=sample))
+        targets = texts_targets(build_one(result, make_text(LENGTH), sample=sample))
         edges = np.flatnonzero(np.diff(targets, prepend=False, append=False)).reshape(-1, 2)
         runs.update(int(end - begin) for begin, end in edges if begin > 0 and end < LENGTH)
     total = sum(n for length, n in runs.items() if length <= 5)
@@ -82,9 +82,9 @@ def test_a_context_has_one_span(chosen: np.ndarray) -> None:
 
 def test_orders_are_uniform(make_objective: Any, make_text: Any, build_one: Any) -> None:
     """Of texts with three targets, all six orders are as frequent."""
-    made, seen = make_objective("permutation"), Counter[tuple[int, ...]]()
+    result, seen = make_objective("permutation"), Counter[tuple[int, ...]]()
     for sample in range(6000):
-        order = build_one(made, make_text(18), sample=sample)["order"]
+        order = build_one(result, make_text(18), sample=sample)["order"]
         if order.max() == 3:
             seen[tuple(order[order > 0])] += 1
     expected = sum(seen.values()) / 6
@@ -93,15 +93,15 @@ def test_orders_are_uniform(make_objective: Any, make_text: Any, build_one: Any)
     assert sum((n - expected) ** 2 / expected for n in seen.values()) < 5 + 6 * 10**0.5
 
 
-def test_other_epochs_have_other_orders(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    made, text = make_objective("permutation"), make_text(60)
-    assert len({build_one(made, text, epoch=i)["order"].tobytes() for i in range(20)}) == 20
+def test_permutations_differ_by_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:
+    result, text = make_objective("permutation"), make_text(60)
+    assert len({build_one(result, text, epoch=i)["order"].tobytes() for i in range(20)}) == 20
 
 
 def test_counts_are_the_targets(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    made = make_objective("permutation")
-    fields = build_one(made, make_text(60))
-    (count,) = made.target_counts(
+    result = make_objective("permutation")
+    fields = build_one(result, make_text(60))
+    (count,) = result.target_counts(
         {name: torch.from_numpy(values)[None] for name, values in fields.items()}
     ).values()
     assert int(count) == (fields["order"] > 0).sum() > 0

@@ -9,10 +9,10 @@ MASK, CLS, SEP, IGNORE = 3, 4, 5, -100
 
 
 def test_85_of_100_chosen_tokens_are_masked(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    made, n, masked, chosen = make_objective("replaced_token"), 400, 0, 0
+    result, n, masked, chosen = make_objective("replaced_token"), 400, 0, 0
     for sample in range(2500):
         tokens = make_text(n, sample)
-        fields = build_one(made, tokens, sample=sample)
+        fields = build_one(result, tokens, sample=sample)
         assert fields["original"].tolist() == [CLS, *tokens.tolist(), SEP]
         taken = fields["targets"] != IGNORE
         assert (fields["targets"][taken] == fields["original"][taken]).all()
@@ -25,13 +25,13 @@ def test_85_of_100_chosen_tokens_are_masked(make_objective: Any, make_text: Any,
 
 
 def test_the_terms_and_their_counts(make_objective: Any) -> None:
-    made = make_objective("replaced_token")
-    assert dict(made.loss_weights) == {"generator": 1.0, "discriminator": 50.0}
+    result = make_objective("replaced_token")
+    assert dict(result.loss_weights) == {"generator": 1.0, "discriminator": 50.0}
     batch = {
         "targets": torch.tensor([[IGNORE, 7, IGNORE, IGNORE]]),
         "documents": torch.tensor([[0, 0, 0, -1]]),
     }
-    assert {name: int(count) for name, count in made.target_counts(batch).items()} == {
+    assert {name: int(count) for name, count in result.target_counts(batch).items()} == {
         "generator": 1,
         "discriminator": 3,
     }

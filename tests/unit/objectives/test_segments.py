@@ -39,11 +39,11 @@ def parts(fields: dict[str, np.ndarray]) -> tuple[list[int], list[int], int]:
 def test_next_sentences_are_next_and_random_ones_from_another_document(
     make_objective: Any, build_one: Any
 ) -> None:
-    made, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 240)
-    others = Block([50, 45, 30, 50])
+    result, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 240)
+    other_block = Block([50, 45, 30, 50])
     labels, partners, cuts = [], [], ([], [])
     for sample in range(25_000):
-        a, b, label = parts(build_one(made, text, sample=sample, partners=others))
+        a, b, label = parts(build_one(result, text, sample=sample, partners=other_block))
         assert a == text[: len(a)].tolist()
         assert len(a) + len(b) == len(text), "the planned length"
         assert a
@@ -53,7 +53,7 @@ def test_next_sentences_are_next_and_random_ones_from_another_document(
         else:
             number = (b[0] - 300) // 50
             assert b == list(range(b[0], b[0] + len(b))), "consecutive tokens"
-            assert set(b) <= set(others.documents[number].tolist()), "of one other document"
+            assert set(b) <= set(other_block.documents[number].tolist()), "of one other document"
             partners.append(number)
         labels.append(label)
         cuts[label].append(len(a))
@@ -71,26 +71,26 @@ def test_next_sentences_are_next_and_random_ones_from_another_document(
 def test_short_partners_decide_the_cut(
     make_objective: Any, build_one: Any, lengths: list[int], n: int
 ) -> None:
-    made, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 200 + n)
-    seen = {parts(build_one(made, text, sample=i, partners=Block(lengths)))[2] for i in range(200)}
+    result, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 200 + n)
+    seen = {parts(build_one(result, text, sample=i, partners=Block(lengths)))[2] for i in range(200)}
     assert seen == {0, 1}
 
 
 def test_alone_in_a_block_there_are_only_positives(
     make_objective: Any, make_text: Any, build_one: Any
 ) -> None:
-    made = make_objective("next_sentence")
-    labels = {parts(build_one(made, make_text(30), sample=i))[2] for i in range(200)}
+    result = make_objective("next_sentence")
+    labels = {parts(build_one(result, make_text(30), sample=i))[2] for i in range(200)}
     assert labels == {0}
-    assert made.needs_other_documents
+    assert result.needs_other_documents
     assert not make_objective("sentence_order").needs_other_documents
 
 
 def test_segments_are_swapped_half_of_the_time(make_objective: Any, build_one: Any) -> None:
-    made, text = make_objective("sentence_order", **NO_MASK), np.arange(200, 260)
+    result, text = make_objective("sentence_order", **NO_MASK), np.arange(200, 260)
     labels, cuts = [], ([], [])
     for sample in range(17_000):
-        a, b, label = parts(build_one(made, text, sample=sample))
+        a, b, label = parts(build_one(result, text, sample=sample))
         assert a
         assert b
         assert (b + a if label else a + b) == text.tolist()
@@ -104,9 +104,9 @@ def test_segments_are_swapped_half_of_the_time(make_objective: Any, build_one: A
 
 @pytest.mark.parametrize("name", ["next_sentence", "sentence_order"])
 def test_tokens_are_masked_as_well(make_objective: Any, make_text: Any, build_one: Any, name: str) -> None:
-    made, chosen = make_objective(name), 0
+    result, chosen = make_objective(name), 0
     for sample in range(2_500):
-        fields = build_one(made, make_text(400, sample % 400), sample=sample, partners=Block([500]))
+        fields = build_one(result, make_text(400, sample % 400), sample=sample, partners=Block([500]))
         chosen += int((fields["targets"] != IGNORE).sum())
     n = 2_500 * 400
     assert abs(chosen - 0.15 * n) < 5 * (n * 0.15 * 0.85) ** 0.5

@@ -14,12 +14,12 @@ TEXTS, LENGTH = 2000, 500
 @pytest.fixture(scope="module")
 def spans(make_objective: Any, make_text: Any, build_one: Any, special: Any) -> dict[str, Any]:
     """Spans as (words, text's tokens, what is shown) and totals, found from `targets` alone."""
-    made = make_objective("span_boundary")
-    found: list[tuple[int, np.ndarray, np.ndarray]] = []
+    result = make_objective("span_boundary")
+    actual: list[tuple[int, np.ndarray, np.ndarray]] = []
     n_words = n_masked = n_masked_words = 0
     for sample in range(TEXTS):
         tokens = make_text(LENGTH, sample)
-        fields = build_one(made, tokens, sample=sample)
+        fields = build_one(result, tokens, sample=sample)
         chosen = fields["targets"][1:-1] != IGNORE
         shown = fields["tokens"][1:-1]
         assert (fields["targets"][1:-1][chosen] == tokens[chosen]).all()
@@ -32,14 +32,14 @@ def spans(make_objective: Any, make_text: Any, build_one: Any, special: Any) -> 
         for begin, end in edges.reshape(-1, 2):
             assert starts[begin], "a span begins with a word"
             assert end == LENGTH or starts[end], "and ends with one"
-            found.append((int(word[end - 1] - word[begin] + 1), tokens[begin:end], shown[begin:end]))
+            actual.append((int(word[end - 1] - word[begin] + 1), tokens[begin:end], shown[begin:end]))
             for i in range(begin, end):
                 left[i + 1], right[i + 1] = i - (begin - 1), end - i
         assert fields["span_left"].tolist() == left.tolist()
         assert fields["span_right"].tolist() == right.tolist()
         n_words, n_masked = n_words + int(starts.sum()), n_masked + int(chosen.sum())
-        n_masked_words += sum(span[0] for span in found[-len(edges) // 2 :]) if len(edges) else 0
-    return {"spans": found, "words": n_words, "masked": n_masked, "masked words": n_masked_words}
+        n_masked_words += sum(span[0] for span in actual[-len(edges) // 2 :]) if len(edges) else 0
+    return {"spans": actual, "words": n_words, "masked": n_masked, "masked words": n_masked_words}
 
 
 def test_span_lengths_are_geometric(spans: dict[str, Any]) -> None:
@@ -76,8 +76,8 @@ def test_what_replaces_a_span_is_drawn_once(spans: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_short_texts_work(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
-    made = make_objective("span_boundary", mask_rate=0.5)
-    masked = [int((build_one(made, make_text(n), sample=i)["targets"] != IGNORE).sum()) for i in range(300)]
+    result = make_objective("span_boundary", mask_rate=0.5)
+    masked = [int((build_one(result, make_text(n), sample=i)["targets"] != IGNORE).sum()) for i in range(300)]
     assert max(masked) > 0
     assert max(masked) <= n
 
@@ -85,9 +85,9 @@ def test_short_texts_work(make_objective: Any, make_text: Any, build_one: Any, n
 def test_spans_lie_anywhere_and_at_both_ends_alike(
     make_objective: Any, make_text: Any, build_one: Any
 ) -> None:
-    made, tokens = make_objective("span_boundary"), make_text(100)
+    result, tokens = make_objective("span_boundary"), make_text(100)
     counts = sum(
-        (build_one(made, tokens, sample=i)["targets"][1:-1] != IGNORE).astype(int) for i in range(2000)
+        (build_one(result, tokens, sample=i)["targets"][1:-1] != IGNORE).astype(int) for i in range(2000)
     )
     share = counts / 2000
     assert share[20:80].min() > 0.12

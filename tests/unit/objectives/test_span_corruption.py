@@ -37,9 +37,9 @@ def t5_inputs_and_targets(
     return one(True), one(False)
 
 
-def noise_of(tokens: np.ndarray, given: np.ndarray, sentinels: set[int]) -> list[bool]:
+def noise_of(tokens: np.ndarray, inputs: np.ndarray, sentinels: set[int]) -> list[bool]:
     """Which tokens are missing in the input; every token of the text is another one, so there is no doubt."""
-    present = set(given.tolist()) - sentinels
+    present = set(inputs.tolist()) - sentinels
     return [token not in present for token in tokens.tolist()]
 
 
@@ -49,17 +49,17 @@ def test_inputs_and_targets_are_t5s(
     make_objective: Any, build_one: Any, n: int, rate: float, mean: float
 ) -> None:
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=5000, sentinels=range(4999, 4599, -1))
-    made = make_objective(
+    result = make_objective(
         "span_corruption", rows=(600, 600), special=special, noise_density=rate, mean_noise_span_length=mean
     )
     tokens = np.random.default_rng(n).permutation(np.arange(10, 4000))[:n].astype(np.uint16)
-    fields = build_one(made, tokens, sample=n)
+    fields = build_one(result, tokens, sample=n)
     noise = noise_of(tokens, fields["encoder_tokens"], set(special.sentinels))
     inputs, targets = t5_inputs_and_targets(tokens.tolist(), noise, list(special.sentinels))
     assert fields["encoder_tokens"].tolist() == inputs
     assert fields["targets"].tolist() == targets
     assert fields["tokens"].tolist() == [PAD, *targets[:-1]], "the decoder reads the targets shifted right"
-    spans = sum(here and not before for here, before in zip(noise, [False, *noise], strict=False))
+    spans = sum(local and not before for local, before in zip(noise, [False, *noise], strict=False))
     wanted_noise, wanted_spans = t5_counts(n, rate, mean)
     assert sum(noise) == wanted_noise
     assert spans == min(wanted_spans, n - wanted_noise)
@@ -70,9 +70,9 @@ def test_inputs_and_targets_are_t5s(
 def test_rows_of_512_take_the_568_tokens_of_the_paper(make_objective: Any) -> None:
     """T5's `compute_input_and_target_lengths(512, 0.15, 3)` is (568, 114)."""
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=500, sentinels=range(100))
-    made = make_objective("span_corruption", rows=(512, 114), special=special)
-    assert made.max_tokens == 568
-    assert made.sequence_lengths(np.array([568, 1, 0]), np.zeros(3, np.uint64)).tolist() == [
+    result = make_objective("span_corruption", rows=(512, 114), special=special)
+    assert result.max_tokens == 568
+    assert result.sequence_lengths(np.array([568, 1, 0]), np.zeros(3, np.uint64)).tolist() == [
         [512, 114],
         [0, 0],
         [0, 0],
@@ -92,24 +92,24 @@ def test_spans_are_distributed_as_t5s(
 ) -> None:
     """Lengths of spans over a million tokens, against its segmentation drawn from another generator (χ², two samples;
     the bound is six standard deviations)."""
-    made, rng = make_objective("span_corruption", rows=(512, 128)), np.random.default_rng(0)
+    result, rng = make_objective("span_corruption", rows=(512, 128)), np.random.default_rng(0)
     noise, spans = t5_counts(500, 0.15, 3.0)
-    ours, theirs = np.zeros(60), np.zeros(60)
+    actual, expected = np.zeros(60), np.zeros(60)
     tokens = np.arange(200, 700).astype(np.uint16)
     first = np.zeros(500)
     for sample in range(2000):
-        targets = build_one(made, tokens, sample=sample)["targets"]
+        targets = build_one(result, tokens, sample=sample)["targets"]
         at = np.flatnonzero((targets < 200) & (targets >= 40))
         lengths = np.diff(np.append(at, len(targets) - 1)) - 1
         assert lengths.sum() == noise
-        ours += np.bincount(lengths, minlength=60)[:60]
-        theirs += np.bincount(t5_segmentation(rng, noise, spans), minlength=60)[:60]
+        actual += np.bincount(lengths, minlength=60)[:60]
+        expected += np.bincount(t5_segmentation(rng, noise, spans), minlength=60)[:60]
         first[targets[targets >= 200] - 200] += 1
-    keep = ours + theirs > 20
-    chi2 = float(((ours - theirs)[keep] ** 2 / (ours + theirs)[keep]).sum())
+    keep = actual + expected > 20
+    chi2 = float(((actual - expected)[keep] ** 2 / (actual + expected)[keep]).sum())
     free = int(keep.sum()) - 1
     assert chi2 < free + 6 * (2 * free) ** 0.5
-    assert ours @ np.arange(60) == 2000 * noise
+    assert actual @ np.arange(60) == 2000 * noise
     middle = first[50:450] / 2000  # the ends differ: the first token stays and the last goes
     assert abs(middle.mean() - 0.15) < 0.005
 
@@ -119,11 +119,11 @@ def test_a_decoder_reads_the_input_as_its_prefix(make_objective: Any, make_text:
     one = make_objective("span_corruption", family="decoder", rows=(640,))
     tokens = make_text(300)
     pair, joined = build_one(two, tokens), build_one(one, tokens)
-    given, wanted = pair["encoder_tokens"][:-1], pair["targets"]
-    whole = np.concatenate([given, wanted])
-    assert joined["tokens"].tolist() == whole[:-1].tolist()
-    assert joined["prefix"].tolist() == [1] * len(given) + [0] * (len(wanted) - 1)
-    assert joined["targets"].tolist() == [-100] * (len(given) - 1) + wanted.tolist()
+    inputs, wanted = pair["encoder_tokens"][:-1], pair["targets"]
+    full = np.concatenate([inputs, wanted])
+    assert joined["tokens"].tolist() == full[:-1].tolist()
+    assert joined["prefix"].tolist() == [1] * len(inputs) + [0] * (len(wanted) - 1)
+    assert joined["targets"].tolist() == [-100] * (len(inputs) - 1) + wanted.tolist()
     assert (one.loss_weights.keys(), two.loss_weights.keys()) == ({"causal"}, {"span"})
 
 

@@ -61,9 +61,9 @@ def test_gradients_against_the_reference(masked: bool) -> None:
     seen = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     inputs = [x.requires_grad_() for x in heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ours = torch.autograd.grad(chosen_attention(*inputs, seen), inputs, y)
+    actual = torch.autograd.grad(chosen_attention(*inputs, seen), inputs, y)
     wanted = torch.autograd.grad(attention_reference(*inputs, seen), inputs, y)
-    for a, b in zip(ours, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
@@ -90,24 +90,24 @@ def test_values_of_another_width_than_keys(
     flash, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     class Watched(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        def __torch_dispatch__(self, function: Any, types: Any, inputs: Any = (), named: Any = None) -> Any:
             flash.append(function is kernel)
-            return function(*given, **(named or {}))
+            return function(*inputs, **(named or {}))
 
     q, k, _ = heads(6)
     v = torch.randn(B, 6, T, of_values, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with Watched():
-        made = sdpa.fused(*inputs, DenseMask(word), None, AttentionOptions(), None)
+        fused = sdpa.fused(*inputs, DenseMask(word), None, AttentionOptions(), None)
     assert any(flash)
     wanted = attention_reference(*inputs, DenseMask(word))
-    y = torch.randn(made.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(made, wanted)
-    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (made, wanted)), strict=True):
+    y = torch.randn(fused.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(fused, wanted)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (fused, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_on_a_cpu_by_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.bfloat16() for x in heads(2))
     wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     for limit in (kernels.MATMUL_SCORES, 0):
@@ -118,7 +118,7 @@ def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_layers_share_is_made_once() -> None:
-    made = []
+    result = []
     layout = SequenceMetadata(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
-    assert [layout.cached("x", lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
+    assert [layout.cached("x", lambda: result.append(1) or len(result)) for _ in range(3)] == [1, 1, 1]
     assert layout.mask(EARLIER) is layout.mask(Full(causal=True))

@@ -16,7 +16,7 @@ from megatfm.ops import keyed_random
 from megatfm.ops.attention import block_plan, block_sparse, flex, relative_bias, tile
 from megatfm.ops.attention.mask import AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from tests.unit.layers.test_patterns import Chunks
+from tests.support.plain_patterns import Chunks
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
 DOCUMENTS = torch.tensor([[0] * 19 + [1] * 1 + [2] * 40 + [-1] * 17, [0] * 16 + [1] * 8 + [2] * 53])
@@ -83,7 +83,7 @@ def compare(
     function: Callable[..., Tensor] = block_sparse.blocked,
 ) -> float:
     """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
-    ours, wanted = (
+    actual, wanted = (
         function(*tensors[:3], seen, bias, variant, keys, *tensors[3:])
         for function in (function, attention_reference)
     )
@@ -92,10 +92,10 @@ def compare(
     y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
         wanted.dtype
     )
-    made = (ours, *torch.autograd.grad(ours, tensors, y))
+    result = (actual, *torch.autograd.grad(actual, tensors, y))
     right = (wanted, *torch.autograd.grad(wanted, tensors, y))
     least = 1e-2 * max(x.norm() for x in right)
-    return max(((a - b).norm() / max(b.norm(), least)).item() for a, b in zip(made, right, strict=True))
+    return max(((a - b).norm() / max(b.norm(), least)).item() for a, b in zip(result, right, strict=True))
 
 
 @pytest.mark.parametrize("kv_heads", [N, 2, 1])
@@ -203,13 +203,13 @@ def test_after_cached_tokens(pattern: AttentionPattern) -> None:
 def test_a_part_of_the_heads() -> None:
     layout = next(layouts())
     q, k, v = inputs()
-    whole, second = (
+    full, second = (
         block_sparse.blocked(
             *(x[:, part] for x in (q, k, v)), PatternMask(Chunks(3), layout, first, n), None, PLAIN, None
         )
         for part, first, n in ((slice(0, 4), 0, 4), (slice(2, 4), 2, 2))
     )
-    torch.testing.assert_close(whole[:, 2:], second)
+    torch.testing.assert_close(full[:, 2:], second)
 
 
 def test_masks_of_any_form() -> None:
@@ -229,11 +229,13 @@ def test_in_lower_precision(dtype: torch.dtype) -> None:
     wanted = torch.autograd.grad(attention_reference(*exact, seen), exact, y)
 
     def errors(function) -> list[float]:  # type: ignore[no-untyped-def]
-        made = torch.autograd.grad(function(*tensors, seen, None, PLAIN, None), tensors, y.to(dtype))
-        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(made, wanted, strict=True)]
+        result = torch.autograd.grad(function(*tensors, seen, None, PLAIN, None), tensors, y.to(dtype))
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(result, wanted, strict=True)]
 
-    for ours, theirs in zip(errors(block_sparse.blocked), errors(attention_reference), strict=True):
-        assert ours < 2 * theirs + 1e-6
+    for blocked_error, reference in zip(
+        errors(block_sparse.blocked), errors(attention_reference), strict=True
+    ):
+        assert blocked_error < 2 * reference + 1e-6
 
 
 def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
@@ -241,8 +243,8 @@ def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
 
     def held(length: int, pattern: AttentionPattern, documents: Tensor | None) -> int:
         seen = PatternMask(pattern, SequenceMetadata(torch.arange(length)[None], documents))
-        made = block_plan.plan_blocks(seen, block_plan.BlockGrid(1, length, length, SIZE))
-        return sum(0 if piece.mask is None else piece.mask.numel() for piece in made)
+        plan = block_plan.plan_blocks(seen, block_plan.BlockGrid(1, length, length, SIZE))
+        return sum(0 if piece.mask is None else piece.mask.numel() for piece in plan)
 
     for pattern in (Window(40), Full(causal=True), Chunked(40, causal=True), Window(40, first=3)):
         for packed in (False, True):
@@ -272,7 +274,7 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
     seen, broken = (
-        PatternMask(pattern, each, 0, N) for each in (layout, copy_of(layout))
+        PatternMask(pattern, item, 0, N) for item in (layout, copy_of(layout))
     )  # each keeps what it has made
     if fault.startswith("a block"):
         monkeypatch.setattr(broken, "full_block_mask", broken.block_mask)
@@ -314,8 +316,8 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
         (pattern.band, [(None, 0, T)]),
     ):
         broken = PatternMask(pattern, copy_of(layout), 0, N)
-        made = block_plan.bands(sides, documents, torch.device("cpu"), fused=True)
-        monkeypatch.setattr(broken, "bands", lambda *, fused, made=made: made)
+        bands = block_plan.bands(sides, documents, torch.device("cpu"), fused=True)
+        monkeypatch.setattr(broken, "bands", lambda *, fused, result=bands: result)
         assert compare(inputs(2), broken) > 1e-3
 
 
@@ -339,10 +341,10 @@ def test_flex_attention_visits_the_same(pattern: AttentionPattern, monkeypatch: 
     for layout in list(layouts())[1:3]:
         seen = PatternMask(pattern, layout, 0, N)
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
-        for given in (None, sinks):
+        for given_sinks in (None, sinks):
             for bias in (None, biases()):
-                made = flex.flex(q, k, v, seen, bias, variant, None, given)
-                wanted = attention_reference(q, k, v, seen, bias, variant, None, given)
-                torch.testing.assert_close(made, wanted)
+                result = flex.flex(q, k, v, seen, bias, variant, None, given_sinks)
+                wanted = attention_reference(q, k, v, seen, bias, variant, None, given_sinks)
+                torch.testing.assert_close(result, wanted)
         visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
         assert torch.equal(visited, seen.block_mask(SIZE).expand(B, N, -1, -1))

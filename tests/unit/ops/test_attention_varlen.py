@@ -50,17 +50,17 @@ def by_documents(
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert cu_seq_q[0] == 0
     assert cu_seq_q[-1] == len(query)
-    made = []
+    result = []
     for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
         assert 0 <= end - begin <= max_q == max_k
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         ahead = torch.arange(end - begin) - torch.arange(end - begin)[:, None]
         left, right = window_size
         mask = (ahead >= -left if left >= 0 else ahead == ahead) & (ahead <= right if right >= 0 else True)
-        made.append(
+        result.append(
             F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
         )
-    return torch.cat(made)
+    return torch.cat(result)
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +94,11 @@ def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **asked: Any) -
 )
 def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
     seen, inputs, variant = PatternMask(pattern, sequence(documents)), heads(), AttentionOptions(scale=0.3)
-    made = varlen.varlen(*inputs, seen, None, variant, None)
+    result = varlen.varlen(*inputs, seen, None, variant, None)
     wanted = attention_reference(*inputs, PatternMask(pattern, sequence(documents)), None, variant)
-    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
     y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (made, wanted)), strict=True):
+    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (result, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
@@ -122,7 +122,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = sequence(prefix=torch.arange(T).expand(B, T) < 3)
     unknown = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS)
     big_bird = BigBird(4, 1, 0, N)
-    found = {
+    actual = {
         "packed": case(PatternMask(causal, packed)),
         "window": case(PatternMask(Window(5), plain)),
         "one document": case(PatternMask(causal, plain)),
@@ -135,7 +135,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "sinks": case(PatternMask(causal, packed), sinks=True),
         "values of another width": case(PatternMask(causal, packed), of_values=16),
     }
-    assert {name: choose(asked).name for name, asked in found.items()} == {
+    assert {name: choose(asked).name for name, asked in actual.items()} == {
         "packed": "varlen",
         "window": "varlen",
         "one document": "fused",
@@ -164,14 +164,14 @@ def test_this_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the host's arrays to the operator, through a decoder that computes as on a GPU."""
-    given, real = [], varlen.varlen
+    inputs, real = [], varlen.varlen
 
     def serve(case: AttentionRequest) -> Any:
         assert case.is_varlen
         return type("Varlen", (), {"name": "varlen", "run": staticmethod(noted)})
 
     def noted(*args: Any) -> Tensor:
-        given.append(args[3].starts())
+        inputs.append(args[3].starts())
         return real(*args)
 
     small = [
@@ -190,18 +190,18 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     wanted = model(batch["tokens"], documents=batch["documents"]).logits
     monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", serve)
     torch.testing.assert_close(model(**batch).logits, wanted, rtol=1e-10, atol=1e-12)
-    assert len(given) == 2
-    assert all(starts is batch["cu_seqlens"] for starts in given)
+    assert len(inputs) == 2
+    assert all(starts is batch["cu_seqlens"] for starts in inputs)
 
 
-def test_it_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own, which a CPU can trace but not run."""
     monkeypatch.undo()
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        return lambda *given: (torch.zeros(B, N, T, H, dtype=torch.bfloat16),)
+        return lambda *inputs: (torch.zeros(B, N, T, H, dtype=torch.bfloat16),)
 
     sequences = sequence()
 
@@ -212,8 +212,8 @@ def test_it_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch)
 
     inputs = (x.detach().bfloat16() for x in heads())
     torch.compile(attend, fullgraph=True, backend=backend)(*inputs)
-    found = [str(node.target) for node in graphs[0].graph.nodes]
-    assert sum(target.startswith("torch_attn._varlen_attn") for target in found) == 1, found
+    actual = [str(node.target) for node in graphs[0].graph.nodes]
+    assert sum(target.startswith("torch_attn._varlen_attn") for target in actual) == 1, actual
     torch._dynamo.reset()
 
 
@@ -248,8 +248,8 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "scaled_dot_product_attention",
         lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
     )
-    made = sdpa.fused(*inputs, seen, None, AttentionOptions(), None)
-    torch.testing.assert_close(made, attention_reference(*inputs, seen))
+    fused = sdpa.fused(*inputs, seen, None, AttentionOptions(), None)
+    torch.testing.assert_close(fused, attention_reference(*inputs, seen))
     assert allowed == [sdpa.MASKED]
     assert taken == [False]
 
@@ -283,9 +283,9 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
         torch.randn(1, n, 5, w, generator=random).to(dtype)
         for n, w in ((4, width), (2, width), (2, of_values))
     )
-    made = sdpa.fused(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
+    fused = sdpa.fused(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
     wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
-    torch.testing.assert_close(made.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(fused.double(), wanted, rtol=2e-2, atol=2e-2)
     assert taken == [shares]
 
 
@@ -302,13 +302,13 @@ def test_dropped_probabilities_in_two_passes(
     score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None
     wanted_of = [*inputs, *([score] if score is not None else [])]
     seen = PatternMask(Full(causal=True), sequence())
-    made = flex(*inputs, seen, None, variant, keys, score)
+    result = flex(*inputs, seen, None, variant, keys, score)
     wanted = attention_reference(
         *inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score
     )
-    torch.testing.assert_close(made, wanted, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
     y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (made, wanted)), strict=True):
+    for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (result, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 

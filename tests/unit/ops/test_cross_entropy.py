@@ -32,16 +32,16 @@ def test_values_and_gradients(chunk: int, scale: float, variant: LogitOptions) -
     hidden, weight, targets = inputs(torch.float64, scale)
     bias = None if variant == PLAIN else torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
     wanted = cross_entropy_reference(hidden, weight, targets, bias, variant)
-    ours = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
-    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=0)
+    actual = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=0)
     # As one term of a loss among others: what comes from above is not 1.
     trained = [hidden, weight] if bias is None else [hidden, weight, bias]
     expected = torch.autograd.grad(wanted * 0.37, trained)
-    found = torch.autograd.grad(ours * 0.37, trained)
-    for a, b in zip(found, expected, strict=True):
+    observed = torch.autograd.grad(actual * 0.37, trained)
+    for a, b in zip(observed, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
     with torch.no_grad():
-        assert torch.equal(cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk), ours)
+        assert torch.equal(cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk), actual)
 
 
 def test_the_reference_by_hand() -> None:
@@ -91,30 +91,31 @@ class AsLargeAsTheWeights(TorchDispatchMode):
         return result
 
 
-def test_a_gradient_is_scaled_where_it_lies_unless_another_pass_will_ask_for_it() -> None:
+def test_a_gradient_is_scaled_in_place() -> None:
+    """A gradient that another pass will ask for is copied."""
     hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.randint(0, 9, (6,))
     wanted = torch.func.grad(lambda w: cross_entropy_reference(hidden, w, targets) / 6)(weight)
     weight.requires_grad_()
     loss = cross_entropy(hidden, weight, targets) / 6
-    found, made = [], []
+    actual, result = [], []
     for kept in (True, True, False):
         weight.grad = None
         with AsLargeAsTheWeights(weight.shape) as mode:
             loss.backward(retain_graph=kept)
         assert weight.grad is not None
-        found.append(weight.grad.clone())
-        made.append(mode.made)
-    assert made == [1, 1, 0]
-    assert all(torch.equal(gradient, found[0]) for gradient in found)
-    torch.testing.assert_close(found[0], wanted)
+        actual.append(weight.grad.clone())
+        result.append(mode.made)
+    assert result == [1, 1, 0]
+    assert all(torch.equal(gradient, actual[0]) for gradient in actual)
+    torch.testing.assert_close(actual[0], wanted)
 
 
 def test_only_one_input_needs_a_gradient() -> None:
     hidden, weight, targets = inputs(torch.float64)
     frozen = weight.detach()
-    (found,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, chunk=4), [hidden])
+    (actual,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, chunk=4), [hidden])
     (wanted,) = torch.autograd.grad(cross_entropy_reference(hidden, frozen, targets), [hidden])
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_a_target_beyond_the_vocabulary_is_not_a_number() -> None:

@@ -27,12 +27,12 @@ def test_interpreted_it_is_the_reference() -> None:
 
 @with_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_it_compiles_for_a_gpu_and_spills_nothing() -> None:
+def test_the_kernel_compiles_for_a_gpu_without_spills() -> None:
     softmax = script("kernels").softmax
     for options in ({}, {"capped": True, "smoothed": True}):
-        found = softmax("bf16", **options)
-        assert found.registers <= 96
-        assert found.spilled == 0
+        actual = softmax("bf16", **options)
+        assert actual.registers <= 96
+        assert actual.spilled == 0
 
 
 def test_chunks_follow_memory_on_a_gpu() -> None:

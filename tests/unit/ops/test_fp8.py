@@ -36,9 +36,9 @@ def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
     for value in (float("nan"), float("inf")):
         x = drawn(M, K).bfloat16()
         x[2, 5] = value
-        made = product(x, drawn(N, K).bfloat16(), True, E4M3, use_fast_accum=False)
-        assert made[2].isnan().all()
-        assert made[torch.arange(M) != 2].isfinite().all()
+        result = product(x, drawn(N, K).bfloat16(), True, E4M3, use_fast_accum=False)
+        assert result[2].isnan().all()
+        assert result[torch.arange(M) != 2].isfinite().all()
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
@@ -68,19 +68,19 @@ def gradients(multiply: Callable[..., Tensor], dtype: torch.dtype) -> list[Tenso
         drawn(*shape, seed=seed).to(dtype).requires_grad_()
         for seed, shape in enumerate([(3, 16, K), (N, K), (N,), (3, 16, N)])
     )
-    made = multiply(x, weight, bias)
-    made.backward(y.detach())
+    result = multiply(x, weight, bias)
+    result.backward(y.detach())
     assert x.grad is not None
     assert weight.grad is not None
     assert bias.grad is not None
-    return [made.detach().double(), x.grad.double(), weight.grad.double(), bias.grad.double()]
+    return [result.detach().double(), x.grad.double(), weight.grad.double(), bias.grad.double()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_output_and_gradients_are_near_those_in_full(rowwise: bool, dtype: torch.dtype) -> None:
     exact = gradients(torch.nn.functional.linear, torch.float64)
-    got = gradients(lambda *given: fp8_linear(*given, rowwise=rowwise), dtype)
+    got = gradients(lambda *inputs: fp8_linear(*inputs, rowwise=rowwise), dtype)
     errors = [float((g - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True)]
     in_full = 1e-12 if dtype == torch.float64 else 2**-7
     assert all(0.005 < error < 0.1 for error in errors[:2])
@@ -96,9 +96,9 @@ def test_a_token_s_output_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_no_tokens_have_no_output_and_no_gradients(rowwise: bool) -> None:
     x, weight = torch.empty(2, 0, K).bfloat16().requires_grad_(), drawn(N, K).bfloat16().requires_grad_()
-    made = fp8_linear(x, weight, rowwise=rowwise)
-    assert made.shape == (2, 0, N)
-    made.sum().backward()
+    result = fp8_linear(x, weight, rowwise=rowwise)
+    assert result.shape == (2, 0, N)
+    result.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
     assert weight.grad is not None

@@ -30,8 +30,8 @@ def test_compiled_it_draws_the_same() -> None:
     """A product of places that overflowed within a loop had gcc make loops that ended too late, and wrote elsewhere."""
     torch.compiler.reset()
     keys_B = torch.randint(-(2**63), 2**63 - 1, (3,), generator=torch.Generator().manual_seed(0))
-    made = torch.compile(drawn, fullgraph=True, dynamic=False)(keys_B)
-    for compiled, plain in zip(made, drawn(keys_B), strict=True):
+    result = torch.compile(drawn, fullgraph=True, dynamic=False)(keys_B)
+    for compiled, plain in zip(result, drawn(keys_B), strict=True):
         assert torch.equal(compiled, plain)
 
 

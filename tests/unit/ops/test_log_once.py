@@ -6,5 +6,5 @@ from megatfm.ops.log_once import constant_when_compiled
 
 
 def test_the_mark_is_torch_s_own() -> None:
-    ours = dict(vars(constant_when_compiled(lambda: 3)))
-    assert ours == dict(vars(torch.compiler.assume_constant_result(lambda: 3))) != {}
+    actual = dict(vars(constant_when_compiled(lambda: 3)))
+    assert actual == dict(vars(torch.compiler.assume_constant_result(lambda: 3))) != {}

@@ -52,5 +52,5 @@ def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.
     assert (out[:, :, 8:] == 0).all()
     wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
     torch.testing.assert_close(out[:, :, :8], wanted)
-    for ours, plain in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, wanted)), strict=True):
-        torch.testing.assert_close(ours, plain)
+    for actual, plain in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, wanted)), strict=True):
+        torch.testing.assert_close(actual, plain)

@@ -48,12 +48,12 @@ def test_products(function: Callable[..., Tensor], of_x: bool, of_weight: bool, 
     x, weight = (torch.randn(32, 16, generator=random).bfloat16() for _ in range(2))
     x.requires_grad_(of_x)
     parameter = nn.Parameter(weight, requires_grad=of_weight)
-    forward, each = CASES[function]
+    forward, item = CASES[function]
     with Products() as products, nullcontext() if training else torch.no_grad():
-        made = function(x, parameter).float().sum()
+        result = function(x, parameter).float().sum()
         if training and (of_x or of_weight):
-            made.backward()
-    assert products.made == forward + each * training * (of_x + of_weight)
+            result.backward()
+    assert products.made == forward + item * training * (of_x + of_weight)
     for tensor, wanted in ((x, of_x), (parameter, of_weight)):
         assert (tensor.grad is not None) == (training and wanted)
     if training and of_x and of_weight:

@@ -9,15 +9,15 @@ from megatfm.ops.squares import PIECE, sum_of_squares
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-5)]
 )
-def test_they_are_those_of_float64(dtype, tolerance):
+def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     torch.manual_seed(0)
     shapes = [(), (0,), (3, 7), (PIECE,), (PIECE + 1,), (5, PIECE // 2)]
     tensors = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
     tensors.append(torch.randn(40, 30, dtype=torch.float64).to(dtype).t())
-    found = sum_of_squares(tensors)
-    assert found.dtype == torch.float64
+    actual = sum_of_squares(tensors)
+    assert actual.dtype == torch.float64
     wanted = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    assert float(found) == pytest.approx(wanted, rel=tolerance)
+    assert float(actual) == pytest.approx(wanted, rel=tolerance)
 
 
 def test_a_large_table_adds_up_to_float32s_precision():
@@ -35,6 +35,6 @@ def test_what_is_not_finite_shows():
 @pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.empty(0, 7), torch.empty(3, 0)]])
 def test_of_nothing_it_is_zero(tensors):
     """As on a rank of which all shards are empty."""
-    found = sum_of_squares(tensors)
-    assert found.dtype == torch.float64
-    assert float(found) == 0.0
+    actual = sum_of_squares(tensors)
+    assert actual.dtype == torch.float64
+    assert float(actual) == 0.0

@@ -21,10 +21,10 @@ def test_flash_attention_of_a_cpu_and_its_gradients() -> None:
         out, lse = torch_private.flash_on_cpu(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=0.3)
         torch.testing.assert_close(out, expected.detach())
         torch.testing.assert_close(lse, scores.logsumexp(-1).detach())
-        found = torch_private.flash_on_cpu_backward(
+        gradients = torch_private.flash_on_cpu_backward(
             g, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=0.3
         )
-        for a, b in zip(found, torch.autograd.grad(expected, leaves, g, retain_graph=True), strict=True):
+        for a, b in zip(gradients, torch.autograd.grad(expected, leaves, g, retain_graph=True), strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -39,10 +39,10 @@ def test_norms_of_each_in_another_type() -> None:
 def test_products_of_8_bits() -> None:
     left, right = (torch.eye(16).to(torch.float8_e4m3fn) for _ in range(2))
     two, four = torch.full((16, 1), 2.0), torch.full((1, 16), 4.0)
-    made = torch_private.scaled_mm(
+    product = torch_private.scaled_mm(
         left, right.t(), scale_a=two, scale_b=four, out_dtype=torch.bfloat16, use_fast_accum=False
     )
-    assert torch.equal(made.float(), 8 * torch.eye(16))
+    assert torch.equal(product.float(), 8 * torch.eye(16))
 
 
 def test_a_weak_dictionary_knows_a_tensor_as_long_as_it_is_there() -> None:

@@ -42,10 +42,10 @@ def test_a_buffer_is_left_by_all_or_by_none() -> None:
     assert all(both[name] is part for name, part in kept.items())
     buffer = next(iter(left.values())).untyped_storage().data_ptr()
     for name, part in left.items():
-        found = both[f"left {name}"]
-        assert torch.equal(found, part)
-        assert not lies_wrong(found)
-        assert found.untyped_storage().data_ptr() != buffer
+        actual = both[f"left {name}"]
+        assert torch.equal(actual, part)
+        assert not lies_wrong(actual)
+        assert actual.untyped_storage().data_ptr() != buffer
 
 
 @pytest.mark.parametrize("line", [64, 4096])

@@ -42,9 +42,9 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-def finite(made: Tensor, inputs: list[Tensor]) -> None:
-    assert made.isfinite().all()
-    for gradient in torch.autograd.grad(made.float().square().sum(), inputs):
+def finite(outputs: Tensor, inputs: list[Tensor]) -> None:
+    assert outputs.isfinite().all()
+    for gradient in torch.autograd.grad(outputs.float().square().sum(), inputs):
         assert gradient.isfinite().all()
 
 
@@ -62,9 +62,9 @@ def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     variant = LogitOptions(2.5, 0.1)
     exact = cross_entropy_reference(hidden.double(), weight.double(), targets, bias.double(), variant)
     for chunk in (33, 512):
-        found = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
-        finite(found, inputs)
-        assert float(found.detach()) == pytest.approx(float(exact.detach()), rel=2e-2)
+        actual = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
+        finite(actual, inputs)
+        assert float(actual.detach()) == pytest.approx(float(exact.detach()), rel=2e-2)
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:

@@ -26,10 +26,10 @@ def test_over_all_chances_the_mean_is_the_value(value: float) -> None:
 
 def test_a_block_s_hashes_are_those_of_its_place_in_the_whole() -> None:
     shape, cpu = (7, 5, 3), torch.device("cpu")
-    whole = element_hashes(11, shape, (0, 0, 0), shape, cpu)
-    assert torch.equal(element_hashes(11, shape, (2, 1, 0), (4, 3, 3), cpu), whole[2:6, 1:4])
-    assert whole.unique().numel() == whole.numel()
-    assert not torch.isin(element_hashes(12, shape, (0, 0, 0), shape, cpu), whole).any()
+    full = element_hashes(11, shape, (0, 0, 0), shape, cpu)
+    assert torch.equal(element_hashes(11, shape, (2, 1, 0), (4, 3, 3), cpu), full[2:6, 1:4])
+    assert full.unique().numel() == full.numel()
+    assert not torch.isin(element_hashes(12, shape, (0, 0, 0), shape, cpu), full).any()
 
 
 def stepped(
@@ -49,20 +49,20 @@ def test_the_arithmetic_is_that_of_torch_s_adamw() -> None:
     start, random = torch.randn(40, 30), torch.Generator().manual_seed(0)
     gradients = [torch.randn(40, 30, generator=random) for _ in range(5)]
     for n in (1, 5):
-        ours, theirs = start.clone(), start.clone()
-        optimizer = stepped(ours, gradients[:n], None, weight_decay=0.1)
-        torch_s = torch.optim.AdamW([theirs], lr=1e-2, betas=BETAS, eps=1e-8, weight_decay=0.1, fused=True)
+        actual, expected = start.clone(), start.clone()
+        optimizer = stepped(actual, gradients[:n], None, weight_decay=0.1)
+        torch_s = torch.optim.AdamW([expected], lr=1e-2, betas=BETAS, eps=1e-8, weight_decay=0.1, fused=True)
         largest: dict[str, Tensor] = {}
         for gradient in gradients[:n]:
-            theirs.grad = gradient.clone()
+            expected.grad = gradient.clone()
             torch_s.step()
             for key in ("exp_avg", "exp_avg_sq"):
-                now = torch_s.state[theirs][key].abs()
+                now = torch_s.state[expected][key].abs()
                 largest[key] = torch.maximum(largest.get(key, now), now)
         # An update is the rate times m/√v, and a moment is off by 2⁻⁷ of itself for each step that it has gone through.
-        assert (ours - theirs).abs().max() <= 1e-2 * 2**-7 * n * (n - 1)
+        assert (actual - expected).abs().max() <= 1e-2 * 2**-7 * n * (n - 1)
         for key in ("exp_avg", "exp_avg_sq"):
-            kept, wanted = optimizer.state[ours][key], torch_s.state[theirs][key]
+            kept, wanted = optimizer.state[actual][key], torch_s.state[expected][key]
             assert kept.dtype == torch.bfloat16
             # A step of bfloat16 at each rounding, of what was there then.
             assert ((kept - wanted).abs() <= 1.1 * n * 2**-7 * largest[key]).all()
@@ -83,14 +83,14 @@ def test_a_long_mean_moves_though_each_step_is_less_than_half_of_bfloat16_s() ->
 
 def test_pieces_and_blocks_are_moved_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     start, gradients = torch.randn(9, 8), [torch.randn(9, 8) for _ in range(3)]
-    whole = start.clone()
-    kept = stepped(whole, gradients, ShardLocation("a", (9, 8), (0, 0))).state[whole]
+    full = start.clone()
+    kept = stepped(full, gradients, ShardLocation("a", (9, 8), (0, 0))).state[full]
     monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 20)
     block = start[3:, 2:7].clone()
     mine = stepped(block, [g[3:, 2:7] for g in gradients], ShardLocation("a", (9, 8), (3, 2))).state[block]
-    assert torch.equal(block, whole[3:, 2:7])
+    assert torch.equal(block, full[3:, 2:7])
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(mine[key], kept[key][3:, 2:7])
     other = start.clone()
     stepped(other, gradients, ShardLocation("b", (9, 8), (0, 0)))
-    assert not torch.equal(other, whole), "every parameter has chances of its own"
+    assert not torch.equal(other, full), "every parameter has chances of its own"

@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatfm.config import OptimizerConfig
-from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
 from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import BatchedMuon, split_batches
 from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, Role
+from tests.support.optimizer_stacks import OPTIMIZER_SECTION, RATE, check_stack_moves_as_matrices
 
-STEPS, RATE = 15, 0.05
-SECTION: TypeAdapter[Any] = TypeAdapter(OptimizerConfig)
+STEPS = 15
 SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
     "tall": ((6, 4), "matrix"),
     "wide": ((3, 7), "matrix"),
@@ -62,15 +59,15 @@ def parameters() -> dict[str, ParameterInfo]:
 
 def ours(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
     """The weights after all steps of the registered optimizer, as an engine takes them."""
-    config = SECTION.validate_python({"name": name, "lr": RATE, **options})
+    config = OPTIMIZER_SECTION.validate_python({"name": name, "lr": RATE, **options})
     weights = start()
     groups = [group for group in OPTIMIZERS.get(name)(config, parameters()) if group.names]
-    made = [TorchOptimizer(group, {n: weights[n] for n in group.names}) for group in groups]
+    result = [TorchOptimizer(group, {n: weights[n] for n in group.names}) for group in groups]
     for step in range(1, STEPS + 1):
         towards = gradients(weights, step)
-        for optimizer in made:
+        for optimizer in result:
             optimizer.step(towards, rate(step))
-    return weights, made
+    return weights, result
 
 
 def theirs(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights:
@@ -84,10 +81,10 @@ def theirs(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights
 
 def with_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weights:
     """An optimizer of somebody else for each weight."""
-    made: dict[str, torch.optim.Optimizer] = {}
+    result: dict[str, torch.optim.Optimizer] = {}
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        optimizer = made.setdefault(name, make(name, weight))
+        optimizer = result.setdefault(name, make(name, weight))
         weight.grad = gradient
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -139,11 +136,11 @@ def test_adamw() -> None:
 def test_muon() -> None:
     """Jordan et al. 2024 with its quintic iteration in bfloat16, and AdamW for what isn't a matrix."""
     momentum: Weights = {}
-    rest = adamw((0.9, 0.95), 1e-8, 0.2)
+    remaining = adamw((0.9, 0.95), 1e-8, 0.2)
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         if SHAPES[name][1] != "matrix":
-            return rest(name, weight, gradient, step, lr)
+            return remaining(name, weight, gradient, step, lr)
         lr = lr * 0.02 / RATE
         buffer = momentum.setdefault(name, torch.zeros_like(gradient))
         buffer.lerp_(gradient, 0.05)
@@ -185,7 +182,9 @@ def test_adafactor_s_decay_is_that_of_the_rate() -> None:
     for name, (shape, role) in SHAPES.items():
         moved = []
         for weight_decay in (0.0, 0.5):
-            config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "weight_decay": weight_decay})
+            config = OPTIMIZER_SECTION.validate_python(
+                {"name": "adafactor", "lr": RATE, "weight_decay": weight_decay}
+            )
             info = ParameterInfo(shape, role, role != "vector", True)
             (group,) = OPTIMIZERS.get("adafactor")(config, {name: info})
             weights = {name: start()[name]}
@@ -196,7 +195,7 @@ def test_adafactor_s_decay_is_that_of_the_rate() -> None:
 
 def test_adafactor_does_not_mind_how_small_gradients_are() -> None:
     """In a large model that is clipped they are, and torch's own floor would make float32's updates larger."""
-    config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_threshold": 1e6})
+    config = OPTIMIZER_SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_threshold": 1e6})
     (group,) = OPTIMIZERS.get("adafactor")(config, {"w": ParameterInfo((6, 4), "matrix", True, True)})
     gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     moved = []
@@ -221,7 +220,7 @@ def test_lamb() -> None:
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
 def test_lamb_with_a_norm_of_zero(zero: str) -> None:
-    config = SECTION.validate_python({"name": "lamb", "lr": RATE, "weight_decay": 0.0})
+    config = OPTIMIZER_SECTION.validate_python({"name": "lamb", "lr": RATE, "weight_decay": 0.0})
     (group,) = OPTIMIZERS.get("lamb")(config, {"w": ParameterInfo((2, 2), "matrix", True, True)})
     weight = torch.zeros(2, 2) if zero == "weight" else torch.ones(2, 2)
     before = weight.clone()
@@ -242,14 +241,14 @@ def test_lion(library: ModuleType) -> None:
 @pytest.mark.parametrize("max_dim", [100, 5, 2], ids=["both sides", "one side", "no side"])
 @pytest.mark.parametrize("every", [1, 4])
 def test_soap(library: ModuleType, every: int, max_dim: int) -> None:
-    rest = adamw((0.9, 0.95), 1e-8, 0.2)
-    made: dict[str, Any] = {}
+    remaining = adamw((0.9, 0.95), 1e-8, 0.2)
+    result: dict[str, Any] = {}
 
     def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         if SHAPES[name][1] != "matrix":
-            return rest(name, weight, gradient, step, lr)
+            return remaining(name, weight, gradient, step, lr)
         options = {"betas": (0.9, 0.95), "precondition_frequency": every, "max_precondition_dim": max_dim}
-        soap = made.setdefault(name, library.soap.SOAP([weight], weight_decay=0.2, **options))
+        soap = result.setdefault(name, library.soap.SOAP([weight], weight_decay=0.2, **options))
         soap.param_groups[0]["lr"], weight.grad = lr, gradient
         soap.step()
         return None
@@ -283,12 +282,12 @@ def test_schedule_free() -> None:
             z[name] = z[name] - lr * (direction + decay_of(name, 0.2) * y[name])
             x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
             y[name] = (1 - beta) * z[name] + beta * x[name]
-    got, (made,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
+    got, (result,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
     assert_same(got, y)
-    config = SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
+    config = OPTIMIZER_SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
     (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())
     again = ElementwiseOptimizer(group, got)
-    again._torch = made
+    again._torch = result
     assert_same(again.averaged(), x)
     assert all((x[name] - y[name]).norm() > 1e-3 for name in x), "they would not be told apart"
 
@@ -304,36 +303,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("name", ["muon", "soap", "lamb", "adafactor"])
 def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
-    """Also after its state was stored and put in place again. Muon and SOAP move all in the same products, which may
-    round otherwise than one alone: Muon's are in bfloat16. SOAP's matrices are square here: the first covariance of
-    others has eigenvalues of 0, whose eigenvectors may be any."""
-    m, n = (5, 5) if name == "soap" else (6, 4)
-    close = {"muon": {"rtol": 0, "atol": 2e-4}, "soap": {"rtol": 1e-9, "atol": 0}}.get(name)
-    config = SECTION.validate_python({"name": name, "lr": RATE})
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(3, m, n, generator=generator, dtype=torch.float64)
-
-    def group_of(names: list[str], shape: tuple[int, ...], role: Role) -> OptimizerGroup:
-        infos = {each: ParameterInfo(shape, role, True, True) for each in names}
-        return next(group for group in OPTIMIZERS.get(name)(config, infos) if group.names)
-
-    def bare(group: OptimizerGroup) -> int:
-        return len(TorchOptimizer(group, {"stack": weights.clone()})._parts["stack"])
-
-    alone = {str(i): weights[i].clone() for i in range(3)}
-    one_by_one = TorchOptimizer(group_of(list(alone), (m, n), "matrix"), alone)
-    stack, group = {"stack": weights.clone()}, group_of(["stack"], (3, m, n), "matrices")
-    assert group.granularity == "whole_tensor"
-    assert bare(group) == (1 if close else 3), "of these two, all matrices are moved at once"
-    together = TorchOptimizer(group, stack)
-    for _ in range(6):
-        gradient = torch.randn(3, m, n, generator=generator, dtype=torch.float64)
-        one_by_one.step(dict(zip(alone, gradient, strict=True)), RATE)
-        together.step({"stack": gradient}, RATE)
-        one_each = torch.stack(list(alone.values()))
-        torch.testing.assert_close(stack["stack"], one_each, **(close or {"rtol": 0, "atol": 0}))
-        kept, together = together.state(), TorchOptimizer(group, stack)
-        together.load(kept)
+    check_stack_moves_as_matrices(name)
 
 
 class Asked(TorchDispatchMode):
@@ -356,27 +326,31 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
 
     shapes = [(6, 4)] * 3 + [(4, 6), (2, 6, 4), (4, 6), (6, 4)]
     mine = [draw(*shape).requires_grad_() for shape in shapes]
-    theirs = [[each.clone() for each in weight.detach().view(-1, *weight.shape[-2:])] for weight in mine]
+    expected = [[item.clone() for item in weight.detach().view(-1, *weight.shape[-2:])] for weight in mine]
     options = {"lr": 0.02, "momentum": 0.9}
-    made = BatchedMuon(
+    optimizer = BatchedMuon(
         [{"params": mine[:4], "weight_decay": 0.2}, {"params": mine[4:], "weight_decay": 0.1, "lr": 0.01}],
         **options,
     )
     reference = torch.optim.Muon(
         [
-            {"params": [each for several in theirs[:4] for each in several], "weight_decay": 0.2},
-            {"params": [each for several in theirs[4:] for each in several], "weight_decay": 0.1, "lr": 0.01},
+            {"params": [item for several in expected[:4] for item in several], "weight_decay": 0.2},
+            {
+                "params": [item for several in expected[4:] for item in several],
+                "weight_decay": 0.1,
+                "lr": 0.01,
+            },
         ],
         **options,
     )
     for _ in range(6):
-        for weight, several in zip(mine, theirs, strict=True):
+        for weight, several in zip(mine, expected, strict=True):
             weight.grad = draw(*weight.shape)
-            for each, gradient in zip(several, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
-                each.grad = gradient.clone()
-        made.step()
+            for item, gradient in zip(several, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
+                item.grad = gradient.clone()
+        optimizer.step()
         reference.step()
-        for weight, several in zip(mine, theirs, strict=True):
+        for weight, several in zip(mine, expected, strict=True):
             torch.testing.assert_close(
                 weight.view(-1, *weight.shape[-2:]), torch.stack(several), rtol=0, atol=4e-4
             )
@@ -389,19 +363,19 @@ def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def asked(n: int) -> int:
         weights = [torch.ones(6, 4, requires_grad=True) for _ in range(n)]
-        made = BatchedMuon(weights, lr=0.1, momentum=0.9)
+        optimizer = BatchedMuon(weights, lr=0.1, momentum=0.9)
         for weight in weights:
             weight.grad = torch.ones(6, 4)
-        made.step()
+        optimizer.step()
         with Asked() as mode:
-            made.step()
+            optimizer.step()
         return mode.count
 
     assert asked(12) == asked(3) < 40
 
 
 def test_a_gpu_s_matrices_are_moved_together() -> None:
-    config = SECTION.validate_python({"name": "muon", "lr": RATE})
+    config = OPTIMIZER_SECTION.validate_python({"name": "muon", "lr": RATE})
     infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
     group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
     kinds = {"cpu": torch.optim.Muon, "meta": BatchedMuon}  # meta in the place of a GPU
@@ -415,8 +389,11 @@ def test_a_batch_is_no_larger_than_it_may_be() -> None:
     assert [len(batch) for batch in split_batches(moves, 1)] == [1] * 5
 
 
-def test_muon_s_iteration_in_the_weights_own_type_is_its_polynomial_and_makes_nothing_of_rounding() -> None:
-    """Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2."""
+def test_muon_s_iteration_in_the_weights_type() -> None:
+    """The iteration is its polynomial, and makes nothing of rounding.
+
+    Each singular value goes five times through ax + bx³ + cx⁵; in bfloat16 a last bit is as large as 1e-2.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315  # of the authors
     generator = torch.Generator().manual_seed(5)
     for shape in ((6, 4), (4, 6), (5, 5)):
@@ -424,25 +401,25 @@ def test_muon_s_iteration_in_the_weights_own_type_is_its_polynomial_and_makes_no
         u, s, vt = torch.linalg.svd(x / x.norm(), full_matrices=False)
         for _ in range(5):
             s = a * s + b * s**3 + c * s**5
-        made = matrix_optimizers.newton_schulz(x[None], in_bf16=False)
-        torch.testing.assert_close(made[0], u * s @ vt, rtol=0, atol=1e-12)
+        orthogonal = matrix_optimizers.newton_schulz(x[None], in_bf16=False)
+        torch.testing.assert_close(orthogonal[0], u * s @ vt, rtol=0, atol=1e-12)
         near = x * (1 + 1e-9 * torch.randn(shape, generator=generator, dtype=torch.float64))
         changes = [
             float(
                 (matrix_optimizers.newton_schulz(near.float()[None], in_bf16=how).float() - other).abs().max()
             )
-            for how, other in ((False, made.float()), (True, made.float()))
+            for how, other in ((False, orthogonal.float()), (True, orthogonal.float()))
         ]
         assert changes[0] < 1e-4 < 1e-3 < changes[1]
 
 
 def test_muon_s_type_is_chosen_by_the_config() -> None:
     infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
-    config = SECTION.validate_python({"name": "muon", "lr": RATE, "newton_schulz_dtype": "param"})
+    config = OPTIMIZER_SECTION.validate_python({"name": "muon", "lr": RATE, "newton_schulz_dtype": "param"})
     group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
-    made = group.build([{"params": [torch.zeros(6, 4, dtype=torch.float64, requires_grad=True)]}])
-    weight = made.param_groups[0]["params"][0]
+    optimizer = group.build([{"params": [torch.zeros(6, 4, dtype=torch.float64, requires_grad=True)]}])
+    weight = optimizer.param_groups[0]["params"][0]
     weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    made.step()
+    optimizer.step()
     direction = matrix_optimizers.newton_schulz(weight.grad[None], in_bf16=False)[0]
     torch.testing.assert_close(weight.detach(), -config.matrix_lr * 1.5**0.5 * direction, rtol=1e-9, atol=0)

@@ -20,7 +20,11 @@ from megatfm.objectives import OBJECTIVES
 from megatfm.parallel.context_parallel import ContextParallel, folding, is_folded, split_batch, token_indices
 from megatfm.parallel.parallelize import refuse
 from megatfm.verify.shrink import random_batch
-from tests.parity import test_context, test_experts, test_families, test_patterns, test_traffic
+from tests.support.context_models import CONTEXT_MODELS, attention_kinds
+from tests.support.expert_models import EXPERT_MODELS
+from tests.support.models import FAMILY_MODELS
+from tests.support.pattern_models import PATTERN_MODELS
+from tests.support.traffic import traffic_config
 
 
 def shipped(value: object) -> bool:
@@ -40,34 +44,32 @@ class Here:
         return [*token_indices(length, self.size, self.folded)]
 
 
-def kinds(config: ModelConfig) -> set[tuple[str, ...]]:
-    """What of a model's blocks makes a difference to attention on parts of rows."""
-    found = set()
-    for depth in range(max(1, len(config.layer_types))):
-        of_block = config.layer_config(depth)
-        position = of_block.position.name
-        added = position if position in ("alibi", "t5", "shaw") else "of each token by itself"
-        attention = of_block.attention.name, of_block.attention.pattern.name
-        found |= {("attention", config.family, *attention, added), ("ffn", of_block.ffn.name)}
-    return found
-
-
 def test_every_model_is_compared_with_one_device() -> None:
     models = {
-        **test_families.MODELS,
-        **{name: ModelConfig.from_dotted(**model) for name, model in test_patterns.MODELS.items()},
-        **test_experts.MODELS,
+        **FAMILY_MODELS,
+        **{name: ModelConfig.from_dotted(**model) for name, model in PATTERN_MODELS.items()},
+        **EXPERT_MODELS,
     }
-    compared = set().union(*map(kinds, [*test_context.MODELS.values(), test_experts.MODELS["switch"]]))
+    compared = set().union(*map(attention_kinds, [*CONTEXT_MODELS.values(), EXPERT_MODELS["switch"]]))
     for name, config in models.items():
+        if config.family == "hierarchical":
+            continue
         with torch.device("meta"):
             refuse(build(config))
-        assert kinds(config) <= compared, name
+        assert attention_kinds(config) <= compared, name
+
+
+@pytest.mark.parametrize("name", ["swin", "mvit v2"])
+def test_hierarchical_models_need_whole_images(name: str) -> None:
+    with torch.device("meta"):
+        model = build(FAMILY_MODELS[name])
+    with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
+        refuse(model)
 
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
     with torch.device("meta"):
-        model = build(test_families.MODELS["bert"].with_changes({"extra_heads": {}}))
+        model = build(FAMILY_MODELS["bert"].with_changes({"extra_heads": {}}))
     model.get_submodule("encoder.layers.0.ffn").cp_plan = None  # type: ignore[assignment]
     with pytest.raises(UsageError) as error:
         refuse(model)
@@ -97,11 +99,11 @@ def small(name: str) -> Config:
         "next_sentence": {"sentence": {}},
         "sentence_order": {"sentence": {}},
     }
-    model = test_families.MODELS[FAMILY.get(name, "bert")]
+    model = FAMILY_MODELS[FAMILY.get(name, "bert")]
     model = model.with_changes(
         {"extra_heads": heads.get(name, {}), "position.max_positions": 24} if name not in FAMILY else {}
     )
-    return test_traffic.config_of(model, SECTIONS[name](), ParallelConfig(dp_shard=1))
+    return traffic_config(model, SECTIONS[name](), ParallelConfig(dp_shard=1))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
             assert all(torch.equal(part[field], values) for part in parts)
             continue
         joined = torch.cat([part[field] for part in parts], 1)
-        order = torch.cat([part[f"{side}places"] for part in parts]).argsort()
+        order = torch.cat([part[f"{side}token_indices"] for part in parts]).argsort()
         assert torch.equal(joined[:, order], values), field
 
 
@@ -136,17 +138,17 @@ def test_rows_are_dealt_whole_and_evenly(folded: bool) -> None:
     for length, ranks, unit in ((24, 2, 1), (25, 3, 1), (26, 3, 2), (64, 4, 4)):
         dealt = token_indices(length, ranks, folded, unit)
         assert torch.equal(torch.cat(dealt).sort().values, torch.arange(length))
-        sizes = [len(each) for each in dealt]
+        sizes = [len(item) for item in dealt]
         assert max(sizes) - min(sizes) <= (1 + folded) * unit
         assert all(size % unit == 0 for size in sizes)
-        pairs = [int((each + 1).sum()) for each in dealt]
+        pairs = [int((item + 1).sum()) for item in dealt]
         if folded and length % (2 * ranks) == 0:
             assert len(set(pairs)) == 1, "causal attention is equally much on all"
 
 
 def test_rows_are_folded_where_later_tokens_see_more() -> None:
     folded = set()
-    for name, sections in test_patterns.MODELS.items():
+    for name, sections in PATTERN_MODELS.items():
         with torch.device("meta"):
             if is_folded(build(ModelConfig.from_dotted(sections)), 24):
                 folded.add(name)
@@ -165,7 +167,7 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
         assert [is_folded(model, length) for length in (32, 256, 257, 512)] == [True, True, False, False]
         is_folded_at = folding(model)
         for ranks in (2, 3, 5, 8):
-            pairs = {int((each + 1).sum()) for each in token_indices(240, ranks, is_folded_at(240))}
+            pairs = {int((indices + 1).sum()) for indices in token_indices(240, ranks, is_folded_at(240))}
             assert len(pairs) == 1, (section, ranks)
 
 
@@ -194,14 +196,14 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
     for length in (384, 768):
         row, dealt = SequenceMetadata(torch.arange(length)[None]), token_indices(length, 4, folded=False)
         wide = global_query_indices(pattern.simplify(length), row, dealt)
-        fetched = [reachable_keys(pattern.simplify(length), row, each) for each in dealt]
-        sent.append((len(wide), [len(found) - length // 4 for found in fetched]))
+        fetched = [reachable_keys(pattern.simplify(length), row, item) for item in dealt]
+        sent.append((len(wide), [len(actual) - length // 4 for actual in fetched]))
         mask = PatternMask(pattern, row, 0, 2).mask()
         assert mask is not None
-        for each, found in zip(dealt, fetched, strict=True):
-            narrow = each[~torch.isin(each, wide)]
+        for item, actual in zip(dealt, fetched, strict=True):
+            narrow = item[~torch.isin(item, wide)]
             seen = mask[0][:, narrow].any(0).any(0)
-            assert set(seen.nonzero()[:, 0].tolist()) <= set(found.tolist())
+            assert set(seen.nonzero()[:, 0].tolist()) <= set(actual.tolist())
     assert sent[0] == sent[1]
     assert max(sent[0][1]) < 384 * 3 // 4, "less than all"
 
@@ -209,7 +211,7 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
 def test_what_linformer_sums_does_not_grow_with_the_row() -> None:
     """Nor what travels for it, which is that."""
     with torch.device("meta"):
-        attn = build(ModelConfig.from_dotted(**test_patterns.MODELS["linformer"])).get_submodule(
+        attn = build(ModelConfig.from_dotted(**PATTERN_MODELS["linformer"])).get_submodule(
             "encoder.layers.0.attn"
         )
     rows = [SequenceMetadata(torch.arange(length)[None]) for length in (7, 12)]
@@ -248,17 +250,15 @@ def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> st
     return ""
 
 
-@pytest.mark.parametrize("name", test_patterns.MODELS)
+@pytest.mark.parametrize("name", PATTERN_MODELS)
 def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
     """It is carried, or one line says the way out."""
-    model_config = ModelConfig.from_dotted(test_patterns.MODELS[name])
+    model_config = ModelConfig.from_dotted(PATTERN_MODELS[name])
     with torch.device("meta"):
         model = build(model_config)
-    base = test_traffic.config_of(
-        model_config, OBJECTIVE_OF[model_config.family](), ParallelConfig(dp_shard=1)
-    )
+    base = traffic_config(model_config, OBJECTIVE_OF[model_config.family](), ParallelConfig(dp_shard=1))
     for (axes, parallel), engine, compiled in product(AXES.items(), ENGINES, (False, True)):
-        said, wanted = "", why_not(model_config, axes, engine, compiled=compiled)
+        output, wanted = "", why_not(model_config, axes, engine, compiled=compiled)
         train = base.train.model_copy(update={"compile": compiled, "precision": "fp32"})
         layout = ParallelConfig(**{"dp_shard": 1, **parallel, "engine": engine})
         try:
@@ -266,6 +266,6 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
             if layout.cp > 1:
                 refuse(model)
         except ValidationError as error:
-            said = error.errors()[0]["msg"]
-        assert wanted in said if wanted else not said, (axes, engine, compiled, said)
-        assert "\n" not in said
+            output = error.errors()[0]["msg"]
+        assert wanted in output if wanted else not output, (axes, engine, compiled, output)
+        assert "\n" not in output

@@ -49,10 +49,10 @@ def join_on_machines_of_two_gpus() -> tuple[str, timedelta, timedelta]:
 
 def test_a_group_that_is_there_gets_local_ranks_and_timeouts(workers) -> None:  # type: ignore[no-untyped-def]
     """Whoever made it may not have set LOCAL_RANK."""
-    found = workers.run(join_on_machines_of_two_gpus, 3)
-    assert [device for device, _, _ in found] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert {inside for _, inside, _ in found} == {timedelta(seconds=77)}
-    assert {after for _, _, after in found} == {TIMEOUTS[0]}
+    results = workers.run(join_on_machines_of_two_gpus, 3)
+    assert [device for device, _, _ in results] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert {inside for _, inside, _ in results} == {timedelta(seconds=77)}
+    assert {after for _, _, after in results} == {TIMEOUTS[0]}
 
 
 # Ranks share one output, where a long line of print may be cut in two by another's: one write each.
@@ -128,19 +128,20 @@ def test_mpirun_without_mpi4py(program: str, tmp_path: Path) -> None:
     ]
 
 
+def second_rank(address: str) -> dict[str, str]:
+    """Variables of the second of two ranks, which meet at an address."""
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    return {**ranks, "MASTER_ADDR": address, "MASTER_PORT": "9"}
+
+
 def test_ranks_that_never_come(program: str) -> None:
-    where = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "9",
-    }
-    code, lines = run([sys.executable, program, "1"], **where)
+    code, lines = run([sys.executable, program, "1"], **second_rank("127.0.0.1"))
     assert code == 1
-    said = [line for line in lines if line.startswith("MegatfmError")]
-    assert len(said) == 1
-    assert said[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
+    output = [line for line in lines if line.startswith("MegatfmError")]
+    assert len(output) == 1
+    assert output[0].startswith(
+        "MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s"
+    )
 
 
 def test_the_time_that_rank_0_has_waited_already_counts() -> None:
@@ -171,10 +172,10 @@ def test_where_the_others_reach_rank_0(
 ) -> None:
     real = socket.getaddrinfo
 
-    def look_up(host: str, *rest: Any, **more: Any) -> Any:
+    def look_up(host: str, *remaining: Any, **more: Any) -> Any:
         if host not in known:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return real(known[host], *rest, **more)
+        return real(known[host], *remaining, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -212,18 +213,11 @@ def test_initialise_here_and_leave() -> None:
 
 def test_a_host_that_nobody_knows_is_named_at_once(program: str) -> None:
     begun = time.monotonic()
-    where = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "no.such.host.invalid",
-        "MASTER_PORT": "9",
-    }
-    code, lines = run([sys.executable, program, "300"], **where)
+    code, lines = run([sys.executable, program, "300"], **second_rank("no.such.host.invalid"))
     assert code == 1
-    (said,) = [line for line in lines if line.startswith("MegatfmError")]
-    assert "rank 1 on " in said
-    assert "knows no host 'no.such.host.invalid'" in said
+    (output,) = [line for line in lines if line.startswith("MegatfmError")]
+    assert "rank 1 on " in output
+    assert "knows no host 'no.such.host.invalid'" in output
     assert time.monotonic() - begun < 100
 
 

@@ -87,13 +87,13 @@ def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
         needed, dealt = needed_by(pattern, row), token_indices(LENGTH, ranks, folded, unit)
         narrow = torch.ones(LENGTH, dtype=torch.bool)
         narrow[global_query_indices(pattern, row, dealt)] = False
-        for here in dealt:
+        for local in dealt:
             is_fetched = torch.zeros(LENGTH, dtype=torch.bool)
-            is_fetched[reachable_keys(pattern, row, here)] = True
-            assert is_fetched[here].all()
-            is_needed = needed[here[narrow[here]]].any(0)
+            is_fetched[reachable_keys(pattern, row, local)] = True
+            assert is_fetched[local].all()
+            is_needed = needed[local[narrow[local]]].any(0)
             assert not (is_needed & ~is_fetched).any(), f"{kind}, {ranks} ranks: keys that are seen stay away"
-            is_fetched[here] = is_needed[here] = False
+            is_fetched[local] = is_needed[local] = False
             fetched, wanted = fetched + int(is_fetched.sum()), wanted + int(is_needed.sum())
     assert wanted <= fetched <= bound * wanted
 
@@ -114,15 +114,17 @@ def test_a_fetch_is_little_below_half_of_what_goes_round() -> None:
         needed = needed_by(Full(causal=True), row)
         by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
         needs = [reachable_keys(Full(causal=True), row, at) for at in dealt]
-        made = [FetchPlan.of(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)]
+        result = [
+            FetchPlan.of(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)
+        ]
         most = max(map(len, by_rank))
         littles.add(is_little(dealt, needs))
         assert is_little(dealt, needs) == (most < LENGTH * (ranks - 1) / ranks / 2)
-        for rank, own in enumerate(made):
-            assert (own.most, own.length) == (most, LENGTH)
-            assert {int(x) for gets in own.recv_indices for x in gets} == by_rank[rank]
+        for rank, local in enumerate(result):
+            assert (local.most, local.length) == (most, LENGTH)
+            assert {int(x) for gets in local.recv_indices for x in gets} == by_rank[rank]
             for other in range(ranks):
-                assert torch.equal(dealt[other][made[other].send_indices[rank]], own.recv_indices[other])
+                assert torch.equal(dealt[other][result[other].send_indices[rank]], local.recv_indices[other])
     assert littles == {True, False}
 
 
@@ -130,7 +132,7 @@ def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPa
     """Two a run, however many there are."""
     asked = []
     real = Window.key_ranges
-    monkeypatch.setattr(Window, "key_ranges", lambda *given: asked.append(given) or real(*given))
+    monkeypatch.setattr(Window, "key_ranges", lambda *inputs: asked.append(inputs) or real(*inputs))
     length = 4096
     row = SequenceMetadata(torch.arange(length)[None] % 3, torch.arange(length)[None] // 3)
     reachable_keys(Window(2), row, token_indices(length, 8, folded=True)[3])

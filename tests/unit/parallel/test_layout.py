@@ -26,15 +26,15 @@ def cut(shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_parts_make_up_the_tensor(dim: int) -> None:
-    whole = torch.arange(6 * 12).view(6, 12)
-    seen = torch.zeros_like(whole)
+    full = torch.arange(6 * 12).view(6, 12)
+    seen = torch.zeros_like(full)
     for part in range(3):
         offsets, sizes = cut((6, 12), dim, part, 3).region
         seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert sizes == ((2, 12), (6, 4))[dim]
         assert torch.equal(
-            whole.chunk(3, dim)[part],
-            whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))],
+            full.chunk(3, dim)[part],
+            full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))],
         )
     assert (seen == 1).all()
 
@@ -290,8 +290,8 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
     for rank, (layout, shapes, table) in enumerate(ranks):
         assert shapes == {name: placement.region[1] for name, placement in layout.items()}
         cuts = {name: p.shards for name, p in layout.items() if p.shards}
-        found = {name: (cut.dim, cut.index) for name, (cut,) in cuts.items() if cut.axis == "tp"}
-        assert found == {
+        actual = {name: (cut.dim, cut.index) for name, (cut,) in cuts.items() if cut.axis == "tp"}
+        assert actual == {
             "decoder.embedding.tokens.weight": (0, rank),
             **{f"decoder.layers.0.attn.{w}.weight": (0, rank) for w in ("wq", "wk", "wv")},
             "decoder.layers.0.attn.wo.weight": (1, rank),

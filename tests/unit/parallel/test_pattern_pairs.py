@@ -18,32 +18,45 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.models import build
 from megatfm.parallel.parallelize import match, refuse
 from megatfm.train.build import plan_pipeline_split
-from tests.parity import test_context, test_patterns
-from tests.parity.test_traffic import config_of
-from tests.unit.parallel.test_context import kinds
+from tests.support.context_models import (
+    BIASED_PATTERNS,
+    CONTEXT_MODELS,
+    CONTEXT_MODELS_BY_RANKS,
+    DECODER,
+    DECODER_PATTERNS,
+    ENCODER,
+    ENCODER_PATTERNS,
+    LATENT_MODEL,
+    SMALL_MOE,
+    attention_kinds,
+    context_layouts_of,
+    one_block_each,
+)
+from tests.support.pattern_models import PATTERN_MODELS
+from tests.support.traffic import traffic_config
 
 SHARED = ("linformer_headwise", "linformer_both", "linformer_all")
 """Which sketches are shared is nothing to a layout."""
-OF_ENCODERS = {name: kind for name, kind in test_context.OF_ENCODERS.items() if name not in SHARED}
+OF_ENCODERS = {name: kind for name, kind in ENCODER_PATTERNS.items() if name not in SHARED}
 MODELS: dict[str, dict[str, Any]] = {
-    f"{family}, {name}": test_context.one_block_each(base, {name: kind})
+    f"{family}, {name}": one_block_each(base, {name: kind})
     for family, base, kinds_of in (
-        ("decoder", test_context.DECODER, test_context.OF_DECODERS),
-        ("encoder", test_context.ENCODER, OF_ENCODERS),
+        ("decoder", DECODER, DECODER_PATTERNS),
+        ("encoder", ENCODER, OF_ENCODERS),
         (
             "latent",
-            test_context.LATENT,
-            {name: test_context.OF_DECODERS[name] for name in ("window", "bigbird")},
+            LATENT_MODEL,
+            {name: DECODER_PATTERNS[name] for name in ("window", "bigbird")},
         ),
         (
             "alibi",
-            {**test_context.DECODER, "position.name": "alibi"},
-            {"window": test_context.OF_BIASED["window"]},
+            {**DECODER, "position.name": "alibi"},
+            {"window": BIASED_PATTERNS["window"]},
         ),
         (
             "t5 positions",
-            {**test_context.DECODER, "position.name": "t5"},
-            {"full": test_context.OF_BIASED["full"]},
+            {**DECODER, "position.name": "t5"},
+            {"full": BIASED_PATTERNS["full"]},
         ),
     )
     for name, kind in kinds_of.items()
@@ -75,10 +88,10 @@ def accept(sections: dict[str, Any], way: str) -> None:
     parallel = ParallelConfig(**{"dp_shard": 1, **WAYS[way]})
     if parallel.ep > 1:
         dense = {key: value for key, value in sections.items() if not key.startswith("ffn.")}
-        sections = {**dense, "ffn": test_context.MOE}
+        sections = {**dense, "ffn": SMALL_MOE}
     model = ModelConfig.from_dotted(**sections)
     objective = MaskedObjective() if model.family == "encoder" else CausalObjective()
-    config = config_of(model, objective, parallel.model_copy(update={"engine": "native"}))
+    config = traffic_config(model, objective, parallel.model_copy(update={"engine": "native"}))
     changed = {"precision": "fp32", "compile": way == "compiled"}
     sections = config.model_dump() | {"parallel": parallel.model_dump()}
     type(config).model_validate({**sections, "train": {**config.train.model_dump(), **changed}})
@@ -98,14 +111,14 @@ def proven(way: str) -> set[tuple[str, ...]]:
 
 
 def _proven(way: str) -> Iterator[tuple[str, ...]]:
-    for ranks, names in test_context.MANY.items():
+    for ranks, names in CONTEXT_MODELS_BY_RANKS.items():
         for name in names:
-            for parallel in test_context.layouts_of(name, ranks).values():
+            for parallel in context_layouts_of(name, ranks).values():
                 if getattr(parallel, AXES[way]) > 1:
-                    yield from kinds(test_context.MODELS[name])
+                    yield from attention_kinds(CONTEXT_MODELS[name])
     if way in ("zero", "tp", "pp"):
-        for sections in test_patterns.MODELS.values():
-            yield from kinds(ModelConfig.from_dotted(sections))
+        for sections in PATTERN_MODELS.values():
+            yield from attention_kinds(ModelConfig.from_dotted(sections))
 
 
 @pytest.mark.parametrize(("name", "way"), list(itertools.product(MODELS, WAYS)))
@@ -119,15 +132,17 @@ def test_a_pattern_is_refused_or_compared(name: str, way: str) -> None:
     accept(sections, way)
     if way == "ep":  # which positions there are is nothing to experts
         sections = {key: value for key, value in sections.items() if not key.startswith("position")}
-    of_attention = {kind for kind in kinds(ModelConfig.from_dotted(**sections)) if kind[0] == "attention"}
+    of_attention = {
+        kind for kind in attention_kinds(ModelConfig.from_dotted(**sections)) if kind[0] == "attention"
+    }
     if way in AXES:
         assert of_attention <= proven(way)
 
 
 def test_every_pattern_is_here() -> None:
-    found = {
+    actual = {
         ModelConfig.from_dotted(**sections).layer_config(0).attention.pattern.name
         for sections in MODELS.values()
     }
-    shipped = {each for each in PATTERNS.names() if PATTERNS.get(each).__module__.startswith("megatfm.")}
-    assert shipped <= found
+    shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
+    assert shipped <= actual

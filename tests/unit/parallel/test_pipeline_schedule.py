@@ -24,15 +24,15 @@ MICROBATCHES = (1, 2, 3, 5, 8, 11)
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_pass_is_made_once_on_its_rank(schedule: str, ranks: int) -> None:
+def test_passes_are_made_once_on_their_rank(schedule: str, ranks: int) -> None:
     rank_of = stage_to_rank(schedule, ranks, SCHEDULES[schedule])
     for microbatches in MICROBATCHES:
         order_of = build_schedule(schedule, ranks, SCHEDULES[schedule], microbatches)
-        made = Counter(action for order in order_of for action in order)
-        assert set(made.values()) == {1}
+        counts = Counter(action for order in order_of for action in order)
+        assert set(counts.values()) == {1}
         for stage in range(len(rank_of)):
             for i in range(microbatches):
-                kinds = {kind for s, kind, j in made if (s, j) == (stage, i)}
+                kinds = {kind for s, kind, j in counts if (s, j) == (stage, i)}
                 assert kinds in ({"F", "B"}, {"F", "I", "W"})
                 assert "B" in kinds or schedule in SPLITS_BACKWARD
         for rank, order in enumerate(order_of):
@@ -58,8 +58,8 @@ def test_two_ranks_meet_their_transfers_in_the_same_order(schedule: str, ranks: 
                 step = {"send F": 1, "recv B": 1}.get(kind, -1)
                 boundary = min(stage, stage + step)
                 pairs.setdefault((rank, rank_of[stage + step]), deque()).append((kind[-1], boundary, i))
-        for (here, there), transfers in pairs.items():
-            assert transfers == pairs[there, here]
+        for (local, there), transfers in pairs.items():
+            assert transfers == pairs[there, local]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

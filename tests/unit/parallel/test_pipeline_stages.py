@@ -40,8 +40,8 @@ def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None
 def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
     model = load_config("gpt2-124m", []).model
     with torch.device("meta"):
-        whole = build(model)
-    pipeline = split_into_stages(whole, "1f1b", 4, 1, lengths={"tokens": 1024})
+        full = build(model)
+    pipeline = split_into_stages(full, "1f1b", 4, 1, lengths={"tokens": 1024})
     assert first_steps(pipeline) == ["decoder.embedding", "decoder.layers.4", "decoder.layers.8", "head"]
     assert max(stage.cost for stage in pipeline.stages) < 1.15 * min(stage.cost for stage in pipeline.stages)
 

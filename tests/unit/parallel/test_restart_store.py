@@ -27,7 +27,7 @@ def start(store: dist.Store, world_size: int, ranks: range | None = None) -> lis
 
 
 @pytest.mark.parametrize("later", [2, 3, 4])
-def test_each_start_has_a_part_of_its_own(later: int) -> None:
+def test_a_restart_has_a_part_of_the_store_of_its_own(later: int) -> None:
     store = dist.HashStore()
     first = start(store, 3)
     first[1].set("where", "an old port")

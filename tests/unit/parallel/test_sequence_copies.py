@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ParallelConfig
 from megatfm.parallel import collectives
-from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, global_batch, make_engine
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, LENGTH, UNTIED_MODEL
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 
 COPIES = (
@@ -32,15 +34,15 @@ class Copies(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func._schema.name in COPIES and isinstance(made, Tensor):
-            self.bytes["copied"] += made.nbytes * (not self.sends)
-        return made
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in COPIES and isinstance(result, Tensor):
+            self.bytes["copied"] += result.nbytes * (not self.sends)
+        return result
 
 
 def copied(rows: int, parallel: ParallelConfig) -> dict[str, int]:
     """Bytes of a micro-batch of so many rows, forward and backward, in float32; calls of collectives."""
-    engine = make_engine(MODEL, parallel, ADAMW, precision="fp32")
+    engine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp32")
     batch = global_batch(seed=0, rows=rows)
     calls = Counter[str]()
     with pytest.MonkeyPatch.context() as patch, Copies() as copies:
@@ -66,8 +68,8 @@ def test_collectives_along_the_sequence_copy_nothing(workers: Workers, rows: int
     """And what they give needs no copy to be multiplied: a rank lays no more anew than one device does alone."""
     (alone,) = workers.run(copied, 1, rows, ParallelConfig())
     for rank in workers.run(copied, 2, rows, ParallelConfig(tp=2)):
-        assert rank["_gather"] >= 2 * MODEL.n_layers
-        assert rank["_reduce_scatter"] >= 2 * MODEL.n_layers
+        assert rank["_gather"] >= 2 * UNTIED_MODEL.n_layers
+        assert rank["_reduce_scatter"] >= 2 * UNTIED_MODEL.n_layers
         assert rank["laid anew"] == 0
         assert rank["copied"] <= alone["copied"]
 
@@ -81,18 +83,18 @@ def part(rows: int) -> tuple[list[int], list[int], list[list[float]]]:
         build_mesh(ParallelConfig(tp=2), 2, "cpu").group(TENSOR), sequence_parallel=True
     )
     tokens_BT1 = torch.arange(rows * LENGTH).view(rows, LENGTH, 1).double()
-    own = ranks.split_tokens(tokens_BT1)
-    assert own.shape == (rows, LENGTH // 2, 1)
+    tokens = ranks.split_tokens(tokens_BT1)
+    assert tokens.shape == (rows, LENGTH // 2, 1)
     return (
-        own.flatten().int().tolist(),
-        ranks.gather_replicated(own).flatten().int().tolist(),
-        ranks.row_sums(own).tolist(),
+        tokens.flatten().int().tolist(),
+        ranks.gather_replicated(tokens).flatten().int().tolist(),
+        ranks.row_sums(tokens).tolist(),
     )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_parts_follow_one_another_through_the_rows(workers: Workers, rows: int) -> None:
-    (first, whole, some), (second, _, others) = workers.run(part, 2, rows)
-    assert first + second == whole == list(range(rows * LENGTH))
+    (first, full, selected), (second, _, remaining) = workers.run(part, 2, rows)
+    assert first + second == full == list(range(rows * LENGTH))
     sums = torch.arange(rows * LENGTH).view(rows, LENGTH, 1).sum(1).tolist()
-    assert [[a[0] + b[0]] for a, b in zip(some, others, strict=True)] == sums
+    assert [[a[0] + b[0]] for a, b in zip(selected, remaining, strict=True)] == sums

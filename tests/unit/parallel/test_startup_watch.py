@@ -12,7 +12,7 @@ import pytest
 
 from megatfm.parallel.process_environment import ProcessEnvironment
 from megatfm.parallel.startup_watch import StartupWatch
-from tests.e2e.ranks import free_port
+from tests.support.rank_processes import free_port
 
 # The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
 PROGRAM = """
@@ -62,9 +62,9 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: 
     """If it is rank 0, the other waits inside torch to reach it."""
     lost = start(stopped, stops=stopped, alone=alone)
     waits = start(1 - stopped, alone=alone)
-    _, said = waits.communicate(timeout=200)
-    assert waits.returncode == 1, said
-    (line,) = [line for line in said.splitlines() if "is stopped (SIGSTOP)" in line]
+    _, output = waits.communicate(timeout=200)
+    assert waits.returncode == 1, output
+    (line,) = [line for line in output.splitlines() if "is stopped (SIGSTOP)" in line]
     assert f"rank {stopped} of 2 on " in line
     assert line.endswith("is stopped (SIGSTOP), and was not continued while the others waited to meet it")
     if alone:  # for its launcher to see
@@ -74,9 +74,9 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_is_asked_to_stop_while_others_are_missing_leaves(start: Start, rank: int) -> None:
     waits = start(rank, asked=signal.SIGUSR1)
-    _, said = waits.communicate(timeout=120)
-    assert waits.returncode == 75, said
-    assert said == "stopped by a signal before all ranks had come: there is nothing to save\n"
+    _, output = waits.communicate(timeout=120)
+    assert waits.returncode == 75, output
+    assert output == "stopped by a signal before all ranks had come: there is nothing to save\n"
 
 
 def test_ranks_that_meet_while_the_process_is_ended_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

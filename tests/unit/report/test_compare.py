@@ -11,17 +11,15 @@ from megatfm.cli import main
 from megatfm.errors import UsageError
 from megatfm.report.compare import Comparison, write_comparison
 from megatfm.report.run import unique_names
-from tests.unit.report.conftest import write_run
-from tests.unit.report.test_browser import CHROMIUM
-from tests.unit.report.test_report import Page
+from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """Two runs of one corpus, the second with another rate and shorter."""
-    one = write_run(tmp_path, 200)
+    one = write_reported_run(tmp_path, 200)
     other = tmp_path / "runs" / "slower"
-    write_run(tmp_path / "b", 100).rename(other)
+    write_reported_run(tmp_path / "b", 100).rename(other)
     config = (
         (one / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
     )

@@ -1,69 +1,22 @@
-import base64
-import io
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
-from PIL import Image
 
 from megatfm.cli import main
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.report import run_charts, write_report
+from megatfm.report import write_report
 from megatfm.report.page import resume_command
-from megatfm.report.run import Run
-from tests.unit.report.conftest import write_run
-
-
-class Page(HTMLParser):
-    """What a browser would see: tags, attributes and text."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.tags)
-
-    def charts(self) -> list[str]:
-        """What the charts say to a screen reader."""
-        return [str(attributes["aria-label"]) for tag, attributes in self.tags if tag == "svg"]
-
-    def data(self) -> list[dict[str, Any]]:
-        """What the charts give to the page's script."""
-        return [json.loads(str(a["data-chart"])) for _, a in self.tags if "data-chart" in a]
-
-    def lines(self, kind: str) -> list[dict[str, Any]]:
-        """Lines of one kind in all charts."""
-        return [line for chart in self.data() for line in chart["lines"] if line["kind"] == kind]
-
-
-def report(run: Path) -> Page:
-    path = write_report(run)
-    assert path == run / "report.html"
-    assert [file.name for file in run.iterdir() if file.name.endswith(".partial")] == []
-    return Page(path)
-
-
-def replace_metrics(run: Path, records: list[dict[str, object]]) -> None:
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
 
 
 def test_a_finished_run_shows_everything(run: Path) -> None:
-    page = report(run)
+    page = report_page(run)
     assert [label.split(",")[0] for label in page.charts()] == [
         "Loss",
         "Bits per byte",
@@ -94,7 +47,7 @@ def test_a_finished_run_shows_everything(run: Path) -> None:
 
 
 def test_the_page_needs_nothing_from_outside(run: Path) -> None:
-    page = report(run)
+    page = report_page(run)
     html = (run / "report.html").read_text()
     assert page.count("script") == page.count("style") == 1
     for _, attributes in page.tags:
@@ -115,7 +68,7 @@ def test_texts_of_others_stay_texts(run: Path) -> None:
     replace_metrics(
         run, [{"step": 1, "loss": 2.0, "evaluation": {evil: {"loss": 2.0, "bits_per_byte": 1.0}}}]
     )
-    page = report(run)
+    page = report_page(run)
     assert page.count("script") == 1
     assert page.count("img") == 0
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
@@ -132,7 +85,7 @@ def test_a_run_without_a_step_has_a_page(run: Path) -> None:
         "baselines.json",
     ):
         (run / name).unlink()
-    page = report(run)
+    page = report_page(run)
     assert page.charts() == []
     assert "no step yet" in page.text
     assert "No step has been recorded yet." in page.text
@@ -143,7 +96,7 @@ def test_a_running_run_shows_what_it_has(run: Path) -> None:
     replace_metrics(run, [{"step": 1, "loss": 8.5, "lr": 1e-4}, {"step": 2, "loss": 8.25, "grad_norm": 1.5}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step":3,"los')
-    page = report(run)
+    page = report_page(run)
     assert [label.split(",")[0] for label in page.charts()] == ["Loss", "Gradient norm", "Learning rate"]
     assert "step 2 of 1,000" in page.text
     assert "metrics.jsonl: 1 line(s) left out that can't be read" in page.text
@@ -152,7 +105,7 @@ def test_a_running_run_shows_what_it_has(run: Path) -> None:
 def test_several_validation_sets_are_told_apart(run: Path) -> None:
     sets = {"code": {"loss": 2.0, "bits_per_byte": 1.0}, "prose": {"loss": 3.0, "bits_per_byte": 1.5}}
     replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
-    page = report(run)
+    page = report_page(run)
     assert "Bits per byte, code" in page.text
     assert "Bits per byte, prose" in page.text
     assert "code: 2 at step 1, 2 at step 1; prose: 3 at step 1" in page.charts()[0]
@@ -161,17 +114,37 @@ def test_several_validation_sets_are_told_apart(run: Path) -> None:
 def test_losses_by_position_have_a_line_for_each_stretch(run: Path) -> None:
     sets = {"code": {"loss": 2.0, "loss_by_position": [3.0, 2.0, "NaN"]}, "prose": {"loss": 3.0}}
     replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
-    (words,) = (label for label in report(run).charts() if label.startswith("Loss by position"))
+    (words,) = (label for label in report_page(run).charts() if label.startswith("Loss by position"))
     assert words == (
         "Loss by position in the row, nats per token, code. tokens 1 to 171: 3 at step 1, 3 at step 1; "
         "tokens 172 to 342: 2 at step 1, 2 at step 1"
     )
 
 
+def test_samples_of_evaluations_stand_beside_those_of_generate(run: Path) -> None:
+    texts = {10: [{"prompt": "a", "text": "NaN"}], 20: [{"prompt": "a", "text": "<b>"}, "torn"]}
+    replace_metrics(run, [{"step": step, "loss": 2.0, "samples": samples} for step, samples in texts.items()])
+    (run / "samples.jsonl").write_text(json.dumps({"prompt": "a", "text": " of 15", "step": 15}) + "\n")
+    report_page(run)
+    html = (run / "report.html").read_text()
+    places = [html.index(text) for text in ("<b>a</b>NaN", "<b>a</b> of 15", "<b>a</b>&lt;b&gt;")]
+    assert places == sorted(places)
+
+
+def test_losses_by_source_have_a_line_for_each_corpus(run: Path) -> None:
+    steps = [{"web": 3.0, "Bücher": 2.0}, {"web": 1.0}]
+    replace_metrics(
+        run, [{"step": step, "loss": 2.5, "loss_by_source": losses} for step, losses in enumerate(steps, 1)]
+    )
+    (words,) = (label for label in report_page(run).charts() if label.startswith("Training loss by source"))
+    assert words.startswith("Training loss by source, nats per token. web: 3 at step 1, ")
+    assert words.endswith("; Bücher: 2 at step 1, 2 at step 1")
+
+
 def test_losses_that_are_not_finite_are_counted_not_hidden(run: Path) -> None:
     losses = [3.0, "NaN", 2.0, "Infinity", 1.0]
     replace_metrics(run, [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])
-    assert "2 not finite" in report(run).text
+    assert "2 not finite" in report_page(run).text
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(run: Path) -> None:
@@ -179,7 +152,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(run: Path) -> None:
         for step in range(1, 40_001):
             loss = 99 if step == 23_456 else 2 + 1 / step
             file.write(f'{{"step":{step},"loss":{loss},"lr":{1 / step},"grad_norm":1}}\n')
-    page = report(run)
+    page = report_page(run)
     assert (run / "report.html").stat().st_size < 250_000
     raw = page.lines("raw")
     assert all(len(line["values"]) <= 1500 for line in raw)
@@ -197,7 +170,7 @@ web = {{ path = "memory://shelf/web/train", weight = 2.0 }}
 gone = {{ path = "memory://shelf/gone/train", weight = 1.0 }}
 """
     (run / "config.toml").write_text(text.replace(f'train = "{corpora}/train"\n', "") + mixture)
-    page = report(run)
+    page = report_page(run)
     assert all(f"How {name} was prepared" in page.text for name in ("books", "web"))
     assert "How gone was prepared" not in page.text
     assert page.text.count("190 files were left out by their names") == 2
@@ -208,7 +181,7 @@ gone = {{ path = "memory://shelf/gone/train", weight = 1.0 }}
 
 def test_a_corpus_that_moved_is_said(run: Path) -> None:
     (run.parents[1] / "corpora" / "train" / "manifest.json").unlink()
-    page = report(run)
+    page = report_page(run)
     assert "has no manifest.json" in page.text
     assert "248,310" in page.text
 
@@ -217,7 +190,7 @@ def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
     (run / "environment.json").write_text("{")
     (run / "baselines.json").write_text("[]")
     (run / "events.jsonl").write_text("7\n")
-    page = report(run)
+    page = report_page(run)
     for name in ("environment.json", "baselines.json", "events.jsonl"):
         assert name in page.text
     assert len(page.charts()) == 7
@@ -249,57 +222,6 @@ def test_a_failed_write_leaves_the_old_page(run: Path, monkeypatch: pytest.Monke
     assert not list(run.glob(".*"))
 
 
-def test_terms_of_the_loss_have_a_chart_where_there_are_several(run: Path) -> None:
-    terms = {"masked": 6.5, "sentence": 0.7}
-    sets = {"code": {"loss": 7.0, "terms": terms, "tokens": 10, "rows": 1}}
-    replace_metrics(run, [{"step": n, "loss": 7.2, "terms": terms, "evaluation": sets} for n in (1, 2)])
-    page = report(run)
-    assert [label.split(",")[0] for label in page.charts()] == ["Loss", "Terms of the loss"]
-    assert "masked: 6.5 at step 1" in page.charts()[1]
-    assert "sentence: 0.7 at step 1" in page.charts()[1]
-    assert "Bits per byte" not in page.text
-
-
-def with_norms(layers: int, steps: int = 40) -> list[dict[str, object]]:
-    """Records of a run with `log.layer_stats_every = 1`; a block's weight is its number."""
-    names = ["decoder.embedding", *(f"decoder.layers.{i}" for i in range(layers)), "head"]
-    return [
-        {
-            "step": step,
-            "loss": 3.0,
-            "norms": {
-                name: {"weight": float(i + 1), "gradient": 0.1 / step}
-                | ({"activation": float(step)} if ".layers." in name else {})
-                for i, name in enumerate(names)
-            },
-        }
-        for step in range(1, steps + 1)
-    ]
-
-
-def test_norms_of_layers_have_a_chart_for_each_kind(run: Path) -> None:
-    replace_metrics(run, with_norms(layers=3))
-    page = report(run)
-    titles = [label.split(",")[0] for label in page.charts()]
-    assert titles == ["Loss", "Gradients by layer", "Activations by layer", "Weights by layer"]
-    weights = page.charts()[3]
-    shown = ["decoder.embedding: 1 ", "decoder 0: 2 ", "decoder 1: 3 ", "decoder 2: 4 ", "head: 5 "]
-    assert [weights.index(text) for text in shown] == sorted(weights.index(text) for text in shown)
-    assert "decoder.embedding" not in page.charts()[2], "only blocks have an output in the residual stream"
-    assert "decoder 2: 1 at step 1, 40 at step 40" in page.charts()[2]
-
-
-def test_of_many_layers_some_are_drawn_in_order_and_few_named(run: Path) -> None:
-    replace_metrics(run, with_norms(layers=48))
-    page = report(run)
-    weights = page.charts()[3]
-    named = [int(value) for value in re.findall(r": (\d+) at step 1,", weights)]
-    assert (len(named), named[0], named[-1]) == (6, 1, 50)
-    assert named == sorted(named), "block 10 comes after block 2"
-    assert "root mean square, 12 of 50 layers" in page.text
-    assert len(page.lines("raw")) == 1 + 6 + 6 + 6, "of the loss, and of each kind"
-
-
 def test_marks_stand_where_it_happened(run: Path) -> None:
     events = [
         {"event": "skipped", "step": 480, "detail": "gradient norm nan"},
@@ -308,7 +230,7 @@ def test_marks_stand_where_it_happened(run: Path) -> None:
     ]
     with (run / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)
-    page = report(run)
+    page = report_page(run)
     expected = [[510, "stopped"], [510, "resumed"], [480, "skipped"], [700, "rolled back"]]
     for chart in page.data():
         assert [event[:2] for event in chart["events"]] == expected
@@ -317,7 +239,7 @@ def test_marks_stand_where_it_happened(run: Path) -> None:
 
 def test_other_runs_lie_behind_the_curves_under_their_names(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "runs" / "slower"
-    write_run(tmp_path / "b", 100).rename(other)
+    write_reported_run(tmp_path / "b", 100).rename(other)
     with pytest.raises(SystemExit) as left:
         main(["report", str(run), "--with", str(other)])
     assert left.value.code == 0
@@ -339,7 +261,7 @@ def test_time_is_told_by_what_it_went_to(run: Path) -> None:
     parts = {"data": 0.1, "passes": 0.6, "optimizer": 0.2, "other": 0.1}
     lines = [{"step": n, "loss": 2.0, "step_seconds": 1.0, "step_parts": parts} for n in range(1, 9)]
     replace_metrics(run, [*lines, {**lines[0], "step": 9, "evaluation_seconds": 0.5, "save_seconds": 0.5}])
-    page = report(run)
+    page = report_page(run)
     bar = next(a for tag, a in page.tags if a.get("class") == "bar")
     assert bar["aria-label"] == (
         "forward and backward 54.0 %; optimizer 18.0 %; waiting for data 9.0 %; checks and the like 9.0 %; "
@@ -350,7 +272,7 @@ def test_time_is_told_by_what_it_went_to(run: Path) -> None:
 
 
 def test_steps_turn_into_tokens_and_hours(run: Path) -> None:
-    (axes,) = json.loads(next(str(a["data-axes"]) for tag, a in report(run).tags if tag == "main"))
+    (axes,) = json.loads(next(str(a["data-axes"]) for tag, a in report_page(run).tags if tag == "main"))
     steps, tokens, hours = axes
     assert (steps[0], steps[-1], tokens[-1]) == (0, 1000, 1000 * 32 * 512)
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -361,7 +283,7 @@ def test_steps_turn_into_tokens_and_hours(run: Path) -> None:
 
 
 def test_only_what_differs_from_the_defaults_is_shown_at_once(run: Path) -> None:
-    page = report(run)
+    page = report_page(run)
     first, _, _ = page.text.partition("All settings")
     config = first.partition("What differs from the defaults:")[2]
     assert "d_ff" in config
@@ -369,7 +291,7 @@ def test_only_what_differs_from_the_defaults_is_shown_at_once(run: Path) -> None
     assert "muon" in config, "a section that differs keeps its name"
     whole = Path(run / "config.toml")
     whole.write_text(whole.read_text() + "[unknown]\nkey = 3\n")
-    page = report(run)
+    page = report_page(run)
     assert "What differs" not in page.text, "of a config that this version can't read, all is shown"
     assert "unknown" in page.text
 
@@ -384,7 +306,7 @@ def test_a_mixture_has_its_shares_over_the_steps(run: Path) -> None:
     mixture = f"mixture = {{ {sources} }}"
     later = f"mixture_schedule = [{{ tokens = {500 * 32 * 512}, weights = {{ code = 1, prose = 1 }} }}]"
     (run / "config.toml").write_text(config.replace(train[0], f"{mixture}\n{later}"))
-    (words,) = (chart for chart in report(run).charts() if chart.startswith("Mixture"))
+    (words,) = (chart for chart in report_page(run).charts() if chart.startswith("Mixture"))
     assert words.endswith("code: 75 at step 1, 50 at step 1,000; prose: 25 at step 1, 50 at step 1,000")
 
 
@@ -393,80 +315,21 @@ def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> 
     (run / "samples.jsonl").write_text(
         "".join(json.dumps({"prompt": p, "text": f" of {n}", "step": n}) + "\n" for p, n in samples)
     )
-    text = report(run).text
+    text = report_page(run).text
     places = [text.index(word) for word in ("a of 10", "a of 20", "b of 20")]
     assert places == sorted(places)
 
 
-def test_utilization_is_told_by_both_conventions_with_what_it_is_measured_against(run: Path) -> None:
+def test_utilization_is_told_by_both_conventions(run: Path) -> None:
+    """The page has what utilization is measured against."""
     (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s a device (H200: data sheet)"}))
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
-    page = report(run)
+    page = report_page(run)
     assert "42 %" in page.text
     assert "40 % by visible pairs" in page.text
     assert "% of 989 TFLOP/s a device (H200: data sheet)" in page.text
     (chart,) = (chart for chart in page.charts() if chart.startswith("Utilization"))
     assert "with all of attention: 42 at step 1" in chart
-
-
-def with_loads(layers: int, loads: list[float]) -> list[dict[str, object]]:
-    """Records of a run with experts, which are chosen alike at first and as `loads` says at last."""
-    return [
-        {
-            "step": step,
-            "loss": 3.0,
-            "norms": {
-                f"decoder.layers.{i}": {
-                    "load": [1 + (load - 1) * step / 40 for load in loads],
-                    "load_max": 2.0,
-                }
-                for i in range(layers)
-            },
-        }
-        for step in range(1, 41)
-    ]
-
-
-def test_loads_of_experts_are_maps(run: Path) -> None:
-    """Each pixel is the load of an expert at a step; the words name the extremes."""
-    loads = [0.0, 1.0, 2.5, 0.5]
-    replace_metrics(run, with_loads(3, loads))
-    page = report(run)
-    maps = [a for tag, a in page.tags if tag == "img"]
-    assert [str(a["alt"]).split(",")[:2] for a in maps] == [
-        ["Load of experts", f" decoder {i}"] for i in range(3)
-    ]
-    assert str(maps[0]["alt"]).endswith(
-        "Busiest: expert 2 with 2.5 at step 40; idlest: expert 0 with 0 at step 40"
-    )
-    picture = base64.b64decode(str(maps[0]["src"]).removeprefix("data:image/png;base64,"))
-    with Image.open(io.BytesIO(picture)) as image:
-        assert image.size == (40, 4)
-        for expert, load in enumerate(loads):
-            assert image.getpixel((39, expert)) == run_charts.colour(load)
-            assert image.getpixel((0, expert)) == run_charts.colour(1 + (load - 1) / 40)
-
-
-def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
-    lines = [
-        {
-            "step": step,
-            "loss": 3.0,
-            "norms": {f"decoder.layers.{i}": {"load": [step % 2 * 2.0]} for i in range(30)},
-        }
-        for step in range(1, 321)
-    ]
-    replace_metrics(
-        run, [*lines, {"step": 321, "loss": 3.0, "norms": {"decoder.layers.0": {"load": ["NaN"]}}}]
-    )
-    page = report(run)
-    maps = [str(a["alt"]) for tag, a in page.tags if tag == "img"]
-    assert len(maps) == 12
-    assert all(" · 12 of 30 layers. Busiest" in alt for alt in maps)
-    picture = run_charts.expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
-    with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
-        assert image.size == (run_charts.COLUMNS, 1)
-        assert image.getpixel((80, 0)) == run_charts.colour(1.0), "the mean of a busy and an idle step"
 
 
 @pytest.mark.parametrize(

@@ -20,52 +20,7 @@ from megatfm.tokenizers import (
     train_sentencepiece,
     train_wordpiece,
 )
-
-# What one or another tokenizer treats in a special way: marks of spaces and of unknown characters, names of reserved
-# pieces, what Unicode's normal forms change, what has no width, what takes several bytes.
-ODD = [
-    *(
-        "\ue009",
-        "\ue020",
-        "\u2581",
-        "\u2585",
-        "\u2047",
-        "\ufffd",
-        "Ġ",
-        "Ċ",
-        "##",
-        "\ufeff",
-        "\u200b",
-        "\u00a0",
-    ),
-    *("\t", "\0", "\r", " ", "  ", "   ", "\n", "\n\n", "\u3000", "\u2028", "\x85"),
-    *(
-        "<s>",
-        "</s>",
-        "<unk>",
-        "<mask>",
-        "<0x41>",
-        "[MASK]",
-        "[UNK]",
-        "<|endoftext|>",
-        "<extra_0>",
-        "<extra_id_0>",
-    ),
-    *(
-        "ﬁ",
-        "１２",
-        "e\u0301",
-        "é",
-        "İ",
-        "ß",
-        "한국어",
-        "中文 字",
-        "🗼",
-        "\U0001f469\u200d\U0001f680",
-        "don't",
-        "I'LL",
-    ),
-]
+from tests.support.tokenizer_cases import LLAMA2_PIECES, T5_PIECES
 
 
 @pytest.fixture(scope="session")
@@ -85,12 +40,8 @@ def tokenizer(model: bytes) -> SentencePieceTokenizer:
     return SentencePieceTokenizer(model)
 
 
-OWN = ("sentencepiece", "sentencepiece-unigram", "byte-bpe", "llama3", "wordpiece")
-LOSSLESS = OWN[:-1]
-
-
 @pytest.fixture(scope="session")
-def own(texts: list[str], tokenizer: SentencePieceTokenizer) -> dict[str, Tokenizer]:
+def trained(texts: list[str], tokenizer: SentencePieceTokenizer) -> dict[str, Tokenizer]:
     """Each kind that can be trained here."""
     size: dict[str, Any] = {"vocab_size": 900, "sentinels": 8}
     unigram = train_sentencepiece(texts, **size, modes=True, model_type="unigram")
@@ -109,25 +60,14 @@ def foreign(texts: list[str]) -> Callable[..., bytes]:
     lines = [line for text in texts for line in text.splitlines()]
 
     def train(**settings: Any) -> bytes:
-        made = BytesIO()
+        buffer = BytesIO()
         defaults = {"vocab_size": 500, "minloglevel": 2}
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=made, **{**defaults, **settings}
+            sentence_iterator=iter(lines), model_writer=buffer, **{**defaults, **settings}
         )
-        return made.getvalue()
+        return buffer.getvalue()
 
     return train
-
-
-T5 = {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-LLAMA2 = {
-    "model_type": "bpe",
-    "vocab_size": 700,
-    "byte_fallback": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
-    "split_digits": True,
-}
 
 
 @pytest.fixture(scope="session")
@@ -141,21 +81,21 @@ def folders(
     pieces = {piece: token - 6 for piece, token in bytes_["vocab"].items() if token >= 6}
     merges = [tuple(pair) for pair in bytes_["merges"]]
     words = json.loads(train_wordpiece(texts, vocab_size=800, sentinels=0, modes=False))["model"]["vocab"]
-    spiece = sentencepiece.SentencePieceProcessor(model_proto=foreign(**T5))
+    spiece = sentencepiece.SentencePieceProcessor(model_proto=foreign(**T5_PIECES))
     unigram = [(spiece.id_to_piece(n), spiece.get_score(n)) for n in range(spiece.vocab_size())]
     sentinels = [(f"<extra_id_{n}>", 0.0) for n in range(99, -1, -1)]
     (root / "raw").mkdir()
-    (root / "raw" / "tokenizer.model").write_bytes(foreign(**LLAMA2))
-    made = {
+    (root / "raw" / "tokenizer.model").write_bytes(foreign(**LLAMA2_PIECES))
+    result = {
         "gpt2": transformers.GPT2Tokenizer(vocab=ended(pieces, "<|endoftext|>"), merges=merges),
         "roberta": transformers.RobertaTokenizer(vocab=framed(pieces, "<mask>"), merges=merges),
         "bert": transformers.BertTokenizer(vocab=words),
         "t5": transformers.T5Tokenizer(vocab=[*unigram, *sentinels]),
         "llama2": transformers.LlamaTokenizer.from_pretrained(root / "raw"),
     }
-    for name, each in made.items():
-        each.save_pretrained(root / name)
-    return {name: root / name for name in made}
+    for name, value in result.items():
+        value.save_pretrained(root / name)
+    return {name: root / name for name in result}
 
 
 def ended(pieces: dict[str, int], *names: str) -> dict[str, int]:

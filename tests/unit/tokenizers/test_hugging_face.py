@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from megatfm.errors import UsageError
 from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
-from tests.unit.tokenizers.conftest import ODD
+from tests.support.tokenizer_cases import ODD_TEXTS
 
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = ("gpt2", "roberta", "bert", "t5", "llama2")
-any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD)).map("".join)
+any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD_TEXTS)).map(
+    "".join
+)
 File = dict[str, Any]
 
 
@@ -34,13 +36,13 @@ def pairs(folders: dict[str, Path]) -> dict[str, tuple[Tokenizer, Any]]:
 def test_real_text_has_the_ids_of_transformers(
     pairs: dict[str, tuple[Tokenizer, Any]], family: str, texts: list[str]
 ) -> None:
-    ours, theirs = pairs[family]
+    actual, expected = pairs[family]
     for text in (*texts, *texts[0].splitlines(keepends=True)):
-        ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        assert ours.encode(text).tolist() == ids
-        decoded = theirs.decode(ids, clean_up_tokenization_spaces=False)
-        assert ours.decode(ids) == decoded
-        stream = IncrementalDetokenizer(ours)
+        ids = expected(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert actual.encode(text).tolist() == ids
+        decoded = expected.decode(ids, clean_up_tokenization_spaces=False)
+        assert actual.decode(ids) == decoded
+        stream = IncrementalDetokenizer(actual)
         assert "".join(stream.add([token]) for token in ids) + stream.end() == decoded
 
 
@@ -51,51 +53,51 @@ def test_odd_text_has_the_ids_of_transformers(
     pairs: dict[str, tuple[Tokenizer, Any]], family: str, text: str
 ) -> None:
     """But where a text spells a piece that unigram models can't tell from a reserved one: there ours spells on."""
-    ours, theirs = pairs[family]
-    expected = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    reserved = ours.special.reserved - {ours.unk}
+    actual, reference = pairs[family]
+    expected = reference(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    reserved = actual.special.reserved - {actual.unk}
     assert family == "t5" or not set(expected) & reserved
     if not set(expected) & reserved:
-        assert ours.encode(text).tolist() == expected
-    assert not set(ours.encode(text).tolist()) & reserved
-    if ours.lossless:
-        assert ours.decode(ours.encode(text)) == text
-        assert ours.byte_lengths()[ours.encode(text)].sum() == len(text.encode())
+        assert actual.encode(text).tolist() == expected
+    assert not set(actual.encode(text).tolist()) & reserved
+    if actual.lossless:
+        assert actual.decode(actual.encode(text)) == text
+        assert actual.byte_lengths()[actual.encode(text)].sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_roles_are_those_of_transformers(pairs: dict[str, tuple[Tokenizer, Any]], family: str) -> None:
-    ours, theirs = pairs[family]
+    actual, expected = pairs[family]
     roles = {
-        role: getattr(theirs, f"{role}_token_id") for role in ("bos", "eos", "pad", "mask", "cls", "sep")
+        role: getattr(expected, f"{role}_token_id") for role in ("bos", "eos", "pad", "mask", "cls", "sep")
     }
     fallbacks = {"bos": roles["cls"] or roles["eos"], "eos": roles["sep"], "pad": roles["eos"]}
     for role, token in roles.items():
-        assert getattr(ours, role) == (fallbacks.get(role) if token is None else token), role
-    assert ours.unk == (None if family == "gpt2" else theirs.unk_token_id)
-    assert set(theirs.all_special_ids) == ours.special.reserved
-    assert ours.vocab_size == len(theirs)
-    assert ours.lossless == (family in ("gpt2", "roberta"))
+        assert getattr(actual, role) == (fallbacks.get(role) if token is None else token), role
+    assert actual.unk == (None if family == "gpt2" else expected.unk_token_id)
+    assert set(expected.all_special_ids) == actual.special.reserved
+    assert actual.vocab_size == len(expected)
+    assert actual.lossless == (family in ("gpt2", "roberta"))
 
 
 def test_sentinels_of_t5_descend(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
-    ours, theirs = pairs["t5"]
-    assert ours.sentinels == tuple(range(ours.vocab_size - 1, ours.vocab_size - 101, -1))
-    assert list(ours.sentinels[:2]) == theirs.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"])
+    actual, expected = pairs["t5"]
+    assert actual.sentinels == tuple(range(actual.vocab_size - 1, actual.vocab_size - 101, -1))
+    assert list(actual.sentinels[:2]) == expected.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"])
 
 
-def test_which_ids_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: list[str]) -> None:
+def test_ids_that_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: list[str]) -> None:
     """Against the words that the tokenizers library counts: what is cut at white space."""
     small = pairs["t5"][0]  # it lacks some signs, and one unknown id may stand for several
     text = " ".join(word for word in texts[0].split() if small.unk not in small.encode(word))
-    for family, (ours, theirs) in pairs.items():
-        starts = ours.word_starts()
-        ids = ours.encode(text)
+    for family, (actual, expected) in pairs.items():
+        starts = actual.word_starts()
+        ids = actual.encode(text)
         assert starts is not None
-        assert starts[sorted(ours.special.reserved)].all()
+        assert starts[sorted(actual.special.reserved)].all()
         if family == "bert":
-            found = theirs(text, add_special_tokens=False).word_ids()
-            assert starts[ids].tolist() == [a != b for a, b in zip([None, *found], found, strict=False)]
+            word_ids = expected(text, add_special_tokens=False).word_ids()
+            assert starts[ids].tolist() == [a != b for a, b in zip([None, *word_ids], word_ids, strict=False)]
         else:
             words = [b for a, b in zip(" " + text, text, strict=False) if a == " "]
             assert starts[ids].sum() == len(words) - (
@@ -104,13 +106,13 @@ def test_which_ids_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: 
 
 
 def test_unigram_pieces_that_look_reserved_are_spelled_out(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
-    ours, theirs = pairs["t5"]
+    actual, reference = pairs["t5"]
     for text in ("a</s>b", "<pad>", "<extra_id_3> x</s></s>"):
         expected: list[int] = []
-        for token in theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]:
-            spelled = theirs.convert_tokens_to_ids(list(theirs.convert_ids_to_tokens(token)))
-            expected += spelled if token in ours.special.reserved - {ours.unk} else [token]
-        assert ours.encode(text).tolist() == expected
+        for token in reference(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]:
+            spelled = reference.convert_tokens_to_ids(list(reference.convert_ids_to_tokens(token)))
+            expected += spelled if token in actual.special.reserved - {actual.unk} else [token]
+        assert actual.encode(text).tolist() == expected
 
 
 @pytest.fixture(scope="module")
@@ -215,23 +217,23 @@ CONFIG = {"eos_token": "<extra_1>", "bos_token": None, "mask_token": {"content":
 
 
 def test_roles_of_the_config_go_before_names_and_into_the_hash(changed: Changed) -> None:
-    alone, told = changed(nothing), changed(nothing, json.dumps(CONFIG).encode())
-    assert told.id_to_piece(told.eos) == "<extra_1>"
-    assert told.id_to_piece(told.mask) == "<sep>"
-    assert told.bos == alone.bos
-    assert told.hash != alone.hash
+    alone, message = changed(nothing), changed(nothing, json.dumps(CONFIG).encode())
+    assert message.id_to_piece(message.eos) == "<extra_1>"
+    assert message.id_to_piece(message.mask) == "<sep>"
+    assert message.bos == alone.bos
+    assert message.hash != alone.hash
     same = {"eos_token": "</s>", "chat_template": "anything", "model_max_length": 5}
     assert changed(nothing, json.dumps(same).encode()).hash == alone.hash
 
 
 def test_a_token_that_only_the_config_calls_special_is_special(changed: Changed) -> None:
     def change(file: File) -> None:
-        file["added_tokens"] = [each for each in file["added_tokens"] if each["content"] != "<mask>"]
+        file["added_tokens"] = [item for item in file["added_tokens"] if item["content"] != "<mask>"]
 
     assert changed(change).mask is None
-    told = changed(change, b'{"mask_token": "<mask>"}')
-    assert told.id_to_piece(told.mask) == "<mask>"
-    assert told.mask not in told.encode("a <mask> b")
+    message = changed(change, b'{"mask_token": "<mask>"}')
+    assert message.id_to_piece(message.mask) == "<mask>"
+    assert message.mask not in message.encode("a <mask> b")
 
 
 def test_words_that_end_with_a_mark_begin_nowhere(changed: Changed) -> None:

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from megatfm.errors import MegatfmError
 from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import Tokenizer
-from tests.unit.tokenizers.conftest import LOSSLESS, ODD, OWN
+from tests.support.tokenizer_cases import LOSSLESS_KINDS, ODD_TEXTS, OWN_KINDS
 
 characters = st.characters(exclude_categories=["Cs"])
-any_text = st.lists(st.text(characters) | st.sampled_from(ODD)).map("".join)
+any_text = st.lists(st.text(characters) | st.sampled_from(ODD_TEXTS)).map("".join)
 Own = dict[str, Tokenizer]
 
 
-@pytest.mark.parametrize("kind", LOSSLESS)
+@pytest.mark.parametrize("kind", LOSSLESS_KINDS)
 @settings(max_examples=150, deadline=None)
 @given(text=any_text)
-def test_decoding_gives_back_any_text(own: Own, kind: str, text: str) -> None:
-    tokenizer = own[kind]
+def test_decoding_gives_back_any_text(trained: Own, kind: str, text: str) -> None:
+    tokenizer = trained[kind]
     ids = tokenizer.encode(text)
     assert tokenizer.lossless
     assert tokenizer.decode(ids) == text
@@ -32,25 +32,25 @@ def test_decoding_gives_back_any_text(own: Own, kind: str, text: str) -> None:
     assert lengths[ids].sum() == len(text.encode())
 
 
-@pytest.mark.parametrize("kind", LOSSLESS)
-def test_characters_of_all_planes(own: Own, kind: str) -> None:
-    some = (*range(0x3000), *range(0x3000, 0x110000, 17))
-    everything = "".join(chr(code) for code in some if not 0xD800 <= code < 0xE000)
-    assert own[kind].decode(own[kind].encode(everything)) == everything
+@pytest.mark.parametrize("kind", LOSSLESS_KINDS)
+def test_characters_of_all_planes(trained: Own, kind: str) -> None:
+    selected = (*range(0x3000), *range(0x3000, 0x110000, 17))
+    everything = "".join(chr(code) for code in selected if not 0xD800 <= code < 0xE000)
+    assert trained[kind].decode(trained[kind].encode(everything)) == everything
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @settings(max_examples=150, deadline=None)
 @given(text=any_text)
-def test_reserved_ids_never_come_from_text(own: Own, kind: str, text: str) -> None:
-    tokenizer = own[kind]
+def test_reserved_ids_never_come_from_text(trained: Own, kind: str, text: str) -> None:
+    tokenizer = trained[kind]
     unknown = {tokenizer.unk} if kind == "wordpiece" else set()
     assert not set(tokenizer.encode(text).tolist()) & (tokenizer.special.reserved - unknown)
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_not_even_where_text_spells_their_names(own: Own, kind: str) -> None:
-    tokenizer = own[kind]
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_not_even_where_text_spells_their_names(trained: Own, kind: str) -> None:
+    tokenizer = trained[kind]
     reserved = sorted(tokenizer.special.reserved - {tokenizer.unk})
     spelled = " ".join(tokenizer.id_to_piece(token) for token in reserved)
     ids = tokenizer.encode(spelled)
@@ -58,9 +58,9 @@ def test_not_even_where_text_spells_their_names(own: Own, kind: str) -> None:
     assert "".join(tokenizer.decode(ids).split()) == "".join(spelled.split()).lower() or tokenizer.lossless
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_reserved_ids_are_where_they_are_said_to_be(own: Own, kind: str) -> None:
-    tokenizer = own[kind]
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_reserved_ids_are_where_they_are_said_to_be(trained: Own, kind: str) -> None:
+    tokenizer = trained[kind]
     names = {"sentencepiece": ("<s>", "</s>", "<pad>", "<mask>", "<cls>", "<sep>")}
     names["wordpiece"] = ("<s>", "</s>", "[PAD]", "[MASK]", "[CLS]", "[SEP]")
     roles = ("bos", "eos", "pad", "mask", "cls", "sep")
@@ -71,15 +71,15 @@ def test_reserved_ids_are_where_they_are_said_to_be(own: Own, kind: str) -> None
     ]
     modes = {} if kind == "sentencepiece" else {"R": "<R>", "S": "<S>", "X": "<X>"}
     assert {letter: tokenizer.id_to_piece(token) for letter, token in tokenizer.modes.items()} == modes
-    assert tokenizer.special.others == ()
+    assert tokenizer.special.unused == ()
     has_unknown = kind not in ("byte-bpe", "llama3")
     assert (tokenizer.unk is not None) == has_unknown
     assert len(tokenizer.special.reserved) == 6 + 8 + len(modes) + has_unknown
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_reserved_ids_decode_to_nothing(own: Own, kind: str) -> None:
-    tokenizer = own[kind]
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_reserved_ids_decode_to_nothing(trained: Own, kind: str) -> None:
+    tokenizer = trained[kind]
     ids = tokenizer.encode("text").tolist()
     silent = sorted(tokenizer.special.reserved - {tokenizer.unk})
     assert tokenizer.decode([*silent, *ids, *silent]) == "text"
@@ -89,10 +89,10 @@ def test_reserved_ids_decode_to_nothing(own: Own, kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_batch_gives_the_ids_of_each_text(own: Own, kind: str, threads: int, texts: list[str]) -> None:
-    tokenizer, batch = own[kind], [*texts, *ODD, "", "a\u2581\u2581b\u2581", "end"]
+def test_a_batch_gives_the_ids_of_each_text(trained: Own, kind: str, threads: int, texts: list[str]) -> None:
+    tokenizer, batch = trained[kind], [*texts, *ODD_TEXTS, "", "a\u2581\u2581b\u2581", "end"]
     encoded = tokenizer.encode_batch(batch, threads)
     assert len(encoded) == len(batch)
     for text, ids in zip(batch, encoded, strict=True):
@@ -104,19 +104,19 @@ def test_a_batch_gives_the_ids_of_each_text(own: Own, kind: str, threads: int, t
         tokenizer.encode_batch([*texts, "abc\ud800"], threads)
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize("token", [-1, 900])
-def test_an_id_beyond_the_vocabulary_is_refused(own: Own, kind: str, token: int) -> None:
+def test_an_id_beyond_the_vocabulary_is_refused(trained: Own, kind: str, token: int) -> None:
     with pytest.raises(MegatfmError, match=f"id {token} is not in this tokenizer's vocabulary of 900"):
-        own[kind].decode([20, token])
+        trained[kind].decode([20, token])
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @settings(max_examples=100, deadline=None)
 @given(text=any_text, cuts=st.lists(st.integers(1, 5), max_size=5))
-def test_streamed_text_is_decoded_text(own: Own, kind: str, text: str, cuts: list[int]) -> None:
+def test_streamed_text_is_decoded_text(trained: Own, kind: str, text: str, cuts: list[int]) -> None:
     """In whatever portions ids come, no portion holds half a character."""
-    tokenizer = own[kind]
+    tokenizer = trained[kind]
     ids = tokenizer.encode(text).tolist()
     stream, shown = IncrementalDetokenizer(tokenizer), ""
     for size in [*cuts, len(ids)]:
@@ -126,12 +126,12 @@ def test_streamed_text_is_decoded_text(own: Own, kind: str, text: str, cuts: lis
     assert shown + stream.end() == tokenizer.decode(tokenizer.encode(text))
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_streamed_ids_of_a_model_are_decoded_too(own: Own, kind: str, data: st.DataObject) -> None:
+def test_streamed_ids_of_a_model_are_decoded_too(trained: Own, kind: str, data: st.DataObject) -> None:
     """Any ids, as a model may sample: broken characters, unknown and reserved ids among them."""
-    tokenizer = own[kind]
+    tokenizer = trained[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
     ids = [token for token in ids if token not in tokenizer.special.reserved or token == tokenizer.unk]
     stream = IncrementalDetokenizer(tokenizer)
@@ -143,10 +143,10 @@ def marked(text: str) -> str:
     return re.sub("\ufffd+", "\ufffd", text)
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_a_continuation_is_decoded_as_part_of_its_text(own: Own, kind: str, texts: list[str]) -> None:
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_a_continuation_is_decoded_as_part_of_its_text(trained: Own, kind: str, texts: list[str]) -> None:
     """Its first id may go on with the last word of the prompt, or stand apart from it."""
-    tokenizer = own[kind]
+    tokenizer = trained[kind]
     ids = tokenizer.encode(texts[0][:300]).tolist()
     for split in range(len(ids)):
         before = tokenizer.decode(ids[:split])
@@ -163,9 +163,9 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_which_ids_begin_a_word(own: Own, kind: str) -> None:
-    tokenizer = own[kind]
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_ids_that_begin_a_word(trained: Own, kind: str) -> None:
+    tokenizer = trained[kind]
     starts = tokenizer.word_starts()
     assert starts is not None
     assert starts.shape == (tokenizer.vocab_size,)
@@ -177,8 +177,8 @@ def test_which_ids_begin_a_word(own: Own, kind: str) -> None:
         assert starts[pieces.index(breaks)]
     assert starts[sorted(tokenizer.special.reserved)].all()
     text = "we are in the middle of useful information"
-    found = [text_of(tokenizer, word) for word in words(tokenizer, " " + text)]
-    assert found == text.split()
+    actual = [text_of(tokenizer, word) for word in words(tokenizer, " " + text)]
+    assert actual == text.split()
 
 
 def words(tokenizer: Tokenizer, text: str) -> list[list[int]]:
@@ -191,8 +191,8 @@ def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids).strip()
 
 
-def test_facts_are_plain_json(own: Own) -> None:
-    for kind, tokenizer in own.items():
+def test_facts_are_plain_json(trained: Own) -> None:
+    for kind, tokenizer in trained.items():
         facts = json.loads(json.dumps(tokenizer.describe()))
         assert facts["kind"] == ("byte-bpe" if kind == "llama3" else kind)
         assert facts["blake3"] == tokenizer.hash

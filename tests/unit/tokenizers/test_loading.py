@@ -131,13 +131,13 @@ def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
     if not lower:
         (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    theirs = BertTokenizer.from_pretrained(tmp_path)
-    ours = load(tmp_path)
+    reference = BertTokenizer.from_pretrained(tmp_path)
+    actual = load(tmp_path)
     for text in ("unaffable, a", "Größe größe", "東a,UNAFF", "weird [MASK]"[:5]):
-        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"], text
-    special = ours.special
+        assert actual.encode(text).tolist() == reference(text, add_special_tokens=False)["input_ids"], text
+    special = actual.special
     assert (special.pad, special.unk, special.cls, special.sep, special.mask) == (0, 1, 2, 3, 4)
-    assert load_files(tmp_path, tmp_path / "copy").hash == ours.hash
+    assert load_files(tmp_path, tmp_path / "copy").hash == actual.hash
     (tmp_path / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(UsageError, match=r"vocab\.txt: no WordPiece: it has no \[PAD\]"):
         load(tmp_path)
@@ -150,20 +150,20 @@ def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
 ) -> None:
     """The same ids as transformers gives."""
     model = json.loads((folders[family] / "tokenizer.json").read_text())
-    pieces = {**model["model"]["vocab"], **{each["content"]: each["id"] for each in model["added_tokens"]}}
+    pieces = {**model["model"]["vocab"], **{item["content"]: item["id"] for item in model["added_tokens"]}}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["model"]["merges"]]
     (tmp_path / "vocab.json").write_text(json.dumps(pieces))
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": leading}))
     kind = GPT2Tokenizer if family == "gpt2" else RobertaTokenizer
-    theirs, ours = kind.from_pretrained(tmp_path), load(tmp_path)
+    reference, actual = kind.from_pretrained(tmp_path), load(tmp_path)
     for text in ("the cat's hat, 12 of them", " Größe  東\n\tx", "", "a b"):
-        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"], text
-    assert ours.special.eos == theirs.eos_token_id
-    assert ours.special.mask == theirs.mask_token_id
+        assert actual.encode(text).tolist() == reference(text, add_special_tokens=False)["input_ids"], text
+    assert actual.special.eos == reference.eos_token_id
+    assert actual.special.mask == reference.mask_token_id
     if family == "roberta":  # GPT-2's has none
-        assert ours.special.pad == theirs.pad_token_id
-    assert load_files(tmp_path, tmp_path / "copy").hash == ours.hash
+        assert actual.special.pad == reference.pad_token_id
+    assert load_files(tmp_path, tmp_path / "copy").hash == actual.hash
     (tmp_path / "vocab.json").write_text(json.dumps({"a</w>": 0, "<|endoftext|>": 1}))
     with pytest.raises(UsageError, match=r"vocab\.json: (neither|not the vocabulary)"):
         load(tmp_path)

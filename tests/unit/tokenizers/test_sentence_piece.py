@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from megatfm.errors import UsageError
 from megatfm.inference.text import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer
-from tests.unit.tokenizers.conftest import LLAMA2, ODD, T5
+from tests.support.tokenizer_cases import LLAMA2_PIECES, ODD_TEXTS, T5_PIECES
 
 Foreign = Callable[..., bytes]
 characters = st.characters(exclude_categories=["Cs"])
 KINDS = {
-    "t5": T5,
-    "llama2": LLAMA2,
+    "t5": T5_PIECES,
+    "llama2": LLAMA2_PIECES,
     "no byte fallback": {"model_type": "bpe"},
     "spaces as suffix": {"model_type": "unigram", "treat_whitespace_as_suffix": True},
     "characters": {"model_type": "char", "vocab_size": 80, "hard_vocab_limit": False},
@@ -54,26 +54,32 @@ def other(request: pytest.FixtureRequest, foreign: Foreign) -> tuple[str, bytes]
 
 def test_models_of_others_are_read_as_they_are(other: tuple[str, bytes], texts: list[str]) -> None:
     _, model = other
-    ours, plain = SentencePieceTokenizer(model), sentencepiece.SentencePieceProcessor(model_proto=model)
-    for text in (*(text[:3000] for text in texts), *ODD, "  two  spaces ", ""):
+    tokenizer, plain = SentencePieceTokenizer(model), sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in (*(text[:3000] for text in texts), *ODD_TEXTS, "  two  spaces ", ""):
         ids = plain.encode(text)
-        assert ours.encode(text).tolist() == ids
-        assert ours.decode(ids) == plain.decode(ids)
-        stream = IncrementalDetokenizer(ours)
+        assert tokenizer.encode(text).tolist() == ids
+        assert tokenizer.decode(ids) == plain.decode(ids)
+        stream = IncrementalDetokenizer(tokenizer)
         assert "".join(stream.add([token]) for token in ids) + stream.end() == plain.decode(ids)
-    assert (ours.unk, ours.eos) == (plain.unk_id(), plain.eos_id())
-    assert ours.bos == (plain.bos_id() if plain.bos_id() >= 0 else plain.eos_id())
-    assert ours.pad == (plain.pad_id() if plain.pad_id() >= 0 else plain.eos_id())
+    assert (tokenizer.unk, tokenizer.eos) == (plain.unk_id(), plain.eos_id())
+    assert tokenizer.bos == (plain.bos_id() if plain.bos_id() >= 0 else plain.eos_id())
+    assert tokenizer.pad == (plain.pad_id() if plain.pad_id() >= 0 else plain.eos_id())
 
 
 def test_what_others_can_not_promise_is_not_promised(other: tuple[str, bytes]) -> None:
-    ours = SentencePieceTokenizer(other[1])
-    assert not ours.lossless
-    assert ours.describe()["lossless"] is False
-    assert ours.byte_lengths() is None
-    assert ours.token_bytes() is None
-    assert (ours.word_starts() is None) == (other[0] == "spaces as suffix")
-    assert (ours.mask, ours.cls, ours.sep, ours.sentinels, ours.modes) == (None, None, None, (), {})
+    tokenizer = SentencePieceTokenizer(other[1])
+    assert not tokenizer.lossless
+    assert tokenizer.describe()["lossless"] is False
+    assert tokenizer.byte_lengths() is None
+    assert tokenizer.token_bytes() is None
+    assert (tokenizer.word_starts() is None) == (other[0] == "spaces as suffix")
+    assert (tokenizer.mask, tokenizer.cls, tokenizer.sep, tokenizer.sentinels, tokenizer.modes) == (
+        None,
+        None,
+        None,
+        (),
+        {},
+    )
 
 
 LOSSY = {
@@ -101,23 +107,25 @@ def test_each_way_to_lose_text_is_noticed(foreign: Foreign, setting: str) -> Non
 def test_roles_are_found_among_control_and_user_defined_pieces(foreign: Foreign) -> None:
     """ALBERT's and XLNet's files name their tokens so; user-defined ones would be found in text."""
     model = foreign(
-        **T5,
+        **T5_PIECES,
         control_symbols=["[CLS]", "[SEP]"],
         user_defined_symbols=["[MASK]", "<extra_id_1>", "<extra_id_0>"],
     )
-    ours = SentencePieceTokenizer(model)
-    pieces = {ours.id_to_piece(token): token for token in range(ours.vocab_size)}
-    assert (ours.cls, ours.sep, ours.mask) == tuple(pieces[name] for name in ("[CLS]", "[SEP]", "[MASK]"))
-    assert ours.sentinels == (pieces["<extra_id_0>"], pieces["<extra_id_1>"])
+    tokenizer = SentencePieceTokenizer(model)
+    pieces = {tokenizer.id_to_piece(token): token for token in range(tokenizer.vocab_size)}
+    assert (tokenizer.cls, tokenizer.sep, tokenizer.mask) == tuple(
+        pieces[name] for name in ("[CLS]", "[SEP]", "[MASK]")
+    )
+    assert tokenizer.sentinels == (pieces["<extra_id_0>"], pieces["<extra_id_1>"])
     plain = sentencepiece.SentencePieceProcessor(model_proto=model)
-    defined = {ours.mask, *ours.sentinels}
-    for text in ("a [MASK] b", "[MASK]", "x<extra_id_0>[MASK]</s>[CLS]", *ODD):
+    defined = {tokenizer.mask, *tokenizer.sentinels}
+    for text in ("a [MASK] b", "[MASK]", "x<extra_id_0>[MASK]</s>[CLS]", *ODD_TEXTS):
         expected: list[int] = []
         for token in plain.encode(text):
-            spelled = [plain.piece_to_id(each) for each in plain.id_to_piece(token)]
+            spelled = [plain.piece_to_id(item) for item in plain.id_to_piece(token)]
             expected += spelled if token in defined else [token]
-        assert ours.encode(text).tolist() == expected
-        assert not set(expected) & (ours.special.reserved - {ours.unk})
+        assert tokenizer.encode(text).tolist() == expected
+        assert not set(expected) & (tokenizer.special.reserved - {tokenizer.unk})
     assert defined & set(plain.encode("a [MASK] b"))
 
 
@@ -128,13 +136,13 @@ def test_settings_are_read_as_the_protobuf_library_reads_them(foreign: Foreign) 
     for settings_ in (*KINDS.values(), {"user_defined_symbols": ["[MASK]", "ü"]}):
         model = foreign(**settings_)
         trainer, normalizer = proto.FromString(model).trainer_spec, proto.FromString(model).normalizer_spec
-        found = _settings(model)
-        assert found["model_type"] == trainer.model_type
-        assert found["treat_whitespace_as_suffix"] == trainer.treat_whitespace_as_suffix
-        assert found["user_defined_symbols"] == list(trainer.user_defined_symbols)
+        settings = _settings(model)
+        assert settings["model_type"] == trainer.model_type
+        assert settings["treat_whitespace_as_suffix"] == trainer.treat_whitespace_as_suffix
+        assert settings["user_defined_symbols"] == list(trainer.user_defined_symbols)
         changes = normalizer.precompiled_charsmap or normalizer.add_dummy_prefix
         changes = changes or normalizer.remove_extra_whitespaces or trainer.treat_whitespace_as_suffix
-        assert found["changes_text"] == bool(changes or not normalizer.escape_whitespaces)
+        assert settings["changes_text"] == bool(changes or not normalizer.escape_whitespaces)
 
 
 def test_a_model_without_an_end_is_refused(foreign: Foreign) -> None:

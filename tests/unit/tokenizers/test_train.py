@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 import sentencepiece
 
-import megatfm.tokenizers
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer, train_sentencepiece
 from megatfm.tokenizers.training import _SEGMENT
+from tests.support.tokenizer_cases import check_fitting_size
 
 Type = Literal["bpe", "unigram"]
 
@@ -30,14 +30,16 @@ FEW = {"bpe": 295, "unigram": 283}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_it_is_silent(texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type) -> None:
+def test_training_sentencepiece_is_silent(
+    texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type
+) -> None:
     train_sentencepiece(texts[:1], vocab_size=500, model_type=model_type)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram"])
-def test_pieces_may_hold_breaks_indentation_and_tabs(own: dict[str, Tokenizer], kind: str) -> None:
-    learnt = pieces(own[kind])
+def test_pieces_may_hold_breaks_indentation_and_tabs(trained: dict[str, Tokenizer], kind: str) -> None:
+    learnt = pieces(trained[kind])
     assert any(piece.startswith("\n\u2581\u2581\u2581\u2581") for piece in learnt)
     assert any("\t" in piece and (len(piece) > 1 or kind == "sentencepiece-unigram") for piece in learnt)
 
@@ -84,25 +86,19 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_vocabulary_too_large_names_one_that_fits(model_type: Type) -> None:
-    text = "too little text for so many pieces\n" * 5
-    train_sentencepiece = partial(megatfm.tokenizers.train_sentencepiece, model_type=model_type)
-    with pytest.raises(UsageError, match="too large for this little text") as caught:
-        train_sentencepiece([text], vocab_size=5000)
-    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert SentencePieceTokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
-    with pytest.raises(UsageError):
-        train_sentencepiece([text], vocab_size=fitting + 1)
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_a_vocabulary_too_small_names_one_that_fits(model_type: Type) -> None:
-    text = "the bytes alone need 256 pieces\n" * 5
-    train_sentencepiece = partial(megatfm.tokenizers.train_sentencepiece, model_type=model_type)
-    with pytest.raises(UsageError, match="too small for the characters") as caught:
-        train_sentencepiece([text], vocab_size=100)
-    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert SentencePieceTokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
+@pytest.mark.parametrize(
+    ("text", "size", "message", "is_largest"),
+    [
+        ("too little text for so many pieces\n", 5000, "too large for this little text", True),
+        ("the bytes alone need 256 pieces\n", 100, "too small for the characters", False),
+    ],
+    ids=["too large", "too small"],
+)
+def test_a_vocabulary_that_does_not_fit_names_one_that_does(
+    model_type: Type, text: str, size: int, message: str, is_largest: bool
+) -> None:
+    train = partial(train_sentencepiece, model_type=model_type)
+    check_fitting_size(train, SentencePieceTokenizer, text, size, message, is_largest=is_largest)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["\n\n"]])

@@ -11,6 +11,7 @@ import tokenizers
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import HuggingFaceTokenizer, train_byte_bpe, train_wordpiece
+from tests.support.tokenizer_cases import check_fitting_size
 
 TRAIN: dict[str, Callable[..., bytes]] = {
     "byte-bpe": train_byte_bpe,
@@ -30,13 +31,15 @@ for train in (train_byte_bpe, train_wordpiece):
 def test_every_process_trains_the_same(tmp_path: object) -> None:
     """The library's hash tables have another order in each process."""
     run = partial(subprocess.run, [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    first, *others = (run().stdout for _ in range(4))
+    first, *remaining = (run().stdout for _ in range(4))
     assert len(first.split()) == 2
-    assert others == [first] * 3
+    assert remaining == [first] * 3
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-def test_it_is_silent(texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_a_json_tokenizer_is_silent(
+    texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     TRAIN[kind](texts[:1], vocab_size=500)
     assert capfd.readouterr() == ("", "")
 
@@ -44,22 +47,24 @@ def test_it_is_silent(texts: list[str], kind: str, capfd: pytest.CaptureFixture[
 def test_byte_bpe_learns_the_merges_of_a_plain_training(texts: list[str]) -> None:
     plain = tokenizers.ByteLevelBPETokenizer()
     plain.train_from_iterator(texts, vocab_size=600, show_progress=False)
-    theirs = json.loads(plain._tokenizer.to_str())["model"]["merges"]
-    ours = json.loads(train_byte_bpe(texts, vocab_size=606, sentinels=0, modes=False))["model"]["merges"]
-    assert ours == theirs
-    assert len(ours) == 600 - 256
+    expected = json.loads(plain._tokenizer.to_str())["model"]["merges"]
+    actual = json.loads(train_byte_bpe(texts, vocab_size=606, sentinels=0, modes=False))["model"]["merges"]
+    assert actual == expected
+    assert len(actual) == 600 - 256
 
 
 def test_wordpiece_encodes_as_berts_own_class(texts: list[str]) -> None:
     transformers = pytest.importorskip("transformers")
     for lowercase in (True, False):
         file = train_wordpiece(texts, vocab_size=900, sentinels=4, lowercase=lowercase)
-        ours = HuggingFaceTokenizer(file)
-        theirs = transformers.BertTokenizer(vocab=json.loads(file)["model"]["vocab"], do_lower_case=lowercase)
+        tokenizer = HuggingFaceTokenizer(file)
+        reference = transformers.BertTokenizer(
+            vocab=json.loads(file)["model"]["vocab"], do_lower_case=lowercase
+        )
         for text in (*texts, "Größe, naïve [MASK] 東京 İ don't 🗼"):
-            ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            assert ours.encode(text).tolist() == ids
-            assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+            ids = reference(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            assert tokenizer.encode(text).tolist() == ids
+            assert tokenizer.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def test_wordpiece_learns_whole_words_and_what_continues_them(texts: list[str]) -> None:
@@ -82,23 +87,18 @@ def test_rare_characters_take_no_piece() -> None:
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-def test_a_vocabulary_too_large_names_one_that_fits(kind: str) -> None:
-    text = "too little text for so many pieces\n" * 5
-    with pytest.raises(UsageError, match="too large for this little text") as caught:
-        TRAIN[kind]([text], vocab_size=5000)
-    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert HuggingFaceTokenizer(TRAIN[kind]([text], vocab_size=fitting)).vocab_size == fitting
-    with pytest.raises(UsageError):
-        TRAIN[kind]([text], vocab_size=fitting + 1)
-
-
-@pytest.mark.parametrize("kind", TRAIN)
-def test_a_vocabulary_too_small_names_one_that_fits(kind: str) -> None:
-    text = "the reserved ids alone need some pieces\n" * 5
-    with pytest.raises(UsageError, match="too small for the characters") as caught:
-        TRAIN[kind]([text], vocab_size=20)
-    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert HuggingFaceTokenizer(TRAIN[kind]([text], vocab_size=fitting)).vocab_size == fitting
+@pytest.mark.parametrize(
+    ("text", "size", "message", "is_largest"),
+    [
+        ("too little text for so many pieces\n", 5000, "too large for this little text", True),
+        ("the reserved ids alone need some pieces\n", 20, "too small for the characters", False),
+    ],
+    ids=["too large", "too small"],
+)
+def test_a_vocabulary_that_does_not_fit_names_one_that_does(
+    kind: str, text: str, size: int, message: str, is_largest: bool
+) -> None:
+    check_fitting_size(TRAIN[kind], HuggingFaceTokenizer, text, size, message, is_largest=is_largest)
 
 
 @pytest.mark.parametrize("kind", TRAIN)

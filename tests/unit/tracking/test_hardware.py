@@ -36,9 +36,9 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd sve2 crc32\nCPU implementer\t: 0x41\
 def test_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cpu: str, sets: str) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
-    found = hardware.processor()
-    assert (found["cpu"], found["instruction sets"]) == (cpu, sets)
-    assert found["threads"] == str(torch.get_num_threads())
+    name = hardware.processor()
+    assert (name["cpu"], name["instruction sets"]) == (cpu, sets)
+    assert name["threads"] == str(torch.get_num_threads())
 
 
 def test_no_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +49,10 @@ def test_no_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_libraries_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in hardware.SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    found = hardware.libraries()
-    assert found["torch"] == torch.__version__
-    assert found["settings"] == "none"
-    assert found.keys() & {"MKL", "BLAS"}
+    libraries = hardware.libraries()
+    assert libraries["torch"] == torch.__version__
+    assert libraries["settings"] == "none"
+    assert libraries.keys() & {"MKL", "BLAS"}
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     assert hardware.libraries()["settings"] == "MKL_CBWR=AVX2"
 
@@ -107,11 +107,11 @@ def kinds_here() -> dict[str, object]:
 
 
 def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
-    for found in workers.run(kinds_here, 3):
-        assert file_format.check_json_round_trip({"machines": found}), "a checkpoint can hold it"
-        assert found["of_rank"] == [0, 1, 0]
-        assert [kind["threads"] for kind in found["kinds"]] == [str(THREADS), "3"]
-        assert found["kinds"][0].keys() >= {
+    for result in workers.run(kinds_here, 3):
+        assert file_format.check_json_round_trip({"machines": result}), "a checkpoint can hold it"
+        assert result["of_rank"] == [0, 1, 0]
+        assert [kind["threads"] for kind in result["kinds"]] == [str(THREADS), "3"]
+        assert result["kinds"][0].keys() >= {
             "cpu",
             "instruction sets",
             "kernels",

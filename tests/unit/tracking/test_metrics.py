@@ -46,10 +46,10 @@ def test_a_line_torn_by_a_kill_is_mended(tmp_path: Path, caplog: pytest.LogCaptu
     write_steps(RunInfo(tmp_path), 1, 6)
     path = tmp_path / "metrics.jsonl"
     for torn in (b'{"step":7,"los', b'{"step":6}', b"\0" * 40):  # cut; whole but for its end; a hole
-        whole = path.read_bytes()
-        path.write_bytes(whole + torn)
+        full = path.read_bytes()
+        path.write_bytes(full + torn)
         MetricsLog(RunInfo(tmp_path, first_step=6)).close()
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == full
         assert caplog.messages.pop() == f"{path}: dropped 1 damaged line(s)"
 
 
@@ -141,8 +141,8 @@ def tensorboard_events(folder: Path) -> list[event_pb2.Event]:
 
 def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> None:
     log = MetricsLog(RunInfo(tmp_path), ["tensorboard"])
-    found = {"code": {"loss": 1.5, "load": [0.5, 2.0]}}
-    log.write(training_record(1, loss=3.0) | {"evaluation": found, "note": "text"})
+    actual = {"code": {"loss": 1.5, "load": [0.5, 2.0]}}
+    log.write(training_record(1, loss=3.0) | {"evaluation": actual, "note": "text"})
     log.write(training_record(2, loss=2.0))
     log.close()
     write_steps(RunInfo(tmp_path, first_step=1), 2, 3, ("tensorboard",))

@@ -51,7 +51,7 @@ def test_what_grows_does_not_grow_through_a_planted_link(
         (run.folder / name).symlink_to(tmp_path / "precious")
         with nullcontext() if name == "samples.jsonl" else pytest.raises((MegatfmError, OSError)) as raised:
             GROWING[name](run)
-        said = str(raised.value) if raised else capsys.readouterr().err
-        assert "it is a symbolic link, and what it points to would be written to: remove it" in said
-        assert Path(name).name in said
+        output = str(raised.value) if raised else capsys.readouterr().err
+        assert "it is a symbolic link, and what it points to would be written to: remove it" in output
+        assert Path(name).name in output
     assert (tmp_path / "precious").read_bytes() == b""

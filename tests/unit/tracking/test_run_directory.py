@@ -201,18 +201,18 @@ def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", ["tokenizer.json", "."])
-def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given: str) -> None:
+@pytest.mark.parametrize("source", ["tokenizer.json", "."])
+def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, source: str) -> None:
     """A tokenizer.json may need the roles that a file beside it gives to its tokens."""
     (tmp_path / "from").mkdir()
     text = ["def f(x):\n    return x\n" * 20]
     (tmp_path / "from" / "tokenizer.json").write_bytes(tokenizers.train_byte_bpe(text, vocab_size=310))
     (tmp_path / "from" / "tokenizer_config.json").write_text('{"eos_token": "<sep>"}')
-    given = str(tmp_path / "from" / given)
-    data = config.data.model_copy(update={"tokenizer": given})
+    source = str(tmp_path / "from" / source)
+    data = config.data.model_copy(update={"tokenizer": source})
     with RunDirectory(tmp_path / "a", 0) as run:
         run.write_run_files(config.model_copy(update={"data": data}), "the plan", CPU)
-    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(given)
+    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(source)
     assert kept.hash == before.hash
     assert kept.id_to_piece(kept.eos) == "<sep>"
 
@@ -332,9 +332,10 @@ def test_a_line_tells_the_utilization_and_the_time_that_is_left(
     assert lines[2].endswith("grad norm 0.50")
 
 
-def test_the_logger_is_as_it_was_after_a_run_and_after_one_whose_log_cannot_be_written(
+def test_the_logger_is_as_it_was_after_a_run(
     tmp_path: Path,
 ) -> None:
+    """A run whose log cannot be written leaves it so, too."""
     log.setLevel(logging.WARNING)
     try:
         before = log.level, list(log.handlers)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,8 @@ def test_the_holder_is_named_and_its_death_frees_the_lock(
     assert (tmp_path / "lock").read_text() == ""
 
 
-def test_the_same_process_can_not_take_it_twice_and_a_refusal_does_not_lose_it(tmp_path: Path) -> None:
+def test_a_process_can_not_take_the_lock_twice(tmp_path: Path) -> None:
+    """A refusal does not lose the lock."""
     first = RunLock(tmp_path / "lock")
     first.acquire()
     with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
@@ -144,7 +146,7 @@ def test_an_error_of_the_file_server_does_not_end_the_signs_of_life(
 @pytest.mark.usefixtures("hasty")
 def test_who_looks_opens_the_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS clients remember the times of a file that they have open: here a descriptor's time never moves again."""
-    path, known, done = tmp_path / "lock", {}, threading.Event()
+    path, known = tmp_path / "lock", {}
     elsewhere(path)
     real = os.fstat
     monkeypatch.setattr(os, "fstat", lambda file: known.setdefault(file, real(file)))
@@ -156,18 +158,8 @@ def test_who_looks_opens_the_file_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "close", close)
 
-    def touch() -> None:
-        while not done.wait(0.05):
-            os.utime(path)
-
-    thread = threading.Thread(target=touch)
-    thread.start()
-    try:
-        with pytest.raises(LockedError, match=r"process 1 on another-machine"):
-            RunLock(path).acquire()
-    finally:
-        done.set()
-        thread.join()
+    with touched(path), pytest.raises(LockedError, match=r"process 1 on another-machine"):
+        RunLock(path).acquire()
 
 
 def test_the_wait_is_longer_than_nfs_remembers_a_time() -> None:
@@ -188,7 +180,26 @@ def test_a_planted_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "precious"
 
 
+@contextmanager
+def touched(path: Path) -> Iterator[None]:
+    """Within, a file's time moves on, as that of a lock whose owner lives."""
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def elsewhere(path: Path) -> None:
+    """Write the lock of a process on another machine."""
     path.write_text(json.dumps({"host": "another-machine", "pid": 1, "job": "7", "time": 0}))
 
 
@@ -202,20 +213,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_locks_do_not_reach_other_machines_a_file_that_moves_is_held(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     elsewhere(path)
-    done = threading.Event()
 
-    def touch() -> None:
-        while not done.wait(0.05):
-            os.utime(path)
-
-    thread = threading.Thread(target=touch)
-    thread.start()
-    try:
-        with pytest.raises(LockedError, match=r"process 1 on another-machine, job 7"):
-            RunLock(path).acquire()
-    finally:
-        done.set()
-        thread.join()
+    with touched(path), pytest.raises(LockedError, match=r"process 1 on another-machine, job 7"):
+        RunLock(path).acquire()
     start = time.monotonic()
     mine = RunLock(path)
     mine.acquire()

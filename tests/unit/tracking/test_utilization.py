@@ -12,7 +12,7 @@ from megatfm.config import load_config
 from megatfm.describe.description import describe, flops_per_token
 from megatfm.tracking import hardware
 from megatfm.tracking.hardware import Peak, Utilization, from_data_sheet, get_peak_flops
-from tests.unit.test_api import corpus, file, run, texts
+from tests.support.small_runs import corpus, file, run, texts
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
@@ -27,18 +27,18 @@ def test_what_else_runs_on_a_cpu_is_no_reason_for_a_lower_peak(monkeypatch: pyte
     ticks = {"process_time": itertools.count(0, 0.02), "perf_counter": itertools.count(0, 0.03)}
     for name, times in ticks.items():
         monkeypatch.setattr(hardware.time, name, lambda times=times: next(times))
-    found = hardware.measure_peak_flops(torch.device("cpu"), torch.float32, "x").flops
-    each = 0.02 / torch.get_num_threads()
-    assert found == pytest.approx(2 * hardware.MATMUL_SIZE**3 / each)
+    flops = hardware.measure_peak_flops(torch.device("cpu"), torch.float32, "x").flops
+    item = 0.02 / torch.get_num_threads()
+    assert flops == pytest.approx(2 * hardware.MATMUL_SIZE**3 / item)
 
 
 def test_gpt3_needs_what_its_paper_says() -> None:
     """Brown et al. 2020, table D.1: 3.14e23 FLOPs on 300 billion tokens, without attention's products."""
     full, causal = flops_per_token(load_config("gpt3-175b", ["model.vocab_size=50257"]))
     assert 3.14e23 / 300e9 < causal < full < 1.1 * 3.14e23 / 300e9
-    found = describe(load_config("gpt3-175b", ["model.vocab_size=50257"])).config.model
-    dense = found.n_layers // 2  # the others are banded, whose pairs are those that are seen
-    attention = 12 * dense * found.d_model * 2048
+    model = describe(load_config("gpt3-175b", ["model.vocab_size=50257"])).config.model
+    dense = model.n_layers // 2  # the others are banded, whose pairs are those that are seen
+    attention = 12 * dense * model.d_model * 2048
     assert full - causal == pytest.approx(attention / 2, rel=1e-6)
 
 
@@ -79,10 +79,10 @@ def test_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None
 
 
 def test_a_cpu_is_measured_and_says_so() -> None:
-    found = get_peak_flops(torch.device("cpu"), torch.float32)
-    assert found.flops > 1e8
-    assert "CPU, float32" in found.source
-    assert "measured" in str(found)
+    peak_flops = get_peak_flops(torch.device("cpu"), torch.float32)
+    assert peak_flops.flops > 1e8
+    assert "CPU, float32" in peak_flops.source
+    assert "measured" in str(peak_flops)
 
 
 def test_a_run_records_it(run: Path) -> None:

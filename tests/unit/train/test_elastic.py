@@ -13,14 +13,14 @@ def config(**settings: object) -> Config:
     return load_config("quickstart", words + [f"{key}={value}" for key, value in settings.items()])
 
 
-def layout(made: Config, world_size: int) -> tuple[dict[str, int], int]:
-    return axis_sizes(made.parallel, world_size), made.train.micro_batch
+def layout(config: Config, world_size: int) -> tuple[dict[str, int], int]:
+    return axis_sizes(config.parallel, world_size), config.train.micro_batch
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_what_fits_stays(world_size: int) -> None:
-    made = config()
-    assert fit_layout(made, world_size) == (made, None)
+    result = config()
+    assert fit_layout(result, world_size) == (result, None)
 
 
 @pytest.mark.parametrize(
@@ -40,22 +40,22 @@ def test_the_data_axes_and_the_micro_batch_give_way(
     settings: dict[str, object], world_size: int, axes: tuple[int, int, int], micro_batch: int
 ) -> None:
     before = config(**settings)
-    after, said = fit_layout(before, world_size)
+    after, output = fit_layout(before, world_size)
     sizes, micro = layout(after, world_size)
     assert (sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"]) == axes
     assert micro == micro_batch
     assert after.train.global_batch == before.train.global_batch
-    assert said is not None
-    assert all(" → " in change for change in said.split(", "))
+    assert output is not None
+    assert all(" → " in change for change in output.split(", "))
 
 
 def test_fewer_ranks_divide_experts() -> None:
     """The experts of a rank are more, and what is computed the same."""
     experts = {"model.ffn.name": "moe", "model.ffn.n_experts": 8, "model.ffn.top_k": 2}
-    after, said = fit_layout(config(**experts, **{"parallel.ep": 4, "parallel.dp_shard": 4}), 6)
+    after, output = fit_layout(config(**experts, **{"parallel.ep": 4, "parallel.dp_shard": 4}), 6)
     assert layout(after, 6)[0]["dp_shard"] == 6
     assert after.parallel.ep == 2
-    assert said == "parallel.dp_shard 4 → -1, parallel.ep 4 → 2"
+    assert output == "parallel.dp_shard 4 → -1, parallel.ep 4 → 2"
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, 
         fit_layout(config(**settings), world_size)
 
 
-def test_it_is_done_only_where_it_is_asked_for() -> None:
+def test_a_run_is_elastic_only_where_it_is_asked_to() -> None:
     assert elastic_config(config(), 4) == config()
     assert elastic_config(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
 
 
 def test_what_was_changed_is_what_differs() -> None:
-    given = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
-    fitted, said = fit_layout(given, 3)
-    assert said == ", ".join(layout_changes(given, fitted))
-    assert layout_changes(given, given) == []
+    inputs = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
+    fitted, output = fit_layout(inputs, 3)
+    assert output == ", ".join(layout_changes(inputs, fitted))
+    assert layout_changes(inputs, inputs) == []

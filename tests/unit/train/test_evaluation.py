@@ -126,9 +126,9 @@ def by_hand(folder: Path, by_place: dict[int, list[float]] | None = None) -> tup
                 with torch.no_grad():
                     logits = model(torch.tensor([framed[start:end]])).logits[0]
                 targets = torch.tensor(framed[start + 1 : end + 1])
-                each = -logits.log_softmax(-1)[torch.arange(len(targets)), targets]
-                nats += float(each.sum())
-                for offset, value in enumerate(each.tolist() if by_place is not None else []):
+                item = -logits.log_softmax(-1)[torch.arange(len(targets)), targets]
+                nats += float(item.sum())
+                for offset, value in enumerate(item.tolist() if by_place is not None else []):
                     by_place[place % LENGTH + offset].append(value)  # type: ignore[index]
                 count += len(targets)
                 place += end - start
@@ -222,7 +222,12 @@ def evaluated_terms(folder: Path, name: str, classes: int = 0) -> dict[str, Any]
     values["objective"] = {"name": name}
     heads = {"sentence": {"classes": classes}} if classes else {}
     values["model"] |= {"family": "encoder", "extra_heads": heads}
-    settings, tokenizer = open_tokenizer(Config.model_validate(values))
+    return evaluated_zeros(Config.model_validate(values))
+
+
+def evaluated_zeros(settings: Config) -> dict[str, Any]:
+    """The evaluation of a model whose weights are all zero."""
+    settings, tokenizer = open_tokenizer(settings)
     corpora = open_corpora(settings, tokenizer)
     engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
     for tensor in engine.local.values():
@@ -245,13 +250,7 @@ def test_other_objectives_give_their_terms_and_no_bits_per_byte(workers: Workers
 
 
 def evaluated_uniform(folder: Path) -> dict[str, Any]:
-    settings, tokenizer = open_tokenizer(config(folder))
-    corpora = open_corpora(settings, tokenizer)
-    engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
-    for tensor in engine.local.values():
-        tensor.zero_()
-    rows = corpora.validation["all"]
-    return evaluate(engine, rows, corpora.objective, tokenizer.byte_lengths(), micro_batch=4)
+    return evaluated_zeros(config(folder))
 
 
 def chosen(wanted: str) -> str:
@@ -295,16 +294,16 @@ def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: py
 def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(
     folder: Path, batch: int, few: bool
 ) -> None:
-    made = config(folder)
-    train = made.train.model_copy(update={"global_batch": batch, "micro_batch": 2})
-    note = note_few_streams(made.model_copy(update={"train": train}))
+    result = config(folder)
+    train = result.train.model_copy(update={"global_batch": batch, "micro_batch": 2})
+    note = note_few_streams(result.model_copy(update={"train": train}))
     assert few == bool(note)
     if note:
-        found = re.search(r"choose (\d+), or set data\.read_streams = 64$", note)
-        assert found
-        near = int(found[1])
+        match = re.search(r"choose (\d+), or set data\.read_streams = 64$", note)
+        assert match
+        near = int(match[1])
         assert near % 2 == 0
         assert abs(near - batch) < 8
         assert max(d for d in range(1, 257) if near % d == 0) >= 16
-    data = made.data.model_copy(update={"read_streams": 64})
-    assert note_few_streams(made.model_copy(update={"train": train, "data": data})) == ""
+    data = result.data.model_copy(update={"read_streams": 64})
+    assert note_few_streams(result.model_copy(update={"train": train, "data": data})) == ""

@@ -13,9 +13,9 @@ from megatfm.train.profiling import FLIGHT_RECORDER_VARS, dump_flight_recorder, 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (old_name, _) in FLIGHT_RECORDER_VARS.items():
-        for each in (name, old_name or name):
-            monkeypatch.setenv(each, "")  # so that it is put back afterwards
-            monkeypatch.delenv(each)
+        for item in (name, old_name or name):
+            monkeypatch.setenv(item, "")  # so that it is put back afterwards
+            monkeypatch.delenv(item)
 
 
 def recorded() -> dict[str, str]:

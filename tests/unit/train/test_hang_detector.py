@@ -52,7 +52,7 @@ def test_a_rank_that_is_silent_is_blamed_and_not_those_that_wait_for_it(detector
     )
 
 
-def test_those_that_wait_for_one_that_gets_on_do_not_hang(detector: HangDetector) -> None:
+def test_ranks_that_wait_for_one_that_gets_on_do_not_hang(detector: HangDetector) -> None:
     """Rank 2 reads a checkpoint for minutes, and says so; once it stops to, it is blamed."""
     for second in range(1, 60):
         waits = Heartbeat(7, "save", 8, float(second), True)
@@ -107,9 +107,10 @@ def test_many_ranks_are_not_all_listed() -> None:
     assert "rank 7 on n at step 0, start and 12 more: has" in diagnosis.text
 
 
-def test_a_failure_is_settled_before_it_is_told_and_the_cause_beats_its_victims(
+def test_the_cause_of_a_failure_beats_its_victims(
     detector: HangDetector,
 ) -> None:
+    """A failure is settled before it is told."""
     everybody(detector, 0.0)
     detector.record_failure(0, "RuntimeError: Connection closed by peer", 1.0, lost_peer=True)
     assert detector.diagnose(1.1) is None

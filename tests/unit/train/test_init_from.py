@@ -10,7 +10,8 @@ from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.train.init_from import load_weights, match_weights
-from tests.parity.test_layouts import ADAMW, MODEL, make_engine
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 
 BODY = {"decoder.embedding.tokens.weight": (40, 8), "decoder.layers.0.attn.wq.weight": (8, 8)}
@@ -70,14 +71,14 @@ def test_what_does_not_fit_is_named_with_a_way_out(wanted: dict, only: list[str]
 
 def takes_what_rank_0_found(folder: Path) -> float:
     """The other run saves between two ranks' looks."""
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), ADAMW)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), ADAMW)
     for step in (1, 2):
         for tensor in engine.local.values():
             tensor.fill_(float(step))
         checkpoint.save(folder, step, engine.state_dict(), {})
-    own = folder / f"step-0000000{2 - dist.get_rank()}"
+    local = folder / f"step-0000000{2 - dist.get_rank()}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "find_checkpoint", lambda _: own)
+        patch.setattr(checkpoint, "find_checkpoint", lambda _: local)
         taken = load_weights(engine, folder)
     assert taken.source.name == "step-00000002"
     return float(torch.cat([tensor.flatten() for tensor in engine.local.values()]).mean())

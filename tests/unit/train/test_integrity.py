@@ -13,7 +13,9 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.interface import Batch
 from megatfm.errors import MegatfmError
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 
 HOST = re.escape(socket.gethostname())
@@ -26,7 +28,7 @@ NAME = "decoder.layers.1.attn.wo.weight"
 
 def flipped(parallel: ParallelConfig, kind: str, precision: str) -> str:
     """What is said after a bit has flipped on rank 1; nothing must be said before."""
-    engine = make_engine(MODEL, parallel, ADAMW, precision=precision)
+    engine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision=precision)
     rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
     engine.forward_backward([rows], CAUSAL)
     engine.step(1e-2, clip=1.0)
@@ -54,10 +56,10 @@ def test_a_flipped_bit_is_named_under_every_stage(workers: Workers) -> None:
     by_rank = workers.run(everywhere, 3)
     assert by_rank[0] == by_rank[1] == by_rank[2]
     assert len(by_rank[0]) == 2 * len(COPIES)
-    for (layout, kind), said in by_rank[0].items():
+    for (layout, kind), message in by_rank[0].items():
         name = re.escape(f"model.{NAME}" if kind == "model" else f"optimizer.{NAME}.exp_avg")
-        found = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
-        assert re.match(found, said), (layout, kind, said)
+        actual = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
+        assert re.match(actual, message), (layout, kind, message)
 
 
 class Drawing:
@@ -72,7 +74,7 @@ class Drawing:
 
 def replayed_with_draws() -> list[float]:
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), ADAMW)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), ADAMW)
     rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
     losses = []
     for step in (1, 2, 3):
@@ -90,7 +92,7 @@ def test_a_plugin_that_draws_from_global_generators_can_be_replayed(workers: Wor
 
 def shards_differ() -> None:
     for zero in (1, 2, 3):
-        engine = make_engine(MODEL, ParallelConfig(dp_shard=3, zero=zero), ADAMW)
+        engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=3, zero=zero), ADAMW)
         compare_replicas(engine, step=2, every=2)
 
 

@@ -36,9 +36,9 @@ def guard(path: Path, **settings: Any) -> LossGuard:
 def carried_out(kept: LossGuard, engine: Engine, step: int, loss: float, gradient: float) -> bool:
     engine.gradient, engine.loss = torch.tensor([gradient]), loss
     stats = LossTotals({"causal": 1.0}, lambda: [loss, 1.0])
-    norm, said = kept.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
-    assert (said is None) == math.isfinite(norm)
-    return said is None
+    norm, output = kept.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
+    assert (output is None) == math.isfinite(norm)
+    return output is None
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,6 @@ def test_steps_are_tried_again_where_the_settings_that_spoiled_them_changed(tmp_
     again.read()
     assert again.retry_after(6) == [8, 9]
     assert again.retry_after(6) == []
-    for found in (again, DecisionLog(tmp_path / DECISIONS, is_writer=False)):
-        found.read()
-        assert (found.skips, found.data_resume_positions, found.rollbacks) == ({3}, {6: 100}, {6: 1})
+    for actual in (again, DecisionLog(tmp_path / DECISIONS, is_writer=False)):
+        actual.read()
+        assert (actual.skips, actual.data_resume_positions, actual.rollbacks) == ({3}, {6: 100}, {6: 1})

@@ -29,12 +29,12 @@ def test_python_s_and_cuda_s_errors_count_too(tmp_path: Path) -> None:
         explain_out_of_memory(tmp_path, 0, CPU),
     ):
         raise MemoryError
-    said = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB."
+    output = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB."
     with (
         pytest.raises(MegatfmError, match=r"and asked for 2\.50 GiB more"),
         explain_out_of_memory(tmp_path, 0, CPU),
     ):
-        raise torch.OutOfMemoryError(said)
+        raise torch.OutOfMemoryError(output)
 
 
 def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_stacks_are_recorded_on_request_and_once_memory_ran_out(
     assert should_record_allocations(tmp_path, asked=False)
 
 
-def test_other_errors_pass(tmp_path: Path) -> None:
+def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes don't match"), explain_out_of_memory(tmp_path, 0, CPU):
         raise RuntimeError("shapes don't match")
 

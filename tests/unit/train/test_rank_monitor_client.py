@@ -25,8 +25,8 @@ def works(value: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize(("run", "waiting"), [(waits, True), (works, False)])
 def test_who_asks_for_a_number_of_the_device_waits(run: FunctionType, waiting: bool) -> None:
-    ours, theirs = os.pipe()
-    blocking = partial(os.read, ours, 1)  # as a tensor's method: no frame of Python's
+    actual, expected = os.pipe()
+    blocking = partial(os.read, actual, 1)  # as a tensor's method: no frame of Python's
     thread = threading.Thread(target=run, args=[SimpleNamespace(item=blocking, read=blocking)])
     thread.start()
     while True:
@@ -35,7 +35,7 @@ def test_who_asks_for_a_number_of_the_device_waits(run: FunctionType, waiting: b
             break
         time.sleep(0.001)
     seen = _describe_thread(frame)
-    os.write(theirs, b"!")
+    os.write(expected, b"!")
     thread.join()
     assert seen == (waiting, "")
 

@@ -100,19 +100,19 @@ def test_a_closed_connection_is_a_death_that_all_others_hear_of(
 
 def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> None:
     connect = open_hub(2, limit=0.5, interval=0.05)
-    here = connect(0)
+    local = connect(0)
     deadline = time.monotonic() + 20
-    while not any("diagnosis" in message for message in here.heard):
+    while not any("diagnosis" in message for message in local.heard):
         assert time.monotonic() < deadline
-        here.line.send({"heartbeat": Heartbeat(0, "start", 1, 0.0, True, "").__dict__})
-        here.heard += here.line.receive() or []
+        local.line.send({"heartbeat": Heartbeat(0, "start", 1, 0.0, True, "").__dict__})
+        local.heard += local.line.receive() or []
         time.sleep(0.02)
-    diagnosis = next(message["diagnosis"] for message in here.heard if "diagnosis" in message)
+    diagnosis = next(message["diagnosis"] for message in local.heard if "diagnosis" in message)
     assert diagnosis["ranks"] == [1]
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent_bytes",
     [
         json.dumps({"rank": 1, "token": "guess"}).encode() + b"\n",
         b'{"bye": true}\n',
@@ -127,12 +127,12 @@ def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> N
     ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"],
 )
 def test_strangers_are_shown_the_door_and_change_nothing(
-    open_hub: Callable[..., Connect], said: bytes
+    open_hub: Callable[..., Connect], sent_bytes: bytes
 ) -> None:
     connect = open_hub(1)
     rank = connect(0)
     stranger = connect()
-    stranger.line.connection.sendall(said)
+    stranger.line.connection.sendall(sent_bytes)
     assert stranger.is_closed()
     rank.line.send({"bye": True})
     assert rank.hears("bye")
@@ -148,10 +148,10 @@ def test_a_stranger_that_stays_silent_is_shown_the_door_and_too_many_are(
     rank = connect(0)
     rank.hears("heartbeat")
     begun = time.monotonic()
-    first, *others = [connect() for _ in range(5)]
+    first, *remaining = [connect() for _ in range(5)]
     assert first.is_closed()
     assert time.monotonic() - begun < 10, "as one too many, or for its silence"
-    assert all(stranger.is_closed() for stranger in others)
+    assert all(stranger.is_closed() for stranger in remaining)
     rank.line.send({"bye": True})
     assert rank.hears("bye")
 
@@ -165,9 +165,9 @@ def test_a_rank_that_talks_nonsense_has_failed(open_hub: Callable[..., Connect])
 
 def test_a_message_that_is_sent_in_part_is_ended_before_the_next() -> None:
     """Whole messages are dropped where the other side doesn't read; what arrives is a sequence of whole ones."""
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    sender, receiver = JsonConnection(ours), JsonConnection(theirs)
+    actual, expected = socket.socketpair()
+    actual.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, receiver = JsonConnection(actual), JsonConnection(expected)
     heard: list[dict[str, Any]] = []
     for number in range(400):
         sender.send({"number": number, "text": "x" * (number * 37 % 900)})

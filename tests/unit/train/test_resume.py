@@ -52,7 +52,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
         "streams": 64,
         "shuffle": True,
     }
-    made = {
+    result = {
         "step": 5,
         "tokens": 160,
         "precision": "fp32",
@@ -64,11 +64,11 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
         "megatfm": __version__,
     }
     for key, value in facts.items():
-        made = change(made, key.replace("__", "."), value)
-    return json.loads(json.dumps(made))  # as it comes back from a checkpoint
+        result = change(result, key.replace("__", "."), value)
+    return json.loads(json.dumps(result))  # as it comes back from a checkpoint
 
 
-def test_the_same_run_goes_on() -> None:
+def test_a_run_goes_on_with_the_same_config() -> None:
     assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(), []) == []
 
 
@@ -98,20 +98,20 @@ CHANGES = {
 
 @pytest.mark.parametrize("group", CHANGES)
 def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
-    found = resume.ResumePoint(PATH, state())
+    resume_point = resume.ResumePoint(PATH, state())
     now = state(CHANGES[group])
     with pytest.raises(UsageError) as caught:
-        resume.check_compatible(found, now, [])
+        resume.check_compatible(resume_point, now, [])
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"{PATH}: was saved by a run that differs: ")
     assert message.endswith(f"accept the change with resume.allow={group}")
-    (line,) = resume.check_compatible(found, now, [group])
+    (line,) = resume.check_compatible(resume_point, now, [group])
     assert line in message
     assert " → " in line
-    others = [other for other in CHANGES if other != group]
+    remaining = [other for other in CHANGES if other != group]
     with pytest.raises(UsageError):
-        resume.check_compatible(found, now, others)
+        resume.check_compatible(resume_point, now, remaining)
 
 
 def test_another_optimizer_can_not_go_on_with_the_state() -> None:
@@ -123,7 +123,7 @@ def test_another_optimizer_can_not_go_on_with_the_state() -> None:
 
 
 def test_a_branch_is_not_told_to_take_another_name() -> None:
-    found = resume.ResumePoint(PATH, state())
+    resume_point = resume.ResumePoint(PATH, state())
     for now, wanted in (
         (state(CHANGES["seed"]), r"train\.seed: 0 → 1\. Accept the change with resume\.allow=seed$"),
         (
@@ -132,27 +132,27 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
         ),
     ):
         with pytest.raises(UsageError, match=wanted) as caught:
-            resume.check_compatible(found, now, [], own=False)
+            resume.check_compatible(resume_point, now, [], same_run=False)
         assert "another name" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("was", "now", "goes_on"), [("fp32", "bf16", True), ("fp64", "fp32", False)])
 def test_another_precision_is_said_or_refused(was: str, now: str, goes_on: bool) -> None:
-    found = resume.ResumePoint(PATH, state(precision=was))
+    resume_point = resume.ResumePoint(PATH, state(precision=was))
     if goes_on:
-        allowed = resume.check_compatible(found, state(precision=now), [])
+        allowed = resume.check_compatible(resume_point, state(precision=now), [])
         assert allowed == [f"precision: {was} → {now}"]
         assert resume.settings_of_skips_changed(allowed) == allowed
         return
     with pytest.raises(
         UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: go on with"
     ):
-        resume.check_compatible(found, state(precision=now), ["model"])
+        resume.check_compatible(resume_point, state(precision=now), ["model"])
 
 
 def test_the_diff_says_what_was_and_what_is() -> None:
-    found = resume.ResumePoint(PATH, state())
-    assert resume.check_compatible(found, state(CHANGES["optimizer"]), ["optimizer"]) == [
+    resume_point = resume.ResumePoint(PATH, state())
+    assert resume.check_compatible(resume_point, state(CHANGES["optimizer"]), ["optimizer"]) == [
         "optimizer.lr: 0.001 → 0.002"
     ]
 
@@ -174,10 +174,10 @@ def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> N
     ],
 )
 def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> None:
-    found, now = resume.ResumePoint(PATH, state()), state(**facts)
+    resume_point, now = resume.ResumePoint(PATH, state()), state(**facts)
     with pytest.raises(UsageError, match=rf"resume\.allow={group}$"):
-        resume.check_compatible(found, now, [])
-    assert len(resume.check_compatible(found, now, [group])) == 1
+        resume.check_compatible(resume_point, now, [])
+    assert len(resume.check_compatible(resume_point, now, [group])) == 1
 
 
 def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
@@ -210,13 +210,13 @@ def test_positions_move_and_facts_of_no_group_are_left_alone() -> None:
 def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
     converted = state()
     converted["data"], converted["tokenizer"] = {"position": 0}, None
-    found = resume.ResumePoint(PATH, converted)
-    allowed = resume.check_compatible(found, state(), ["data", "tokenizer"])
+    resume_point = resume.ResumePoint(PATH, converted)
+    allowed = resume.check_compatible(resume_point, state(), ["data", "tokenizer"])
     assert allowed == ["data: none there", "tokenizer: none there"]
     with pytest.raises(
         UsageError, match=r"differs: data: none there; tokenizer: none there\. .*allow=data,tokenizer$"
     ):
-        resume.check_compatible(found, state(), [])
+        resume.check_compatible(resume_point, state(), [])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str
     assert line == "optimizer.max_grad_norm: 1.0 → 2.0"
 
 
-def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() -> None:
+def test_an_unreadable_config_is_compared_as_it_was_stored() -> None:
     other = change(state(), "config.optimizer.gone", 3)
     with pytest.raises(UsageError, match=r"optimizer\.gone: 3 → None\. .*resume\.allow=optimizer$"):
         resume.check_compatible(resume.ResumePoint(PATH, other), state(), [])
@@ -247,10 +247,10 @@ def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() 
 
 def find(folder: Path) -> str:
     try:
-        found = resume.find_resume_point(folder)
+        resume_point = resume.find_resume_point(folder)
     except MegatfmError as error:
         return f"error: {error}"
-    return f"{found.path.name} at {found.step}" if found else "nothing"
+    return f"{resume_point.path.name} at {resume_point.step}" if resume_point else "nothing"
 
 
 def save(folder: Path, step: int) -> Path:
@@ -347,7 +347,7 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted", "said"),
+    ("stored", "wanted", "message"),
     [
         ({"a": [2, 3]}, {"a": (2, 3)}, ""),
         ({"a": [2, 3]}, {"a": (2, 4)}, "a is [2, 3] there and [2, 4] here"),
@@ -355,15 +355,15 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
     ],
 )
-def test_what_does_not_fit(stored: dict[str, list[int]], wanted: dict[str, list[int]], said: str) -> None:
-    assert resume.first_shape_mismatch(stored, wanted) == said
+def test_what_does_not_fit(stored: dict[str, list[int]], wanted: dict[str, list[int]], message: str) -> None:
+    assert resume.first_shape_mismatch(stored, wanted) == message
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])
 def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
-    found, now = resume.ResumePoint(PATH, state()), state(CHANGES["model"])
+    resume_point, now = resume.ResumePoint(PATH, state()), state(CHANGES["model"])
     with pytest.raises(UsageError) as caught:
-        resume.check_compatible(found, now, allow, unfit="a is [2] there alone")
+        resume.check_compatible(resume_point, now, allow, unfit="a is [2] there alone")
     assert str(caught.value) == (
         f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32, so that its weights don't fit "
         "(a is [2] there alone), and no resume.allow makes them: give the run another name"
@@ -389,8 +389,8 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
         saver.save(4, {"w": torch.ones(2)}, facts, local=True)
     again = resume.find_resume_point(folder / "shared", nodes, decisions)
     return [
-        f"{found.step} at {found.state['data']['position']}" if found else "none"
-        for found in (before, after, again)
+        f"{actual.step} at {actual.state['data']['position']}" if actual else "none"
+        for actual in (before, after, again)
     ]
 
 

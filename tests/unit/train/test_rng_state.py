@@ -45,10 +45,10 @@ def test_ranks_and_seeds_differ_and_repeat() -> None:
         rng_state.seed_all(seed, rank)
         seen.append(draw())
     assert seen[3] == seen[0]
-    assert len({tuple(each) for each in seen[:3]}) == 3
+    assert len({tuple(item) for item in seen[:3]}) == 3
 
 
-def test_those_of_other_ranks_are_not_taken() -> None:
+def test_generators_of_other_ranks_are_not_taken() -> None:
     names = [name for rank in range(2) for name in rng_state.rng_state_dict(rank, CPU)]
     assert rng_state.empty_rng_state_dict(names, 1, 2, CPU).keys() == rng_state.rng_state_dict(1, CPU).keys()
     assert rng_state.empty_rng_state_dict(names, 0, 1, CPU) == {}

@@ -79,8 +79,8 @@ def test_a_second_interrupt_ends_a_main_thread_that_is_stuck_in_c() -> None:
         assert process.wait(20) == INTERRUPTED
     finally:
         process.kill()
-        said = process.communicate()[1].decode()
-    assert said == "error: interrupted while stuck, so nothing is saved\n"
+        output = process.communicate()[1].decode()
+    assert output == "error: interrupted while stuck, so nothing is saved\n"
 
 
 def fail_inside() -> None:

@@ -10,7 +10,7 @@ from megatfm.parallel.styles import STYLES
 from megatfm.registry import import_plugins
 from megatfm.verify.expected import unpredicted
 from megatfm.verify.verify import verify
-from tests.unit.verify.test_verify import CONFIG
+from tests.support.verified_config import VERIFIED_CONFIG
 
 PLUGIN = """
 from dataclasses import replace
@@ -46,15 +46,15 @@ def test_a_style_of_a_plugin(
     name = request.node.callspec.id
     (tmp_path / f"style_{name}.py").write_text(PLUGIN.replace("NAME", name).replace("SENDS", repr(sends)))
     monkeypatch.syspath_prepend(tmp_path)
-    model = {**CONFIG["model"], "n_layers": 2, "ffn": {"name": name, "d_ff": 128}}
+    model = {**VERIFIED_CONFIG["model"], "n_layers": 2, "ffn": {"name": name, "d_ff": 128}}
     parallel = {"tp": 2, "dp_shard": 1}
     config = Config.model_validate(
-        {**CONFIG, "model": model, "plugins": [f"style_{name}"], "parallel": parallel}
+        {**VERIFIED_CONFIG, "model": model, "plugins": [f"style_{name}"], "parallel": parallel}
     )
     for registry in (STYLES, FFNS):
         monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     import_plugins(config.plugins)
     assert unpredicted(config) == ({"tp": why} if why else {})
-    found = verify(config)
-    assert not found.wrong
-    assert bool(found.traffic_mismatches) == misses
+    actual = verify(config)
+    assert not actual.wrong
+    assert bool(actual.traffic_mismatches) == misses

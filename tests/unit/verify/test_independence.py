@@ -50,8 +50,8 @@ def test_nothing_comes_from_what_is_checked(path: Path) -> None:
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:
-    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    return [importlib.import_module(info.name) for info in found]
+    packages = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return [importlib.import_module(info.name) for info in packages]
 
 
 def test_the_table_has_all_classes_that_cut_or_send() -> None:
@@ -71,8 +71,11 @@ def test_the_table_has_all_classes_that_cut_or_send() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_rows_are_dealt_as_the_ranks_deal_them(ranks: int) -> None:
     for length, folded, unit in itertools.product((31, 64), (False, True), (1, 3)):
-        ours, theirs = deal(length, ranks, unit, folded=folded), token_indices(length, ranks, folded, unit)
-        assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        actual, reference = (
+            deal(length, ranks, unit, folded=folded),
+            token_indices(length, ranks, folded, unit),
+        )
+        assert all(np.array_equal(one, other) for one, other in zip(actual, reference, strict=True))
 
 
 def small(name: str, *overrides: str) -> Config:
@@ -89,13 +92,13 @@ def test_stages_are_those_of_the_engine(name: str) -> None:
         )
         with torch.device("meta"):
             model = build_model(config)
-        ours, theirs = divide(config, model), plan_pipeline_split(config, model)
-        assert [len(stage.split_points) for stage in ours.stages] == [
-            len(stage.split_points) for stage in theirs.stages
+        actual, reference = divide(config, model), plan_pipeline_split(config, model)
+        assert [len(stage.split_points) for stage in actual.stages] == [
+            len(stage.split_points) for stage in reference.stages
         ]
-        for one, other in zip(ours.stages, theirs.stages, strict=True):
+        for one, other in zip(actual.stages, reference.stages, strict=True):
             assert (one.rank, one.takes, one.returns) == (other.rank, other.inputs, other.inputs_with_grad)
-        assert ours.holders == theirs.parameter_ranks
+        assert actual.holders == reference.parameter_ranks
 
 
 def test_rows_are_folded_where_the_ranks_fold_them() -> None:

@@ -114,17 +114,17 @@ def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> RankResul
 
 
 def test_differences_of_cut_and_replicated_gradients() -> None:
-    cut, whole = torch.randn(5, 3).double(), torch.randn(4).double()
+    cut, full = torch.randn(5, 3).double(), torch.randn(4).double()
     zero = torch.zeros(2).double()
-    right = answer({"cut": ((0, 0), cut[:2]), "whole": ((0,), whole), "zero": ((0,), zero)})
-    wrong = answer({"cut": ((2, 0), cut[2:] + 0.5), "whole": ((0,), whole), "zero": ((0,), zero + 1e-9)})
-    found = gradient_differences({"cut": cut, "whole": whole, "zero": zero}, [right, wrong])
-    assert [one.name for one in found] == ["cut", "zero", "whole"]
-    assert found[0].error == pytest.approx(1.5 / float(cut.norm()))
-    everything = float(torch.cat([cut.flatten(), whole]).norm())
-    assert found[1].error == pytest.approx(2**0.5 * 1e-9 / (1e-6 * everything))
-    assert found[2].error == 0.0
-    assert [one.is_wrong for one in found] == [True, True, False]
+    right = answer({"cut": ((0, 0), cut[:2]), "whole": ((0,), full), "zero": ((0,), zero)})
+    wrong = answer({"cut": ((2, 0), cut[2:] + 0.5), "whole": ((0,), full), "zero": ((0,), zero + 1e-9)})
+    actual = gradient_differences({"cut": cut, "whole": full, "zero": zero}, [right, wrong])
+    assert [one.name for one in actual] == ["cut", "zero", "whole"]
+    assert actual[0].error == pytest.approx(1.5 / float(cut.norm()))
+    everything = float(torch.cat([cut.flatten(), full]).norm())
+    assert actual[1].error == pytest.approx(2**0.5 * 1e-9 / (1e-6 * everything))
+    assert actual[2].error == 0.0
+    assert [one.is_wrong for one in actual] == [True, True, False]
 
 
 def test_the_worst_replica_counts_and_so_does_nan() -> None:

@@ -91,7 +91,7 @@ def test_sizes_of_patterns(words: str) -> None:
     assert {key: getattr(pattern, key) for key in SIZES[words]} == SIZES[words]
 
 
-def test_other_sizes_are_small() -> None:
+def test_unnamed_sizes_become_small() -> None:
     latent = shrink(load_config("deepseek-v3"))[0].model.attention
     assert (latent.kv_lora_rank, latent.q_lora_rank, latent.qk_rope_head_dim, latent.v_head_dim) == (
         32,
@@ -99,6 +99,9 @@ def test_other_sizes_are_small() -> None:
         8,
         8,
     )
+    linformer = load_config("bert-base", ['model.attention={name="linformer",n_heads=12,max_length=512}'])
+    projected = shrink(linformer)[0].model.attention
+    assert (projected.max_length, projected.projected_length) == (64, 8)
     electra = shrink(load_config("electra-large", ["parallel.tp=2"]))[0].model
     assert electra.generator is not None
     assert (electra.generator.d_model, electra.generator.n_heads, electra.generator.d_ff) == (32, 4, 64)

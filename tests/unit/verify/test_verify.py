@@ -13,20 +13,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify import rank_processes
 from megatfm.verify.traffic import CollectiveTraffic
 from megatfm.verify.verify import Comparison, verify
-
-CONFIG = {
-    "name": "small",
-    "model": {
-        "vocab_size": 512,
-        "d_model": 64,
-        "n_layers": 6,
-        "attention": {"n_heads": 8, "n_kv_heads": 4},
-        "ffn": {"d_ff": 128},
-    },
-    "data": {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 64},
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-    "train": {"steps": 5, "global_batch": 8, "micro_batch": 4},
-}
+from tests.support.verified_config import VERIFIED_CONFIG
 
 PLUGIN = """
 import multiprocessing, os, time
@@ -127,7 +114,7 @@ if multiprocessing.parent_process():  # only in the ranks, not in the process th
 
 
 def run_command(folder: Path, *overrides: str) -> int:
-    (folder / "config.toml").write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
+    (folder / "config.toml").write_text(tomli_w.dumps(VERIFIED_CONFIG), encoding="utf-8")
     parser = argparse.ArgumentParser()
     add_verify_arguments(parser)
     return verify_command(parser.parse_args([str(folder / "config.toml"), *overrides]))

@@ -112,7 +112,8 @@ def fewest_threads(team: RankTeam, enough: int, seconds: float = 20.0) -> int:
     return seen[-1]
 
 
-def test_a_team_is_there_again_after_a_failure_and_keeps_nothing_of_past_steps() -> None:
+def test_a_team_is_there_again_after_a_failure() -> None:
+    """A new team keeps nothing of past steps."""
     layouts = (["parallel.tp=2"], ["parallel.dp_shard=2"], ["parallel.pp=2", "parallel.dp_shard=1"])
     configs = [shrink(load_config("quickstart", layout))[0] for layout in layouts]
     with RankTeam() as team:

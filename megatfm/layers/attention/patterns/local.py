@@ -292,9 +292,11 @@ class Fixed(AttentionPattern):
         return seen & (k.first <= q.last) if self.causal else seen
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        own = q.first // self.stride
+        stretch = q.first // self.stride
         seen = (
-            (q.last // self.stride == own) & (k.first // self.stride == own) & (k.last // self.stride == own)
+            (q.last // self.stride == stretch)
+            & (k.first // self.stride == stretch)
+            & (k.last // self.stride == stretch)
         )
         return seen & (k.last <= q.first) if self.causal else seen
 

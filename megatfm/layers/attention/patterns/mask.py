@@ -55,7 +55,7 @@ class PatternMask:
         return self._pattern.block_table(self._sequence, size, *self._heads)
 
     def full_block_mask(self, size: int) -> Tensor:
-        return self._pattern.block_table(self._sequence, size, *self._heads, whole=True)
+        return self._pattern.block_table(self._sequence, size, *self._heads, full=True)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         pattern, sequence = self._pattern, self._sequence
@@ -86,8 +86,8 @@ class PatternMask:
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
         """Bands of full rows without a prefix: one tile after the other in each document."""
         sides, sequence = self._pattern.band, self._sequence
-        whole = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
-        if sides is None or not whole or self._pattern.is_cross_attention:
+        is_plain = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
+        if sides is None or not is_plain or self._pattern.is_cross_attention:
             return None
         return bands(sides, sequence.document_spans(), sequence.indices.device, fused=fused)
 

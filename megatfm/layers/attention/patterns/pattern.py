@@ -110,7 +110,7 @@ class AttentionPattern:
     def key_ranges(self, first: int, last: int, length: int) -> Ranges | None:
         """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
         runs (begin, end), which may lie beyond its ends; None: they may be anywhere in it, or before `last` where no
-        later keys are seen (`sees_later`). `wide` queries are left out."""
+        later keys are seen (`sees_later`). `global_queries` are left out."""
         return None
 
     def global_queries(self, length: int) -> Ranges:
@@ -133,7 +133,7 @@ class AttentionPattern:
         return (q.first <= q.last) & (k.first <= k.last)
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether all queries of one block see all keys of another, as `blocks`; may say so too rarely."""
+        """Whether all queries of one block see all keys of another, as `block_mask`; may say so too rarely."""
         return (q.first > q.last) & (k.first > k.last)
 
     def simplify(self, length: int) -> "AttentionPattern":
@@ -160,15 +160,15 @@ class AttentionPattern:
                 BlockBounds(first[:, None], last[:, None], lengths, lengths),
                 (1, n_heads, len(first), len(starts)),
             )
-            some = self.block_mask(of_q, of_k, heads).expand(shape)
-            whole = some & self.full_block_mask(of_q, of_k, heads).expand(shape)
-            seen += int((whole * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
-            partly = (some & ~whole).nonzero()[:, 1:, None, None]
+            partly_visible = self.block_mask(of_q, of_k, heads).expand(shape)
+            fully_visible = partly_visible & self.full_block_mask(of_q, of_k, heads).expand(shape)
+            seen += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
+            partly = (partly_visible & ~fully_visible).nonzero()[:, 1:, None, None]
             for part in partly.split(COUNTED) if len(partly) else ():
                 head, q, k = part.unbind(1)
                 at_q, at_k = first[q] + within[:, None], starts[k] + within
-                visible = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
-                seen += int((visible & (at_q < length) & (at_k < length)).sum())
+                is_visible = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
+                seen += int((is_visible & (at_q < length) & (at_k < length)).sum())
         return seen / n_heads
 
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
@@ -224,24 +224,24 @@ class AttentionPattern:
         first_head: int = 0,
         n_heads: int = 1,
         *,
-        whole: bool = False,
+        full: bool = False,
     ) -> Tensor:
         """Boolean [B or 1, n or 1, Q, J], true where a query of a block of `size` tokens may see a key of a block.
 
-        whole: true where all of its queries surely see all keys of a block.
+        full: true where all of its queries surely see all keys of a block.
         """
         q, k = self.places(sequence)
         lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
         of_q, of_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
-        seen = self.full_block_mask(of_q, of_k, heads) if whole else self.block_mask(of_q, of_k, heads)
+        seen = self.full_block_mask(of_q, of_k, heads) if full else self.block_mask(of_q, of_k, heads)
         if sequence.prefix_mask is not None:
             opened = block_bounds(sequence.prefix_mask.long(), size, -2)
-            seen = seen | (opened.first if whole else opened.last).bool()
+            seen = seen | (opened.first if full else opened.last).bool()
         numbers = sequence.document_ids(of_memory=self.is_cross_attention)
         if numbers is None:
             return seen
         of_q, of_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
-        if whole:
+        if full:
             return seen & (of_q.first == of_q.last) & (of_k.first == of_k.last) & (of_q.first == of_k.first)
         return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
 

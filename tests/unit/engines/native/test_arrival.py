@@ -9,25 +9,27 @@ from megatfm.engines.native import replicated
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.parallel.layout import transformer_blocks
-from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 
 def trained(engine: NativeEngine) -> list[dict[str, Tensor]]:
     """Gradients of three steps, each of which sees the weights that the one before has moved."""
-    found = []
+    actual = []
     for step in range(3):
         engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
-        found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+        actual.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
         engine.step(1e-2, clip=1.0)
-    return found
+    return actual
 
 
 def compare() -> None:
-    model, parallel = TIED.with_changes({"n_layers": 4}), ParallelConfig(dp_shard=2, zero=1)
+    model, parallel = TIED_MODEL.with_changes({"n_layers": 4}), ParallelConfig(dp_shard=2, zero=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
-        engine = make_engine(model, parallel, ADAMW, precision="fp32")
+        engine = build_engine(model, parallel, ADAMW, precision="fp32")
         data, under_way = engine.data, []
         assert isinstance(data, Replicated)
         for block in transformer_blocks(engine.model):
@@ -50,7 +52,7 @@ def compare() -> None:
             arrive(self, range(len(self._buckets)))
 
         patch.setattr(Replicated, "weights_changed", at_once)
-        other = make_engine(model, parallel, ADAMW, precision="fp32")
+        other = build_engine(model, parallel, ADAMW, precision="fp32")
         for mine, wanted in zip(arriving, trained(other), strict=True):
             assert all(torch.equal(mine[name], gradient) for name, gradient in wanted.items())
         assert evaluated == other.evaluate(microbatches(other, global_batch(seed=9)), CAUSAL).loss
@@ -58,10 +60,10 @@ def compare() -> None:
 
 def read_by_hand() -> None:
     """What an objective, a diagnostic or a notebook does between steps: a part runs alone, or weights are looked at."""
-    model = TIED.with_changes({"n_layers": 4})
+    model = TIED_MODEL.with_changes({"n_layers": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
-        engine = make_engine(model, ParallelConfig(dp_shard=2, zero=1), ADAMW, precision="fp32")
+        engine = build_engine(model, ParallelConfig(dp_shard=2, zero=1), ADAMW, precision="fp32")
         data, module = engine.data, engine.model
         assert isinstance(data, Replicated)
         engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
@@ -69,7 +71,9 @@ def read_by_hand() -> None:
         assert len(data._pending_parameters) == len(data._buckets) > 4
         attention = list(transformer_blocks(module))[3].attn
         names = [
-            name for name, p in module.named_parameters() if any(p is own for own in attention.parameters())
+            name
+            for name, p in module.named_parameters()
+            if any(p is parameter for parameter in attention.parameters())
         ]
         with torch.no_grad():
             for part in attention.children():

@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatfm.config import ModelConfig, load_config
-from megatfm.engines.native.compile import (
-    RECOMPILE_LIMIT,
-    compile_all,
-    keeps_attention_eager,
-    should_compile,
-)
+from megatfm.engines.native.compile import RECOMPILE_LIMIT, compile_all, keeps_attention_eager, should_compile
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import kernels, reference
+from tests.support.packed_rows import (
+    ROW_LENGTH,
+    SCORE_MODELS,
+    SCORE_SIZES,
+    loss_gradients,
+    packed_batch,
+    score_inputs,
+)
 from tests.support.workers import Workers
-from tests.unit.models import test_rows_of_scores
-from tests.unit.models.test_patterns_compose import LENGTH, batch, gradients
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -69,18 +70,18 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
     model = build(ModelConfig.from_dotted({**sizes, **LEFT[name]})).double().train()
     initialise(model, 3)
-    inputs = batch("decoder", prefix=False)
-    by_mask, served, real = gradients(model, inputs), [], nn.Module.compile
+    inputs = packed_batch("decoder", prefix=False)
+    by_mask, served, real = loss_gradients(model, inputs), [], nn.Module.compile
     blocked = kernels.KERNELS[1]
     assert blocked.name == "blocks"
-    run = replace(blocked, run=lambda *given: (served.append(True), blocked.run(*given))[1])
+    run = replace(blocked, run=lambda *inputs: (served.append(True), blocked.run(*inputs))[1])
     monkeypatch.setattr(
-        kernels, "KERNELS", tuple(run if each is blocked else each for each in kernels.KERNELS)
+        kernels, "KERNELS", tuple(run if item is blocked else item for item in kernels.KERNELS)
     )
     monkeypatch.setattr(kernels, "LONG", 1)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **inputs: real(self, **inputs, backend="eager"))
     compile_all(model.decoder.layers.values(), autotune=False, fullgraph=False)
-    for name, gradient in gradients(model, inputs).items():
+    for name, gradient in loss_gradients(model, inputs).items():
         torch.testing.assert_close(gradient, by_mask[name], rtol=1e-10, atol=1e-12)
     assert served
     torch._dynamo.reset()
@@ -91,21 +92,21 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
 def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With the gradients of all at once."""
     torch._dynamo.reset()
-    config = ModelConfig.from_dotted({**test_rows_of_scores.SIZES, **test_rows_of_scores.MODELS[name]})
-    inputs = test_rows_of_scores.inputs_of(config.family, prefix=False)
+    config = ModelConfig.from_dotted({**SCORE_SIZES, **SCORE_MODELS[name]})
+    inputs = score_inputs(config.family, prefix=False)
     model = build(config).double().train()
     initialise(model, 3)
-    eager, real, pieces = gradients(model, inputs), nn.Module.compile, []
+    eager, real, pieces = loss_gradients(model, inputs), nn.Module.compile, []
     monkeypatch.setattr(
-        reference, "checkpoint", lambda *given, **how: (pieces.append(given), checkpoint(*given, **how))[1]
+        reference, "checkpoint", lambda *inputs, **how: (pieces.append(inputs), checkpoint(*inputs, **how))[1]
     )
     monkeypatch.setattr(reference, "MAX_SCORES", 1)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **inputs: real(self, **inputs, backend="eager"))
     stack = model.decoder if config.family == "decoder" else model.encoder
     compile_all(stack.layers.values(), autotune=False, fullgraph=False)
-    for key, gradient in gradients(model, inputs).items():
+    for key, gradient in loss_gradients(model, inputs).items():
         torch.testing.assert_close(gradient, eager[key], rtol=1e-10, atol=1e-12)
-    assert len(pieces) > LENGTH
+    assert len(pieces) > ROW_LENGTH
     torch._dynamo.reset()
 
 
@@ -126,17 +127,17 @@ def in_lengths() -> list[int]:
         patch.setattr(
             nn.Module,
             "compile",
-            lambda self, **given: (options.update(given), real(self, **given, backend=counter))[1],
+            lambda self, **inputs: (options.update(inputs), real(self, **inputs, backend=counter))[1],
         )
         compile_all([block], autotune=False)
-    made = []
+    result = []
     for length in (2, 3, 5, 3, 2, 5):
         block(torch.ones(length, 4))
-        made.append(counter.frame_count)
+        result.append(counter.frame_count)
     assert options == {"fullgraph": True, "dynamic": False}
     assert torch._dynamo.config.recompile_limit >= RECOMPILE_LIMIT
     torch._dynamo.reset()
-    return made
+    return result
 
 
 def test_each_length_of_a_warm_up_has_kernels_of_its_own(workers: Workers) -> None:
@@ -145,19 +146,19 @@ def test_each_length_of_a_warm_up_has_kernels_of_its_own(workers: Workers) -> No
 
 
 def test_kernels_are_chosen_by_trying_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
+    inputs: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: inputs.append(options))
     compile_all([nn.Linear(1, 1)], autotune=True)
-    assert given[0]["mode"] == "max-autotune-no-cudagraphs"
+    assert inputs[0]["mode"] == "max-autotune-no-cudagraphs"
 
 
 def test_kernels_are_still_chosen_by_trying_where_products_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes a mode or options, not both."""
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
+    inputs: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: inputs.append(options))
     for autotune in (True, False):
         compile_all([nn.Linear(1, 1)], autotune=autotune, async_tp=True)
-    tried, plain = (each["options"] for each in given)
+    tried, plain = (item["options"] for item in inputs)
     assert tried["max_autotune"]
     assert "max_autotune" not in plain
     assert plain["_micro_pipeline_tp"]

@@ -20,9 +20,11 @@ from megatfm.models import build
 from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, TIED, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.host_reads import HostWaits
+from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_host_reads import Waits
 
 
 class Tape(TorchDispatchMode):
@@ -33,20 +35,20 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view and "profiler" not in func.namespace:
-            self.calls.append((func, args, kwargs or {}, made))
-        return made
+            self.calls.append((func, args, kwargs or {}, result))
+        return result
 
     @torch.no_grad()
     def replay(self) -> None:
-        for func, args, kwargs, made in self.calls:
+        for func, args, kwargs, output in self.calls:
             again = func(*args, **kwargs)
             if func._schema.is_mutable:
                 continue
-            for own, value in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if isinstance(own, Tensor) and not func._schema.name.startswith("aten::empty"):
-                    own.copy_(value)
+            for leaf, value in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                if isinstance(leaf, Tensor) and not func._schema.name.startswith("aten::empty"):
+                    leaf.copy_(value)
 
 
 class Taped:
@@ -56,7 +58,7 @@ class Taped:
         self.recorded = self.replayed = 0
 
     def warm_up(self, run: Run) -> None:
-        with Waits() as waits:
+        with HostWaits() as waits:
             run()
         assert waits.found == []
 
@@ -64,8 +66,8 @@ class Taped:
         self.recorded += 1
         with Tape() as tape:
             run()
-        for _, _, _, made in tape.calls:
-            for tensor in tree_leaves(made):
+        for _, _, _, output in tape.calls:
+            for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     tensor.detach().fill_(torch.nan)
 
@@ -95,7 +97,7 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
 
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:
     """Of several batches, one of other shapes, one watched: losses, norms, gradients, weights, an evaluation."""
-    found: list[dict[str, Any]] = []
+    actual: list[dict[str, Any]] = []
     for number in range(5):
         batch = global_batch(seed=number, length=8 if number == 3 else 12)
         batch["keys"] = torch.arange(len(batch["tokens"])) + 100 * number
@@ -104,29 +106,29 @@ def steps(engine: NativeEngine) -> list[dict[str, Any]]:
         if number == 2:  # watched, so not replayed; then dropped, and replayed
             watched = engine.forward_backward(parts, CAUSAL, record_activations=True)
             dropped = {f"dropped {name}": tensor.clone() for name, tensor in engine.gradients().items()}
-            found.append({"watched": watched.loss, **dropped})
+            actual.append({"watched": watched.loss, **dropped})
             engine.zero_grad()
             parts = other
         elif number == 3:  # two shapes in one step
             parts = [*parts, *other]
         sums = engine.forward_backward(parts, CAUSAL)
         gradients = {name: tensor.clone() for name, tensor in engine.gradients().items()}
-        found.append({"loss": sums.loss, "norm": engine.step(1e-2, 0.3, skip=number == 1), **gradients})
-    found.append({"evaluated": engine.evaluate(parts, CAUSAL).loss})
-    found.append({name: tensor.clone() for name, tensor in engine.local.items()})
-    return found
+        actual.append({"loss": sums.loss, "norm": engine.step(1e-2, 0.3, skip=number == 1), **gradients})
+    actual.append({"evaluated": engine.evaluate(parts, CAUSAL).loss})
+    actual.append({name: tensor.clone() for name, tensor in engine.local.items()})
+    return actual
 
 
-DROPPED = TIED.with_changes({"dropout": 0.1, "attention.dropout": 0.1})
+DROPPED = TIED_MODEL.with_changes({"dropout": 0.1, "attention.dropout": 0.1})
 
 
 def compare() -> None:
-    for config, precision in ((MODEL, "fp32"), (DROPPED, "bf16"), (TIED, "fp16")):
+    for config, precision in ((UNTIED_MODEL, "fp32"), (DROPPED, "bf16"), (TIED_MODEL, "fp16")):
         taped = Taped()
         engine = graphed(config, precision, taped)
-        wanted = steps(make_engine(config, ParallelConfig(), ADAMW, precision=precision))
-        found = steps(engine)
-        for a, b in zip(wanted, found, strict=True):
+        wanted = steps(build_engine(config, ParallelConfig(), ADAMW, precision=precision))
+        actual = steps(engine)
+        for a, b in zip(wanted, actual, strict=True):
             assert a.keys() == b.keys()
             for key, value in a.items():
                 assert torch.equal(*(torch.as_tensor(x).nan_to_num() for x in (value, b[key]))), key
@@ -143,7 +145,7 @@ def record_too_many() -> str:
     """What the line says at the third shape, where two are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatfm.engines.native.cuda_graphs.SHAPES", 2)
-        engine = graphed(MODEL, "fp32", Taped())
+        engine = graphed(UNTIED_MODEL, "fp32", Taped())
         for length in (8, 12, 8, 12):
             engine.forward_backward(microbatches(engine, global_batch(seed=0, length=length)), CAUSAL)
             engine.zero_grad()
@@ -166,8 +168,8 @@ def refused(config: Config) -> str:
 
 def test_a_cpu_has_no_graphs(workers: Workers) -> None:
     assert make_graph_capture(load_config("quickstart", []), torch.device("cpu")) is None
-    (said,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
-    assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in said
+    (result,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
+    assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in result
 
 
 class Counting(nn.Module):

@@ -4,36 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.losses import DeferredReads
 from megatfm.layers.moe import experts
-from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.host_reads import BLOCKING_METHODS, HostWaits
+from tests.support.models import ADAMW, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
-WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
-"""Operators whose result the host needs before it can go on: a number, or a shape that depends on values."""
-METHODS = ("tolist", "cpu", "numpy")
-"""Of tensors, which bring all of their values to the host and show up as no operator."""
-MOE = TIED.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
-
-
-class Waits(TorchDispatchMode):
-    """Notes the operators that make the host wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).removesuffix(".default")
-        masks = args[1] if str(func).startswith(("aten.index.", "aten.index_put")) else ()
-        if name in WAITS or any(mask is not None and mask.dtype == torch.bool for mask in masks):
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
+MOE = TIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
 
 
 def waits_of_a_step(
@@ -41,7 +23,7 @@ def waits_of_a_step(
 ) -> tuple[list[str], int]:
     """What waits, and reads of what was put together, in a step that is clipped. early: which the device may skip by
     itself, as a GPU does, whose rows of experts nobody looks at."""
-    engine = make_engine(model, parallel, ADAMW, precision=precision)
+    engine = build_engine(model, parallel, ADAMW, precision=precision)
     if early:
         engine.skipping_optimizers = list(engine.optimizers)
     batches = [microbatches(engine, global_batch(seed=step)) for step in range(2)]
@@ -49,7 +31,7 @@ def waits_of_a_step(
 
     def noted(name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
-        return lambda self, *given: (asked.append(name), method(self, *given))[1]
+        return lambda self, *inputs: (asked.append(name), method(self, *inputs))[1]
 
     def read(self: DeferredReads) -> None:
         reads.append(1)
@@ -60,9 +42,9 @@ def waits_of_a_step(
     for batch in batches:
         reads.clear()
         asked.clear()
-        with pytest.MonkeyPatch.context() as patch, Waits() as waits:
+        with pytest.MonkeyPatch.context() as patch, HostWaits() as waits:
             patch.setattr(DeferredReads, "read", read)
-            for name in METHODS:
+            for name in BLOCKING_METHODS:
                 patch.setattr(Tensor, name, noted(name))
             if early:
                 patch.setattr(experts, "is_host_readable", lambda _: False)
@@ -87,7 +69,7 @@ def waits_of_a_step(
 def test_the_host_waits_once_a_step(
     workers: Workers, ranks: int, parallel: ParallelConfig, precision: str, early: bool
 ) -> None:
-    for waits, reads in workers.run(waits_of_a_step, ranks, TIED, parallel, precision, early):
+    for waits, reads in workers.run(waits_of_a_step, ranks, TIED_MODEL, parallel, precision, early):
         assert waits == []
         assert reads == 1
 

@@ -16,13 +16,14 @@ from megatfm.engines.losses import DeferredReads
 from megatfm.layers import sequence
 from megatfm.layers.attention.patterns import bigbird
 from megatfm.ops import transfer
-from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_context import microbatches, one_device
+from tests.support.context_parity import context_case, context_microbatches
+from tests.support.host_reads import BLOCKING_METHODS, HostWaits
+from tests.support.models import ADAMW
+from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_host_reads import METHODS, Waits
 
 
-class Device(Waits):
+class Device(HostWaits):
     """What was moved to a device, and what operators make of it, lies there; only reads of that are noted.
 
     What they make of nothing that lies there counts as the host's (`torch.arange`, though on a device it would not be).
@@ -51,21 +52,21 @@ class Device(Waits):
         self.put([there])
         return transfer.remember_host_copy(there, values)
 
-    def here(self, *given: Any) -> dict[str, Tensor]:
+    def here(self, *inputs: Any) -> dict[str, Tensor]:
         """In the place of `here`: what comes before the move is the host's."""
         self.moves = False
-        batch = HERE(*given)
+        batch = HERE(*inputs)
         self.moves = True
         return {name: self.moved(values, values.device) for name, values in batch.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         there = any(self.holds(x) for x in tree_leaves((args, kwargs)))
-        made = (
+        result = (
             super().__torch_dispatch__(func, types, args, kwargs) if there else func(*args, **(kwargs or {}))
         )
         if there:
-            self.put(tree_leaves(made))
-        return made
+            self.put(tree_leaves(result))
+        return result
 
 
 HERE, MOVED, READ = base.local_batch, transfer.moved, DeferredReads.read
@@ -73,19 +74,19 @@ HERE, MOVED, READ = base.local_batch, transfer.moved, DeferredReads.read
 
 def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
     """What waits in the passes of two micro-batches, beside the one read of the losses. known: the host has copies."""
-    config, batch, model, objective, loss = one_device(name)
-    engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
-    engine.forward_backward(microbatches(engine, batch), objective)  # makes what is made once
+    config, batch, model, objective, loss = context_case(name)
+    engine = build_engine(config, parallel, ADAMW)
+    engine.forward_backward(context_microbatches(engine, batch), objective)  # makes what is made once
     engine.zero_grad()
     asked: list[str] = []
     device = Device([*engine.model.parameters(), *engine.model.buffers()])
 
     def noted(name: str) -> Any:
         method = getattr(Tensor, name)
-        return lambda self, *given: (device.holds(self) and asked.append(name), method(self, *given))[1]
+        return lambda self, *inputs: (device.holds(self) and asked.append(name), method(self, *inputs))[1]
 
     with pytest.MonkeyPatch.context() as patch, device:
-        for method in METHODS:
+        for method in BLOCKING_METHODS:
             patch.setattr(Tensor, method, noted(method))
         for module in [*sys.modules.values()]:
             if (
@@ -97,11 +98,11 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         patch.setattr(base, "local_batch", device.here)
         if not known:
             patch.setattr(transfer, "remember_host_copy", lambda there, _: there)
-        sums = engine.forward_backward(microbatches(engine, batch), objective)
-        found = [*device.found, *asked]
+        sums = engine.forward_backward(context_microbatches(engine, batch), objective)
+        actual = [*device.found, *asked]
     assert sums.loss == pytest.approx(loss, rel=1e-12)
-    assert test_pipelines.errors(engine, model) == {}
-    return found
+    assert model_gradient_errors(engine, model) == {}
+    return actual
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
-GPT2 = MODEL.with_changes(
+GPT2 = UNTIED_MODEL.with_changes(
     {
         "attention": {"n_heads": 4, "bias": True},
         "ffn": {"d_ff": 80, "activation": "gelu_tanh", "bias": True},
@@ -52,7 +54,7 @@ def launches(
     model: ModelConfig, parallel: ParallelConfig, precision: str, early: bool = False
 ) -> tuple[Counter[str], Counter[str]]:
     """Of the second step: forward and backward; clipping and the optimizer's step. early: decided on the device."""
-    engine = make_engine(model, parallel, ADAMW, precision=precision)
+    engine = build_engine(model, parallel, ADAMW, precision=precision)
     if early:
         engine.skipping_optimizers = list(engine.optimizers)
     for seed in range(2):
@@ -77,7 +79,7 @@ change makes them fewer, lower them here. `torch.compile` fuses most of a block'
 
 @pytest.mark.parametrize(("model", "precision"), BUDGETS)
 def test_a_step_asks_for_no_more_than_its_budget(workers: Workers, model: str, precision: str) -> None:
-    config = {"gpt2": GPT2, "llama": MODEL}[model]
+    config = {"gpt2": GPT2, "llama": UNTIED_MODEL}[model]
     (two,), (four,) = (
         workers.run(launches, 1, config.with_changes({"n_layers": n}), ParallelConfig(), precision)
         for n in (2, 4)
@@ -94,6 +96,6 @@ EARLY = 34
 @pytest.mark.parametrize("layers", [2, 4])
 def test_a_step_that_the_device_decides_on_asks_for_little_more(workers: Workers, layers: int) -> None:
     """Whether the loss is finite, the factor of the gradients, and step counts that are set back."""
-    config = MODEL.with_changes({"n_layers": layers})
+    config = UNTIED_MODEL.with_changes({"n_layers": layers})
     ((_, step),) = workers.run(launches, 1, config, ParallelConfig(), "bf16", True)
     assert step.total() <= EARLY, step

@@ -11,22 +11,23 @@ from megatfm.engines.native.zero import max_block_inputs
 from megatfm.parallel.layout import transformer_blocks
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.train.startup_checks import block_input_bytes
-from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, ROWS, global_batch, make_engine
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, LENGTH, ROWS, UNTIED_MODEL
+from tests.support.parity import build_engine
+from tests.support.sharded_engines import held_bytes
 from tests.support.workers import Workers
-from tests.unit.engines.native.test_sharing import EVEN
-from tests.unit.engines.native.test_sharing import held as counted
 
 MICRO = 2
 
 
 def config(parallel: ParallelConfig, micro_batch: int = MICRO) -> Config:
-    made = load_config("quickstart", ["data.tokenizer=t", "data.train=d"])
-    return made.model_copy(
+    config = load_config("quickstart", ["data.tokenizer=t", "data.train=d"])
+    return config.model_copy(
         update={
-            "model": EVEN,
+            "model": UNTIED_MODEL,
             "parallel": parallel,
-            "data": made.data.model_copy(update={"sequence_length": LENGTH}),
-            "train": made.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch}),
+            "data": config.data.model_copy(update={"sequence_length": LENGTH}),
+            "train": config.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch}),
         }
     )
 
@@ -42,19 +43,21 @@ def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
 def compare() -> None:
     for zero in range(4):
         parallel = ParallelConfig(dp_shard=2, zero=zero)  # type: ignore[arg-type]
-        said = needs(config(parallel), make_engine(EVEN, parallel, ADAMW, precision="bf16"))
-        found = counted(parallel)
-        psi = found["stored"] * (1 if zero == 0 else 2) // 4
-        assert said.optimizer_state == found["optimizer"], zero
-        assert said.gradients == (found["whole gradients"] or 4 * psi), zero
-        one_pass = needs(config(parallel, ROWS // 2), make_engine(EVEN, parallel, ADAMW, precision="bf16"))
-        assert one_pass.gradients == (found["whole gradients"] or found["gradients"]), zero
+        output = needs(config(parallel), build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16"))
+        actual = held_bytes(parallel)
+        psi = actual["stored"] * (1 if zero == 0 else 2) // 4
+        assert output.optimizer_state == actual["optimizer"], zero
+        assert output.gradients == (actual["whole gradients"] or 4 * psi), zero
+        one_pass = needs(
+            config(parallel, ROWS // 2), build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16")
+        )
+        assert one_pass.gradients == (actual["whole gradients"] or actual["gradients"]), zero
         largest = max(
             sum(p.numel() for p in b.parameters())
-            for b in transformer_blocks(make_engine(EVEN, parallel, ADAMW).model)
+            for b in transformer_blocks(build_engine(UNTIED_MODEL, parallel, ADAMW).model)
         )
         # Between a forward and a backward pass stage 3 has no block gathered; in a block's pass, one.
-        assert said.gathered == (0 if zero < 2 else found["computed"] + (zero == 3) * 2 * largest), zero
+        assert output.gathered == (0 if zero < 2 else actual["computed"] + (zero == 3) * 2 * largest), zero
 
 
 def test_gradients_moments_and_gathered_weights_are_those_counted(workers: Workers) -> None:
@@ -63,8 +66,8 @@ def test_gradients_moments_and_gathered_weights_are_those_counted(workers: Worke
 
 def kept_inputs(n_layers: int) -> tuple[int, int]:
     """Bytes said to be kept of inputs of blocks, and all that full recomputation keeps, in one micro-batch."""
-    model = EVEN.model_copy(update={"n_layers": n_layers})
-    engine = make_engine(model, ParallelConfig(zero=0), ADAMW, recomputed="full")
+    model = UNTIED_MODEL.model_copy(update={"n_layers": n_layers})
+    engine = build_engine(model, ParallelConfig(zero=0), ADAMW, recomputed="full")
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +85,7 @@ def test_a_block_more_keeps_its_input_more(workers: Workers) -> None:
     ((few, kept),) = workers.run(kept_inputs, 1, 2)
     ((more, kept_more),) = workers.run(kept_inputs, 1, 5)
     weights = 0  # recomputed blocks save none
-    assert more - few == kept_more - kept - weights == 3 * MICRO * LENGTH * EVEN.d_model * 8
+    assert more - few == kept_more - kept - weights == 3 * MICRO * LENGTH * UNTIED_MODEL.d_model * 8
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_a_pipeline_rank_holds_several_microbatches(
 
 
 def test_sequence_parallel_ranks_keep_their_part() -> None:
-    whole = block_input_bytes(config(ParallelConfig()), 2)
-    assert whole == 2 * MICRO * LENGTH * EVEN.d_model
-    assert block_input_bytes(config(ParallelConfig(tp=2)), 2) == whole // 2
-    assert block_input_bytes(config(ParallelConfig(tp=2, sequence_parallel=False)), 2) == whole
+    full = block_input_bytes(config(ParallelConfig()), 2)
+    assert full == 2 * MICRO * LENGTH * UNTIED_MODEL.d_model
+    assert block_input_bytes(config(ParallelConfig(tp=2)), 2) == full // 2
+    assert block_input_bytes(config(ParallelConfig(tp=2, sequence_parallel=False)), 2) == full

@@ -11,23 +11,18 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
-from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.parallel.mesh import Mesh
-from tests.parity import test_pipelines as pipelines
-from tests.parity.test_families import PassThroughObjective
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MODEL,
-    MUON,
-    TIED,
-    block,
-    global_batch,
-    make_engine,
+from tests.support.batches import CAUSAL, PassThroughObjective, family_case, global_batch
+from tests.support.engine_state import load_and_train, tensor_of, train_and_save, train_steps
+from tests.support.models import ADAMW, MUON, TIED_MODEL, UNTIED_MODEL
+from tests.support.parity import (
+    build_engine,
+    local_block,
     microbatches,
     one_device,
     one_device_gradients,
+    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
@@ -38,15 +33,9 @@ LAYOUTS = {
 }
 
 
-def steps(engine: NativeEngine, first: int, last: int) -> None:
-    for step in range(first, last):
-        engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
-        engine.step(1e-2, clip=0.3)
-
-
 def norms(parallel: ParallelConfig) -> tuple[float, float, float]:
     """The gradient norm that a step reports, that of one device, and the largest change by clipping to a tenth."""
-    engine, model = make_engine(TIED, parallel, ADAMW), one_device(TIED)
+    engine, model = build_engine(TIED_MODEL, parallel, ADAMW), one_device(TIED_MODEL)
     batch = global_batch(seed=3)
     _, expected = one_device_gradients(model, batch)
     wanted = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
@@ -56,7 +45,7 @@ def norms(parallel: ParallelConfig) -> tuple[float, float, float]:
         optimizer.step = lambda gradients, lr: seen.update({n: g.clone() for n, g in gradients.items()})  # type: ignore[method-assign]
     norm = engine.step(0.1, clip=float(wanted) / 10)
     differences = [
-        float((gradient - block(engine, name, expected[name]) / 10).abs().max())
+        float((gradient - local_block(engine, name, expected[name]) / 10).abs().max())
         for name, gradient in seen.items()
         if gradient.numel()
     ]
@@ -71,8 +60,8 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(workers: Workers, ran
 
 
 def one_bad_gradient(value: float) -> None:
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), MUON)
-    steps(engine, 0, 1)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), MUON)
+    train_steps(engine, 0, 1)
     before = {name: tensor_of(part).clone() for name, part in engine.state_dict().items()}
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     if dist.get_rank() == 1:
@@ -90,35 +79,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     workers: Workers, value: float
 ) -> None:
     workers.run(one_bad_gradient, 2, value)
-
-
-def tensor_of(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
-    return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
-
-
-def train_and_save(
-    folder: Path, parallel: ParallelConfig, optimizer: AdamWConfig
-) -> tuple[Path, dict[str, Tensor]]:
-    """Three steps, a checkpoint, and two steps more; returns the weights held at the end."""
-    engine = make_engine(MODEL, parallel, optimizer)
-    steps(engine, 0, 3)
-    path = checkpoint.save(folder, 3, engine.state_dict(), {})
-    steps(engine, 3, 5)
-    return path, {name: tensor.clone() for name, tensor in engine.local.items()}
-
-
-def load_and_train(
-    path: Path, parallel: ParallelConfig, optimizer: AdamWConfig, folder: Path
-) -> tuple[Path, dict[str, Tensor]]:
-    """Load into an engine that is elsewhere already, save again at once, and take the two steps."""
-    engine = make_engine(MODEL, parallel, optimizer)
-    steps(engine, 7, 8)
-    state = engine.empty_state_dict(checkpoint.names(path))
-    checkpoint.load(path, state)
-    engine.load_state_dict(state)
-    again = checkpoint.save(folder, 3, engine.state_dict(), {})
-    steps(engine, 3, 5)
-    return again, {name: tensor.clone() for name, tensor in engine.local.items()}
 
 
 def ranks_of(parallel: ParallelConfig) -> int:
@@ -169,7 +129,7 @@ def test_training_goes_on_after_a_load_as_without(
 
 
 def weights_from_outside() -> None:
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), MUON)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), MUON)
     for tensor in engine.local.values():
         tensor.fill_(0.5)
     engine.weights_changed()
@@ -184,15 +144,15 @@ def test_an_optimizer_s_copies_follow_weights_that_are_set_from_outside(workers:
 
 def train_without_sentences(layouts: list[ParallelConfig]) -> None:
     """A BERT whose pairs nobody asks about."""
-    config, batch = pipelines.case("bert", False)
+    config, batch = family_case("bert", False)
     del batch["sentence_targets"]
     for parallel in layouts:
-        engine = pipelines.make_engine(config, parallel)
+        engine = build_engine(config, parallel)
         with pytest.raises(
             MegatfmError, match=r"no loss depends on sentence\.\S+, .* \(4 of the weights here\)"
         ):
             engine.forward_backward(
-                pipelines.microbatches(engine, batch), PassThroughObjective(["masked", "boundary"])
+                uneven_microbatches(engine, batch), PassThroughObjective(["masked", "boundary"])
             )
 
 
@@ -204,7 +164,7 @@ def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
 
 def engines_end(layouts: list[ParallelConfig]) -> None:
     for parallel in layouts:
-        engine = make_engine(TIED, parallel, ADAMW)
+        engine = build_engine(TIED_MODEL, parallel, ADAMW)
         engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL)
         data = weakref.ref(engine.data)
         del engine
@@ -228,7 +188,7 @@ def test_one_data_rank_shares_with_nobody(workers: Workers, zero: int) -> None:
 
 def has_whole_weights(parallel: ParallelConfig) -> bool:
     """Whether the optimizer moves the very tensors that the model computes with, and these are plain ones."""
-    engine = make_engine(MODEL, parallel, ADAMW)
+    engine = build_engine(UNTIED_MODEL, parallel, ADAMW)
     computed = dict(engine.model.named_parameters())
     return all(
         type(computed[name].data) is Tensor
@@ -240,7 +200,7 @@ def has_whole_weights(parallel: ParallelConfig) -> bool:
 
 def misused(parallel: ParallelConfig) -> None:
     """A second pass before the step, and an evaluation of nothing; how often ranks add up in one of several batches."""
-    engine, batch = make_engine(TIED, parallel, ADAMW), global_batch(seed=3)
+    engine, batch = build_engine(TIED_MODEL, parallel, ADAMW), global_batch(seed=3)
     engine.forward_backward(microbatches(engine, batch), CAUSAL)
     with pytest.raises(MegatfmError, match="called twice without a step"):
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
@@ -256,11 +216,11 @@ def misused(parallel: ParallelConfig) -> None:
         genuine = Mesh.all_reduce_
         patch.setattr(Mesh, "all_reduce_", lambda *args: (counted.append(1), genuine(*args))[1])
         several = microbatches(engine, batch)
-        whole = engine.evaluate(several * 3, CAUSAL)
+        full = engine.evaluate(several * 3, CAUSAL)
         three = len(counted)
         engine.evaluate(several, CAUSAL)
     assert len(counted) - three == three, "as often for one batch as for three"
-    assert whole.target_counts == {
+    assert full.target_counts == {
         name: 3 * n for name, n in engine.evaluate(several, CAUSAL).target_counts.items()
     }
 

@@ -8,7 +8,9 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.native import replicated
 from megatfm.engines.native.replicated import Replicated
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
-from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 LAYOUTS = [
@@ -20,7 +22,7 @@ LAYOUTS = [
 
 def one_step(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[CollectiveTraffic], int]:
     """Gradients, traffic, and how many buckets were on their way when the last backward pass was over."""
-    engine = make_engine(TIED, parallel, ADAMW)
+    engine = build_engine(TIED_MODEL, parallel, ADAMW)
     data = engine.data
     assert isinstance(data, Replicated)
     sent, reduce = [0], data.reduce
@@ -51,12 +53,12 @@ def compare() -> None:
                 assert torch.equal(gradient, afterwards[name]), (parallel, name)
 
 
-def test_the_same_gradients_to_the_bit(workers: Workers) -> None:
+def test_overlapping_leaves_gradients_equal_to_the_bit(workers: Workers) -> None:
     workers.run(compare, 2)
 
 
 def two_backward_passes() -> None:
-    engine = make_engine(TIED, LAYOUTS[0], ADAMW)
+    engine = build_engine(TIED_MODEL, LAYOUTS[0], ADAMW)
     parameter = engine.model.get_parameter("decoder.norm.weight")
     engine.data.begin(is_last=True)
     for other in engine.model.parameters():

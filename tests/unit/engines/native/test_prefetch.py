@@ -14,30 +14,32 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.parallel.layout import transformer_blocks
-from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 LAYERS = 5
-DEEP = MODEL.with_changes({"n_layers": LAYERS})
+DEEP = UNTIED_MODEL.with_changes({"n_layers": LAYERS})
 
 
 def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor], float]:
     """What a micro-batch asks for and runs, in order: g2 gathers block 2, f2 runs it forward, b2 backward; the step's
     gradients, and an evaluation after it."""
     parallel = ParallelConfig(dp_shard=2, fsdp_prefetch=prefetch, grad_accumulation="sharded")
-    engine = make_engine(DEEP, parallel, ADAMW, recomputed=recomputed)
-    found: list[str] = []
+    engine = build_engine(DEEP, parallel, ADAMW, recomputed=recomputed)
+    actual: list[str] = []
     gather = _fsdp_param_group.foreach_all_gather
 
-    def noted(params: Any, *rest: Any) -> Any:
+    def noted(params: Any, *remaining: Any) -> Any:
         module = params[0]._module_info.module
-        found.extend(
+        actual.extend(
             f"g{n}" for n, block in enumerate(transformer_blocks(engine.model)) if module in block.modules()
         )
-        return gather(params, *rest)
+        return gather(params, *remaining)
 
     def runs(what: str) -> Any:
-        return lambda *_: found.append(what)
+        return lambda *_: actual.append(what)
 
     for n, block in enumerate(transformer_blocks(engine.model)):
         block.register_forward_pre_hook(runs(f"f{n}"))
@@ -46,10 +48,10 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fsdp_param_group, "foreach_all_gather", noted)
         engine.forward_backward(microbatches(engine, global_batch(seed=4))[:1], CAUSAL)
-    said = list(found)
+    output = list(actual)
     gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.step(1e-2, clip=1.0)
-    return said, gradients, engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL).loss
+    return output, gradients, engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL).loss
 
 
 def both_ways(ahead: int, by_itself: int) -> Iterator[str]:
@@ -68,8 +70,8 @@ def compare(recomputed: str) -> None:
     assert ParallelConfig().fsdp_prefetch is None
     assert [ZeroOptions().prefetch_depth(device) for device in ("cpu", "cuda")] == [0, 1]
     for ahead in (0, 1, 2):
-        found, gradients, evaluated = order(ahead, recomputed)
-        assert found == list(both_ways(ahead, max(ahead, 1))), (ahead, found)
+        actual, gradients, evaluated = order(ahead, recomputed)
+        assert actual == list(both_ways(ahead, max(ahead, 1))), (ahead, actual)
         expected = expected or (gradients, evaluated)
         assert evaluated == expected[1]
         for name, gradient in gradients.items():
@@ -83,9 +85,9 @@ def test_blocks_are_asked_for_ahead_of_their_turn(workers: Workers, recomputed: 
 
 def allocated(able: bool) -> tuple[set[str], list[str]]:
     """Kinds of what gathers and scatters, and warnings."""
-    said: list[str] = []
+    output: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: output.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatfm").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         if able:
@@ -93,7 +95,7 @@ def allocated(able: bool) -> tuple[set[str], list[str]]:
             patch.setattr(type(backend), "supports_tensor_alloc", lambda *_: True)
             unset = lambda _, size, **kind: torch.full((size,), torch.nan, **kind)  # noqa: E731
             patch.setattr(type(backend), "allocate_tensor", unset)
-        engine: NativeEngine = make_engine(
+        engine: NativeEngine = build_engine(
             DEEP, ParallelConfig(dp_shard=2, comm_buffers="process_group"), ADAMW
         )
         engine.forward_backward(microbatches(engine, global_batch(seed=4)), CAUSAL)
@@ -107,23 +109,23 @@ def allocated(able: bool) -> tuple[set[str], list[str]]:
     ]
     assert len(groups) == LAYERS + 1
     return {
-        type(each).__name__ for g in groups for each in (g._all_gather_comm, g._reduce_scatter_comm)
-    }, said
+        type(item).__name__ for g in groups for item in (g._all_gather_comm, g._reduce_scatter_comm)
+    }, output
 
 
 def test_a_group_allocates_what_it_sends_where_it_can(workers: Workers) -> None:
-    for kinds, said in workers.run(allocated, 2, True):
+    for kinds, result in workers.run(allocated, 2, True):
         assert kinds == {
             _fsdp_collectives.ProcessGroupAllocAllGather.__name__,
             _fsdp_collectives.ProcessGroupAllocReduceScatter.__name__,
         }
-        assert said == []
+        assert result == []
 
 
 def test_a_group_that_cannot_says_so(workers: Workers) -> None:
-    for kinds, said in workers.run(allocated, 2, False):
+    for kinds, result in workers.run(allocated, 2, False):
         assert not any("ProcessGroup" in kind for kind in kinds)
-        assert said == [
+        assert result == [
             "parallel.comm_buffers = 'process_group': gloo has no memory of its own for cpu: torch allocates "
             "what is sent"
         ]

@@ -4,17 +4,9 @@ import pytest
 
 from megatfm.config import ParallelConfig
 from megatfm.verify.traffic import TrafficCounter
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    TIED,
-    block,
-    global_batch,
-    make_engine,
-    microbatches,
-    one_device,
-    one_device_gradients,
-)
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, TIED_MODEL
+from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
 from tests.support.workers import Workers
 
 LAYOUTS = [
@@ -30,14 +22,14 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 def reduced(parallel: ParallelConfig) -> tuple[float, int]:
     """‖g − r‖ / ‖r‖ over all gradients here, and bytes sent to reduce them."""
     batch = global_batch(seed=4)
-    _, expected = one_device_gradients(one_device(TIED), batch)
-    engine = make_engine(TIED, parallel, ADAMW, precision="fp32")
+    _, expected = one_device_gradients(one_device(TIED_MODEL), batch)
+    engine = build_engine(TIED_MODEL, parallel, ADAMW, precision="fp32")
     with TrafficCounter({}) as traffic:
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
     off = norm = 0.0
     for name, gradient in engine.gradients().items():
         assert gradient.dtype == engine.local[name].dtype
-        wanted = block(engine, name, expected[name])
+        wanted = local_block(engine, name, expected[name])
         off += float((gradient - wanted).square().sum())
         norm += float(wanted.square().sum())
     sent = sum(flow.sent_bytes for flow in traffic.flows() if flow.collective in REDUCTIONS)
@@ -45,12 +37,12 @@ def reduced(parallel: ParallelConfig) -> tuple[float, int]:
 
 
 def compare() -> list[tuple[float, float]]:
-    found = []
+    actual = []
     for parallel in LAYOUTS:
         _, full = reduced(parallel)
         error, half = reduced(parallel.model_copy(update={"reduce_dtype": "bf16"}))
-        found.append((error, half / full))
-    return found
+        actual.append((error, half / full))
+    return actual
 
 
 def test_half_the_bytes_and_one_rounding(workers: Workers) -> None:

@@ -1,75 +1,20 @@
 """ZeRO stages: the bytes that a rank holds, gradients that agree to the bit in bfloat16, and packing into buffers."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from megatfm.config import AdamWConfig, ParallelConfig
-from megatfm.engines.interface import Batch
-from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.native.replicated import Replicated, assign_buckets
+from megatfm.config import ParallelConfig
+from megatfm.engines.native.replicated import assign_buckets
 from megatfm.models import build
-from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.support.models import UNTIED_MODEL
+from tests.support.sharded_engines import held_bytes, low_precision_gradients
 from tests.support.workers import Workers
-
-EVEN = MODEL.model_copy(update={"vocab_size": 96})
-ADAMW = AdamWConfig(lr=1e-2)
-
-
-def bytes_of(tensors: Any) -> int:
-    """Of the storages, each once; scalars, such as an optimizer's step count, apart."""
-    tensors = [tensor for tensor in tensors if tensor.dim()]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def optimizer_tensors(engine: NativeEngine) -> list[Tensor]:
-    return [t for o in engine.optimizers for values in o.state().values() for t in values.values()]
-
-
-class Weighing:
-    """The objective, which notes the weights that the model has in memory between a forward and a backward pass."""
-
-    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
-    seen = 0
-
-    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        terms = CAUSAL(model, batch)
-        whole = [p for p in model.parameters() if not isinstance(p, torch.distributed.tensor.DTensor)]
-        self.seen = bytes_of(whole)
-        return terms
-
-
-def held(parallel: ParallelConfig) -> dict[str, int]:
-    """Bytes that this rank holds, by kind; in bfloat16, after one step."""
-    engine, objective = make_engine(EVEN, parallel, ADAMW, precision="bf16"), Weighing()
-    batch = global_batch(seed=1)
-    engine.forward_backward(microbatches(engine, batch), objective)
-    engine.step(1e-2, clip=1.0)
-    whole = [0]
-    if isinstance(engine.data, Replicated):
-        send = engine.data._start_next_reduction
-
-        def weigh_gradients() -> None:  # all are there: they go in one bucket
-            whole[0] = bytes_of([p.grad for p in engine.model.parameters()])
-            send()
-
-        engine.data._start_next_reduction = weigh_gradients  # type: ignore[method-assign]
-    engine.forward_backward(microbatches(engine, batch), objective)
-    return {
-        "computed": objective.seen,
-        "whole gradients": whole[0],
-        "stored": bytes_of(engine.local.values()),
-        "gradients": bytes_of(engine.gradients().values()),
-        "optimizer": bytes_of(optimizer_tensors(engine)),
-    }
 
 
 def count(layouts: list[ParallelConfig]) -> list[dict[str, int]]:
-    return [held(parallel) for parallel in layouts]
+    return [held_bytes(parallel) for parallel in layouts]
 
 
 def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
@@ -77,7 +22,7 @@ def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
     n, everything = 2, {"stored": 4, "gradients": 4, "optimizer": 8}
     engine_bytes = workers.run(count, n, [ParallelConfig(dp_shard=n, zero=zero) for zero in range(4)])
     with torch.device("meta"):
-        model = build(EVEN)
+        model = build(UNTIED_MODEL)
     psi = sum(p.numel() for p in model.parameters())
     root = sum(p.numel() for name, p in model.named_parameters() if ".layers." not in name)
     shard = {kind: size * psi // n for kind, size in everything.items()}
@@ -93,22 +38,6 @@ def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
     ]
     for rank in engine_bytes:
         assert rank == wanted
-
-
-def low_precision_gradients(zero: int) -> dict[str, Tensor]:
-    """Whole, by gathering what each rank has."""
-    engine = make_engine(MODEL, ParallelConfig(dp_shard=2, zero=zero), ADAMW, precision="bf16")
-    for step in range(2):
-        engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
-        if step == 0:
-            engine.step(1e-2, clip=0.0)
-    made = {name: torch.zeros(p.shape) for name, p in engine.layout.items()}
-    blocks = {n: (engine.boxes[n], g) for n, g in engine.gradients().items()}
-    for rank in engine.mesh.gather_objects(blocks, ("dp_shard",)):
-        for name, ((offsets, sizes), gradient) in rank.items():
-            assert gradient.dtype == torch.float32
-            made[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = gradient
-    return made
 
 
 def all_stages() -> None:
@@ -147,8 +76,8 @@ def test_packing_and_unpacking_lose_nothing(
             for name, block in bucket.unpack_shard(buffer[rank], rank).items():
                 first, rows = bucket.rows(name, rank)
                 assert torch.equal(block, tensors[name][first : first + rows])
-            own = {n: tensors[n][slice(*_span(bucket.rows(n, rank)))] for n in bucket.shapes}
-            assert torch.equal(bucket.pack_shard(own, torch.empty(0)), buffer[rank])
+            local = {n: tensors[n][slice(*_span(bucket.rows(n, rank)))] for n in bucket.shapes}
+            assert torch.equal(bucket.pack_shard(local, torch.empty(0)), buffer[rank])
         bucket.unpack(buffer, back)
     assert all(torch.equal(tensor, back[name]) for name, tensor in tensors.items())
 

@@ -11,15 +11,9 @@ from megatfm.config import AdamWConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.losses import DeferredReads
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
-from tests.parity.test_layouts import (
-    ADAMW,
-    CAUSAL,
-    MUON,
-    TIED,
-    global_batch,
-    make_engine,
-    microbatches,
-)
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, MUON, TIED_MODEL
+from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
 SHORT = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3, moments_dtype="bf16")
@@ -29,7 +23,7 @@ STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
 
 def early(engine: NativeEngine) -> NativeEngine:
     """As an engine on a GPU decides."""
-    engine.skipping_optimizers = [each for each in engine.optimizers if each.can_skip]
+    engine.skipping_optimizers = [optimizer for optimizer in engine.optimizers if optimizer.can_skip]
     return engine
 
 
@@ -56,15 +50,15 @@ def bits(engine: NativeEngine) -> dict[str, Tensor]:
 
 def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: str, folder: Path) -> int:
     """The number of optimizers that decide on the device."""
-    host = make_engine(TIED, parallel, optimizer, precision=precision)
-    device = early(make_engine(TIED, parallel, optimizer, precision=precision))
+    host = build_engine(TIED_MODEL, parallel, optimizer, precision=precision)
+    device = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
     norms = take(host, STEPS)
     assert torch.equal(torch.tensor(take(device, STEPS)).nan_to_num(), torch.tensor(norms).nan_to_num())
     assert [torch.tensor(n).isfinite().item() for n in norms] == [kind not in SPOILED for kind in STEPS]
     if host.loss_scale:
         assert host.loss_scale.value == device.loss_scale.value  # type: ignore[union-attr]
     path = checkpoint.save(folder / f"{optimizer.name}-{precision}", 1, device.state_dict(), {})
-    resumed = early(make_engine(TIED, parallel, optimizer, precision=precision))
+    resumed = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
     state = resumed.empty_state_dict(checkpoint.names(path))
     checkpoint.load(path, state)
     resumed.load_state_dict(state)
@@ -72,9 +66,9 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
         take(engine, ("gradient", "", "clipped"), len(STEPS))
     wanted = bits(host)
     for engine in (device, resumed):
-        found = bits(engine)
-        assert found.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+        actual = bits(engine)
+        assert actual.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(wanted[name], actual[name])] == []
     return len(device.skipping_optimizers)
 
 
@@ -95,22 +89,22 @@ def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_p
 
 def order_of_a_step() -> list[str]:
     """Who did what, of a step whose gradients are clipped."""
-    engine = early(make_engine(TIED, ParallelConfig(), MUON))
-    said: list[str] = []
+    engine = early(build_engine(TIED_MODEL, ParallelConfig(), MUON))
+    output: list[str] = []
     take(engine, ("",))
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     send, read = DeferredReads.start_copy, DeferredReads.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredReads, "start_copy", lambda self: (said.append("sent"), send(self)))
-        patch.setattr(DeferredReads, "read", lambda self: (said.append("read"), read(self)))
-        for each in engine.optimizers:
-            kind = "AdamW" if isinstance(each, ElementwiseOptimizer) else "Muon"
-            step = each.step
-            patch.setattr(each, "step", lambda *args, s=step, k=kind: (said.append(k), s(*args)))
+        patch.setattr(DeferredReads, "start_copy", lambda self: (output.append("sent"), send(self)))
+        patch.setattr(DeferredReads, "read", lambda self: (output.append("read"), read(self)))
+        for optimizer in engine.optimizers:
+            kind = "AdamW" if isinstance(optimizer, ElementwiseOptimizer) else "Muon"
+            step = optimizer.step
+            patch.setattr(optimizer, "step", lambda *args, s=step, k=kind: (output.append(k), s(*args)))
         engine.step(1e-2, clip=1e-3)
-    return said
+    return output
 
 
 def test_what_decides_on_the_device_runs_before_the_host_reads(workers: Workers) -> None:
-    (said,) = workers.run(order_of_a_step, 1)
-    assert said == ["sent", "AdamW", "read", "Muon"]
+    (result,) = workers.run(order_of_a_step, 1)
+    assert result == ["sent", "AdamW", "read", "Muon"]

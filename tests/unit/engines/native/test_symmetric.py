@@ -22,12 +22,12 @@ CONFIG = load_config("quickstart", ["model.vocab_size=96", "parallel.tp=2", "par
 
 
 def mesh(*hosts: str) -> Mesh:
-    made: Any = SimpleNamespace(
+    stand_in: Any = SimpleNamespace(
         size=lambda axis: 2,
         group=lambda axis: SimpleNamespace(group_name="of tensors"),
         gather_objects=lambda mine, axes: [(f"boot of {host}", host) for host in hosts] or [mine, mine],
     )
-    return made  # type: ignore[no-any-return]
+    return stand_in  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_machines_are_refused(opened: list[object]) -> None:
-    here = socket.gethostname()
-    with pytest.raises(MegatfmError, match=rf"ranks is on .*{here}.*set parallel.async_tp = false"):
-        enable_symmetric_memory(mesh(here, "another"), GPU)
+    host = socket.gethostname()
+    with pytest.raises(MegatfmError, match=rf"ranks is on .*{host}.*set parallel.async_tp = false"):
+        enable_symmetric_memory(mesh(host, "another"), GPU)
     assert not opened
 
 
@@ -93,8 +93,8 @@ def plan() -> str:
             get=lambda name: lambda setup: setup.layout.table, check=lambda config, precision: None
         )
         patch.setattr(build, "ENGINES", engine)
-        made: Any = build.build_engine(CONFIG, build_mesh(CONFIG.parallel, 2, "cpu"), CPU, "fp32")
-    return str(made)
+        result: Any = build.build_engine(CONFIG, build_mesh(CONFIG.parallel, 2, "cpu"), CPU, "fp32")
+    return str(result)
 
 
 def test_the_plan_says_so(workers: Workers) -> None:

@@ -1,0 +1,67 @@
+"""Corpora that every machine can make without a download: scikit-learn's digits, written as a folder of images."""
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+from megatfm import rng
+from megatfm.config.prep import ReadConfig
+from megatfm.errors import UsageError
+from megatfm.files import atomic_write
+
+HELD_OUT = 3
+"""One digit of so many is held out: the last ones, which other people wrote."""
+
+
+def with_builtin_folder(config: ReadConfig, scratch: Path) -> ReadConfig:
+    """The config with the folder of its built-in images, which is written to `scratch` unless it is there."""
+    if config.builtin != "digits" or config.folder is not None:
+        return config
+    folder = scratch / "digits"
+    write_digits(folder)
+    return config.model_copy(update={"folder": str(folder)})
+
+
+def write_digits(folder: Path) -> None:
+    """1,797 handwritten digits of 8 × 8 grey pixels (Alpaydin & Kaynak 1998), as train.tar and validation.tar.
+
+    Raises UsageError without scikit-learn or Pillow. Files get the same times each time, so that prep can resume.
+    """
+    try:
+        from PIL import Image
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UsageError(
+            f"read.builtin = 'digits' needs scikit-learn and Pillow ({error}): pip install 'megatfm[vision]', or set "
+            "read.folder to a folder of images"
+        ) from error
+    digits = load_digits()
+    n_train = len(digits.images) * (HELD_OUT - 1) // HELD_OUT
+    splits = {
+        "train": rng.permutation(n_train, 0, "digits"),
+        "validation": np.arange(n_train, len(digits.images)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, numbers in splits.items():
+        path = folder / f"{split}.tar"
+        if path.exists():
+            continue
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as tar:
+            for number in numbers.tolist():
+                png = io.BytesIO()
+                pixels = np.round(digits.images[number] * (255 / 16)).astype(np.uint8)
+                Image.fromarray(pixels).save(png, "PNG")
+                _add(tar, f"{number:04d}.png", png.getvalue())
+                _add(tar, f"{number:04d}.cls", str(digits.target[number]).encode())
+        atomic_write(path, content.getvalue())
+        os.utime(path, (0, 0))
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))

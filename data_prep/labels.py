@@ -1,0 +1,149 @@
+"""Class numbers of images from the names of folders, tables, or fields beside them; stored as a `.cls` of each."""
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from megatfm.config.prep import LabelsConfig
+from megatfm.data_prep.readers.images import ImageRecord
+from megatfm.data_prep.readers.record import Bad, get_nested
+from megatfm.data_prep.readers.text import records
+from megatfm.errors import UsageError
+
+MAX_SHOWN = 5
+
+
+class ClassLabels:
+    """The classes of a corpus. `names` [n] are those of classes by number, empty where labels are numbers already.
+
+    sources: names of the images' files below the corpus folder, of which those that are no tars name the classes.
+    """
+
+    def __init__(self, config: LabelsConfig, sources: Iterable[str]) -> None:
+        self._config = config
+        self._table = _read_table(config) if config.by == "table" else {}
+        self.names = self._class_names(sources)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of names and table: with another one, images would get other labels."""
+        return blake3(json.dumps([self.names, sorted(self._table.items())]).encode()).hexdigest(length=16)
+
+    def apply(self, source: str, image: ImageRecord) -> ImageRecord | Bad:
+        """The image with its class in `.cls`, or why it has none. source: its path, or `TAR#KEY`."""
+        if self._config.by == "cls":
+            return image
+        name = self._name_of(source, image.members)
+        if name is None:
+            return Bad(image.key, f"has no label by {self._where}")
+        number = self._numbers.get(name) if self.names else _class_number(name)
+        if number is None:
+            known = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
+            return Bad(image.key, f"has the label {name!r}, which is none of {known}")
+        members = {extension: data for extension, data in image.members.items() if extension != "cls"}
+        first = next(iter(members))
+        labelled = {first: members.pop(first), "cls": b"%d" % number, **members}
+        return ImageRecord(image.key, labelled, image.text)
+
+    @property
+    def _where(self) -> str:
+        """How labels are found, in words."""
+        return {
+            "folder": "read.labels.by = 'folder': it lies in no folder",
+            "table": f"the table {self._config.table}",
+            "json": f"the field {self._config.key!r} of its .json",
+            "txt": "its .txt",
+        }[self._config.by]
+
+    def _name_of(self, source: str, members: Mapping[str, bytes]) -> str | None:
+        path = source.partition("#")[2] or source
+        if self._config.by == "folder":
+            return folder_of(path)
+        if self._config.by == "table":
+            stem = path.rpartition("/")[2]
+            known = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
+            return next((self._table[key] for key in known if key in self._table), None)
+        if self._config.by == "txt":
+            return members.get("txt", b"").decode().strip() or None
+        value = get_nested(json.loads(members.get("json", b"null")), self._config.key)
+        return None if value is None or isinstance(value, dict | list | bool) else str(value)
+
+    def _class_names(self, sources: Iterable[str]) -> list[str]:
+        if self._config.classes is not None:
+            return _read_names(Path(self._config.classes))
+        if self._config.by == "table":
+            found = set(self._table.values())
+        elif self._config.by == "folder":
+            found = {name for source in sources if (name := folder_of(source)) is not None}
+        else:
+            return []  # of fields nothing is known before they are read
+        if not found and self._config.by == "folder":
+            raise UsageError(
+                "read.labels.by = 'folder': no image lies in a folder of a class: lay them as CLASS/IMAGE.jpg, or, "
+                "of tars, give the classes in read.labels.classes"
+            )
+        # Numbers are classes as they are, so that 10 does not come before 2.
+        return [] if all(_class_number(name) is not None for name in found) else sorted(found)
+
+
+def folder_of(path: str) -> str | None:
+    """The name of the folder that a file lies in."""
+    folders = path.split("/")[:-1]
+    return folders[-1] if folders else None
+
+
+def _class_number(name: str) -> int | None:
+    return int(name) if name.isascii() and name.isdigit() and len(name) <= 9 else None
+
+
+def _read_names(path: Path) -> list[str]:
+    """Names of classes, one a line."""
+    try:
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"read.labels.classes = {str(path)!r}: can't be read ({error})") from error
+    while names and not names[-1]:
+        names.pop()
+    if not names or len(set(names)) < len(names) or "" in names:
+        raise UsageError(
+            f"read.labels.classes = {str(path)!r}: give one name a line, none twice; the first is class 0"
+        )
+    return names
+
+
+def _read_table(config: LabelsConfig) -> dict[str, str]:
+    """Label of each file, by what the table calls it. Raises UsageError for a table that doesn't say."""
+    path = Path(config.table or "")
+    if not path.is_file():
+        raise UsageError(f"read.labels.table = {str(path)!r}: no such file")
+    rows: Iterable[tuple[int, Any]]
+    if path.suffix in (".jsonl", ".ndjson"):
+        rows = records(path)
+    else:
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"read.labels.table = {str(path)!r}: is not valid UTF-8 ({error})") from error
+        delimiter = "\t" if path.suffix == ".tsv" else ","
+        rows = enumerate(csv.DictReader(text.splitlines(), delimiter=delimiter), 2)
+    table: dict[str, str] = {}
+    for line, row in rows:
+        file, label = (
+            row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key)
+        )
+        if not isinstance(file, str) or label is None or isinstance(label, dict | list | bool):
+            there = ", ".join(map(str, list(row)[:MAX_SHOWN])) if isinstance(row, dict) else "no fields"
+            raise UsageError(
+                f"read.labels.table = {str(path)!r}: line {line} lacks {config.file_key!r} or {config.key!r} (it has "
+                f"{there}): set read.labels.file_key and read.labels.key"
+            )
+        if table.setdefault(file, str(label)) != str(label):
+            raise UsageError(
+                f"read.labels.table = {str(path)!r}: {file!r} has two labels, in line {line} another"
+            )
+    return table

@@ -1,0 +1,178 @@
+"""`megatfm finetune` and `megatfm predict`: a pretrained model on labelled files, and its labels for new ones."""
+
+import argparse
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatfm.commands.arguments import add_config_and_overrides, add_source_argument, add_trust_argument
+from megatfm.commands.training import enable_expandable_segments, removed_on_refusal
+from megatfm.config import Config, load_config, to_toml
+from megatfm.config.load import apply_overrides
+from megatfm.config.sources import merge_files, read_files
+from megatfm.errors import EXIT_OK, UsageError
+from megatfm.files import NewPaths, atomic_write
+from megatfm.parallel.startup_watch import start_sentinel
+from megatfm.terminal import print_table
+
+if TYPE_CHECKING:
+    from megatfm.inference.task_evaluation import TaskResults
+
+RESOLVED_CONFIG = "finetune.toml"
+"""In the run directory: the config with corpora, labels, head and steps filled in, for `launch` and `verify`."""
+DEFAULT_EPOCHS = 3
+MANY_STEPS = 2**40
+"""Stands for train.steps until the examples are counted."""
+
+log = logging.getLogger("megatfm")
+
+
+def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a config with a [task], the model to start from, and what to do at the end."""
+    add_config_and_overrides(parser, "task.epochs=3", optional=True)
+    add_source_argument(parser)
+    parser.add_argument(
+        "--prepare",
+        action="store_true",
+        help=f"only tokenize, and write RUN/{RESOLVED_CONFIG}, which `launch`, `train` and `verify` take",
+    )
+    parser.add_argument(
+        "--export",
+        metavar="DIR",
+        help="at the end, store the best checkpoint there in the Hugging Face format",
+    )
+
+
+def finetune_command(args: argparse.Namespace) -> int:
+    """Fine-tune or resume, then evaluate the best checkpoint; exit codes as those of `megatfm train`."""
+    enable_expandable_segments(os.environ)
+    start_sentinel()
+    config, notes = finetuning_config(args.source, args.config, args.overrides)
+    for note in notes:
+        log.info("%s", note)
+    from megatfm.tracking.run_directory import run_folder
+
+    folder, new_paths = run_folder(config), NewPaths()
+    new_paths.make_folder(folder)
+    new_paths.will_write(folder / RESOLVED_CONFIG)
+    atomic_write(folder / RESOLVED_CONFIG, to_toml(config))
+    if args.prepare:
+        print(folder / RESOLVED_CONFIG)
+        return EXIT_OK
+    from megatfm.describe.description import flops_per_token
+    from megatfm.inference.samples import PromptSampler
+    from megatfm.inference.task_evaluation import evaluate_task
+    from megatfm.train.trainer import train
+
+    with removed_on_refusal(new_paths):
+        code = train(config, flops_per_token, PromptSampler(), new_paths)
+    if code != EXIT_OK:
+        return code
+    results = evaluate_task(folder)
+    if results is not None:
+        print_results(results)
+        if args.export:
+            from megatfm.convert.convert import convert
+
+            first, *remarks = convert(results.checkpoint, args.export, "hf")
+            for line in [*remarks, f"{args.export}: {first}"]:
+                print(line)
+    return EXIT_OK
+
+
+def finetuning_config(
+    source: str | None, path: str | None, overrides: Sequence[str]
+) -> tuple[Config, Sequence[str]]:
+    """Return the config of a fine-tuning run: files tokenized, head, objective and steps filled in; and notes.
+
+    Raises UsageError.
+    """
+    if path is not None and "=" in path:
+        overrides = [path, *overrides]
+        path = None
+    if path is None and source is None:
+        raise UsageError(
+            "a config with a [task] is missing: give a TOML file, and a model to start from as --from"
+        )
+    if path is not None:
+        _check_has_task(path, overrides)
+    placeholders = ["data.train=task", *_steps_by_epochs(path, overrides)]
+    if source is None:
+        assert path is not None
+        config, notes = load_config(path, [*placeholders, *overrides]), list[str]()
+    else:
+        from megatfm.commands.from_model import continue_from_config
+
+        config, messages = continue_from_config(source, path, [*placeholders, *overrides])
+        notes = list(messages)
+    from megatfm.train.finetuning import resolve_task
+
+    resolved, messages = resolve_task(config)
+    return resolved, [*notes, *messages]
+
+
+def _values(path: str | None, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Return what a config file and overrides say, not validated."""
+    values = merge_files(Config, read_files(Config, path)) if path else {}
+    apply_overrides(Config, values, overrides)
+    return values
+
+
+def _check_has_task(path: str, overrides: Sequence[str]) -> None:
+    if not _values(path, overrides).get("task"):
+        raise UsageError(
+            f"{path}: has no [task]: say which files are trained on, for example task.train=reviews.csv, or use "
+            "`megatfm train`"
+        )
+
+
+def _steps_by_epochs(path: str | None, overrides: Sequence[str]) -> list[str]:
+    """Return overrides by which passes over the examples decide train.steps; none where the config says steps."""
+    values = _values(path, overrides)
+    task, train = values.get("task"), values.get("train")
+    if isinstance(task, Mapping) and task.get("epochs"):
+        return [f"train.steps={MANY_STEPS}"]
+    if isinstance(train, Mapping) and "steps" in train:
+        return []
+    return [f"train.steps={MANY_STEPS}", f"task.epochs={DEFAULT_EPOCHS}"]
+
+
+def print_results(results: "TaskResults") -> None:
+    """Print a table of metrics with their intervals."""
+    from rich.table import Table
+
+    names = list(next(iter(results.sets.values()))["metrics"]) if results.sets else []
+    table = Table(title=f"{results.checkpoint}, step {results.step}")
+    for heading in ("set", "examples", "loss", *names):
+        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for name, result in results.sets.items():
+        cells = []
+        for metric, value in result["metrics"].items():
+            interval = result["intervals"].get(metric)
+            cells.append(f"{value:.4f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""))
+        table.add_row(name, f"{result['examples']:,}", f"{result['loss']:.4f}", *cells)
+    print_table(table)
+    for name, result in results.sets.items():
+        print(f"{name}: predictions in {result['predictions']}")
+
+
+def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run, the file, and where predictions go."""
+    parser.add_argument("run_dir", metavar="RUN", help="a run of `megatfm finetune`")
+    parser.add_argument("file", metavar="FILE", help="a file with the columns of the task's texts")
+    parser.add_argument(
+        "--out", metavar="FILE", help="where predictions go, as .jsonl (RUN/predictions/NAME.jsonl)"
+    )
+    add_trust_argument(parser)
+
+
+def predict_command(args: argparse.Namespace) -> int:
+    """Write the label and probabilities of each row of a file."""
+    from megatfm.inference.task_evaluation import predict_file
+
+    written = predict_file(Path(args.run_dir), args.file, args.out, trust_plugins=args.trust_plugins)
+    if written is not None:
+        print(f"{written[0]}: {written[1]:,} predictions")
+    return EXIT_OK

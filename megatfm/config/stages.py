@@ -1,0 +1,156 @@
+"""The `[model.stages]` section: stages of a hierarchical model, each on a map of half the side and of wider vectors."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, nearest_divisor
+
+if TYPE_CHECKING:
+    from megatfm.config.model import ModelConfig
+    from megatfm.config.root import Config
+
+IMAGE_OBJECTIVES = ("classification", "masked_image")
+"""Objectives whose images are of `data.images.size`."""
+
+
+class StagesConfig(Section):
+    """Depths and heads of stages, and the map of patches that the first one gets (Liu et al. 2021, section 3.1)."""
+
+    layers: tuple[PositiveInt, ...] = Field(examples=[[2, 2, 6, 2]], min_length=1, max_length=MAX_LAYERS)
+    """Number of blocks of each stage."""
+    heads: tuple[PositiveInt, ...] = Field(examples=[[3, 6, 12, 24]], min_length=1, max_length=MAX_LAYERS)
+    """Number of attention heads of each stage. Widths begin with `d_model` and double with each stage."""
+    grid: tuple[PositiveInt, PositiveInt] = (56, 56)
+    """Rows and columns of patches of an image, where the batch does not say: 224 pixels in patches of 4."""
+    merging_norm: Literal["input", "output"] = "input"
+    """Norm of patch merging: on the four joined vectors (Swin), or on the reduced one (Swin-V2)."""
+
+    @model_validator(mode="after")
+    def _one_each(self) -> "StagesConfig":
+        if len(self.heads) != len(self.layers):
+            raise ValueError(
+                f"stages.heads has {len(self.heads)} numbers and stages.layers {len(self.layers)}: give one of each "
+                "for every stage"
+            )
+        if max(self.heads) > MAX_WIDTH or max(self.grid) > MAX_LENGTH:
+            raise ValueError(
+                f"stages.heads = {list(self.heads)}, stages.grid = {list(self.grid)}: choose smaller"
+            )
+        return self
+
+    def map_at(self, stage: int, grid: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Rows and columns of the map in a stage; a map of odd sides is padded before it is halved."""
+        rows, columns = grid or self.grid
+        return -(-rows // 2**stage), -(-columns // 2**stage)
+
+    def stage_at(self, depth: int) -> int:
+        """Stage of the block at a depth, counted over all stages."""
+        return bisect_right(list(accumulate(self.layers)), depth)
+
+    def changes_at(self, stage: int, model: "ModelConfig") -> dict[str, Any]:
+        """Keys by which a stage's blocks differ from the model's own section."""
+        windows = getattr(model.position, "pretrained_windows", None)
+        return {
+            "family": "encoder",
+            "stages": None,
+            "n_layers": self.layers[stage],
+            "d_model": model.d_model * 2**stage,
+            "attention.n_heads": self.heads[stage],
+            "ffn.d_ff": model.ffn.d_ff * 2**stage,
+            **({"position.pretrained_windows": (windows[stage],)} if windows else {}),
+        }
+
+
+def fill_in_stages(values: Any) -> Any:
+    """Fill in keys of a model that follow from its stages: the number of layers, and the heads of the first stage."""
+    stages = values.get("stages") if isinstance(values, Mapping) else None
+    if not isinstance(stages, Mapping | StagesConfig):
+        return values
+    section = stages if isinstance(stages, StagesConfig) else StagesConfig.model_validate(stages)
+    filled = {"n_layers": sum(section.layers), **values, "stages": section}
+    if isinstance(attention := values.get("attention", {}), Mapping):
+        filled["attention"] = {"n_heads": section.heads[0], **attention}
+    return filled
+
+
+def without_layers(schema: dict[str, Any]) -> None:
+    """Let a JSON schema of the model take a config that leaves out the number of layers, as stages say it."""
+    schema["required"].remove("n_layers")
+
+
+def check_stages(model: "ModelConfig") -> None:
+    """Check that a model's other keys say what its stages say. Raises a ValueError."""
+    stages = model.stages
+    if model.family == "hierarchical" and stages is None:
+        raise ValueError("family = 'hierarchical' needs model.stages: give layers and heads of each stage")
+    if stages is None:
+        return
+    for key, value, wanted, where in (
+        ("n_layers", model.n_layers, sum(stages.layers), "the sum of stages.layers"),
+        ("attention.n_heads", model.attention.n_heads, stages.heads[0], "the first of stages.heads"),
+    ):
+        if value != wanted:
+            raise ValueError(f"{key} = {value} is not {where}, which is {wanted}: leave {key} out")
+    if (model.position.name == "relative_axes") and model.attention.name != "pooled":
+        raise ValueError(
+            "position.name = 'relative_axes' is for attention.name = 'pooled': choose another position"
+        )
+    for stage, heads in enumerate(stages.heads):
+        if (width := model.d_model * 2**stage) % heads:
+            raise ValueError(
+                f"stages.heads[{stage}] = {heads} does not divide d_model · 2^{stage} = {width}: choose "
+                f"{nearest_divisor(width, heads)}"
+            )
+    windows = getattr(model.position, "pretrained_windows", None)
+    if windows and len(windows) != len(stages.layers):
+        raise ValueError(
+            f"position.pretrained_windows = {list(windows)} has {len(windows)} numbers, and there are "
+            f"{len(stages.layers)} stages: give one for each"
+        )
+    if getattr(model.embedding, "n_special_tokens", 0):
+        raise ValueError(
+            "family = 'hierarchical' has no class or register tokens: set embedding.n_class_tokens = 0"
+        )
+    if model.lm_head.name != "none":
+        raise ValueError("family = 'hierarchical' has no head over a vocabulary: set lm_head.name = 'none'")
+
+
+def check_image_rows(config: "Config") -> None:
+    """Check that rows hold whole images, of as many patches as stages say, and divide over ranks in every stage."""
+    stages, patch_size = config.model.stages, getattr(config.model.embedding, "patch_size", None)
+    if stages is None or patch_size is None:
+        return
+    side, (rows, columns) = config.data.images.size, stages.grid
+    if config.objective.name in IMAGE_OBJECTIVES and (rows, columns) != (
+        side // patch_size,
+        side // patch_size,
+    ):
+        raise ValueError(
+            f"model.stages.grid = {list(stages.grid)}: data.images.size = {side} is {side // patch_size} patches of "
+            f"{patch_size} pixels a side: set model.stages.grid=[{side // patch_size},{side // patch_size}]"
+        )
+    length, parallel = config.data.sequence_length, config.parallel
+    if parallel.cp > 1:
+        raise ValueError(
+            f"parallel.cp = {parallel.cp}: family = 'hierarchical' needs whole images on each rank: use dp_shard, tp "
+            "or pp"
+        )
+    if length % (rows * columns):
+        raise ValueError(
+            f"data.sequence_length = {length} is no whole number of images of {rows} × {columns} patches: choose "
+            f"{max(1, length // (rows * columns)) * rows * columns}"
+        )
+    images, tp = length // (rows * columns), parallel.tp if parallel.sequence_parallel else 1
+    for stage in range(len(stages.layers)):
+        h, w = stages.map_at(stage)
+        if images * h * w % tp:
+            more = next(n for n in range(images, images + tp + 1) if n % tp == 0)
+            raise ValueError(
+                f"parallel.tp = {tp}: rows of {images} × {h} × {w} tokens in stage {stage} don't divide into shards of "
+                f"the sequence: choose data.sequence_length = {more * rows * columns}, for {more} images a row, or "
+                "parallel.sequence_parallel=false"
+            )

@@ -1,0 +1,118 @@
+"""The image towers of SigLIP, without its pool, and of CLIP, whose last norm is for the class token alone."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.vision import (
+    HALF,
+    KEYS,
+    MLP,
+    VisionNames,
+    read_vision,
+    vision_rules,
+    write_vision,
+)
+from megatfm.convert.hf_config import Json, ignored, used
+from megatfm.convert.hf_values import read_mapped
+from megatfm.convert.weight_mapping import WeightMapping, rename_linear
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+TOWER_BLOCK = [
+    *rename_linear("attn_residual.norm", "layer_norm1", bias=True),
+    *rename_linear("attn.wq", "self_attn.q_proj", bias=True),
+    *rename_linear("attn.wk", "self_attn.k_proj", bias=True),
+    *rename_linear("attn.wv", "self_attn.v_proj", bias=True),
+    *rename_linear("attn.wo", "self_attn.out_proj", bias=True),
+    *rename_linear("ffn_residual.norm", "layer_norm2", bias=True),
+    *MLP,
+]
+TOWER_KEYS = KEYS | {"intermediate_size": used(3072), "attention_dropout": used(0.0)}
+TOWER_MAPPING = {"intermediate_size": "ffn.d_ff", "attention_dropout": "attention.dropout"}
+SIGLIP_KEYS = TOWER_KEYS | {
+    "layer_norm_eps": used(1e-6),
+    "hidden_act": used("gelu_pytorch_tanh"),
+    **ignored("vision_use_head"),
+}
+CLIP_KEYS = TOWER_KEYS | {
+    "layer_norm_eps": used(1e-5),
+    "hidden_act": used("quick_gelu"),
+    "patch_size": used(32, int, list),
+    "initializer_range": used(0.02),
+    **ignored("initializer_factor", "projection_dim"),
+}
+TOWER = VisionNames(
+    "vision_model.", "encoder.layers.", TOWER_BLOCK, (), "embeddings.patch_embedding",
+    "embeddings.position_embedding.weight", "post_layernorm",
+)  # fmt: skip
+
+
+def read_tower(theirs: Json, mean: Sequence[float], std: Sequence[float], **others: Any) -> ModelConfig:
+    """Read a tower's config; others: what differs from `read_vision`."""
+    return read_vision(theirs, mean, std, **read_mapped(theirs, TOWER_MAPPING), **others)
+
+
+def read_siglip(theirs: Json) -> ModelConfig:
+    return read_tower(theirs, HALF, HALF, **{"embedding.n_class_tokens": 0})
+
+
+def write_siglip(ours: ModelConfig) -> Json:
+    written = write_vision(ours, TOWER_MAPPING)
+    if ours.ffn.activation == "gelu_tanh":
+        written["hidden_act"] = "gelu_pytorch_tanh"  # as its files spell it
+    return {**written, "vision_use_head": False}
+
+
+def read_clip(theirs: Json) -> ModelConfig:
+    return read_tower(theirs, CLIP_MEAN, CLIP_STD, **{"embedding.bias": False, "embedding.norm": True})
+
+
+def write_clip(ours: ModelConfig) -> Json:
+    return write_vision(ours, {**TOWER_MAPPING, "initializer_range": "init.std"})
+
+
+def clip_rules(config: ModelConfig) -> list[WeightMapping]:
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][0]]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][None]]
+
+    special, theirs = "encoder.embedding.patches.special", "vision_model.embeddings.class_embedding"
+    return [
+        WeightMapping((special,), (theirs,), forth, back),
+        *rename_linear("encoder.embedding.norm", "vision_model.pre_layrnorm", bias=True),
+        *vision_rules(TOWER, config),
+    ]
+
+
+register_architecture(
+    "SiglipVisionModel",
+    Architecture(
+        "siglip_vision_model",
+        SIGLIP_KEYS,
+        read_siglip,
+        write_siglip,
+        partial(vision_rules, TOWER),
+        base_model_prefix="vision_model.",
+        ignored_tensors=(r"^vision_model\.head\.",),
+        fingerprint={"embedding.name": "patches", "embedding.n_class_tokens": 0},
+    ),
+)
+register_architecture(
+    "CLIPVisionModel",
+    Architecture(
+        "clip_vision_model",
+        CLIP_KEYS,
+        read_clip,
+        write_clip,
+        clip_rules,
+        base_model_prefix="vision_model.",
+        fingerprint={"embedding.name": "patches", "embedding.norm": True, "embedding.bias": False},
+    ),
+)

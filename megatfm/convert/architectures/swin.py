@@ -1,0 +1,273 @@
+"""Swin and Swin-V2 with classifiers: SwinForImageClassification, Swinv2ForImageClassification.
+
+Files are in the spelling of the hub (`attention.self.query`); that of transformers 5 in memory (`attention.q_proj`) is
+read, too.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatfm.config import (
+    LogRelative2dConfig,
+    ModelConfig,
+    PatchEmbeddingConfig,
+    WindowedAttentionConfig,
+    Windows2dPatternConfig,
+    require_variant,
+)
+from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
+from megatfm.config.stages import StagesConfig
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.vision import TRAINED, convolution, read_labels, square, write_labels
+from megatfm.convert.architectures.vit import CLASSIFIER
+from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
+from megatfm.convert.hf_values import (
+    activation_from_hf,
+    activation_to_hf,
+    check_implied_values,
+    read_mapped,
+    write_mapped,
+)
+from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear, with_prefix
+from megatfm.errors import UsageError
+
+EPS = 1e-5
+"""Of the norms of embedding and merging in transformers, whatever config.json says of the others."""
+KEYS: dict[str, Key] = {
+    **TRAINED,
+    "image_size": used(224, int, list),
+    "patch_size": used(4, int, list),
+    "num_channels": used(3),
+    "embed_dim": used(96),
+    "depths": used([2, 2, 6, 2], list),
+    "num_heads": used([3, 6, 12, 24], list),
+    "window_size": used(7),
+    "mlp_ratio": used(4.0, int, float),
+    "qkv_bias": supported_values(True),
+    "drop_path_rate": used(0.1, int, float),
+    "hidden_act": used("gelu"),
+    "use_absolute_embeddings": supported_values(False),
+    "layer_norm_eps": supported_values(EPS),
+    "hidden_size": used(None, int, None),
+    "num_layers": used(None, int, None),
+    "image_mean": used(None, list, None),
+    "image_std": used(None, list, None),
+    "id2label": used(None, dict, None),
+    "num_labels": used(None, int, None),
+    **ignored("label2id", "encoder_stride", "out_features", "out_indices", "stage_names", "path_norm"),
+}
+KEYS_V2 = {**KEYS, "pretrained_window_sizes": used([0, 0, 0, 0], list)}
+MAPPING = {
+    "embed_dim": "d_model",
+    "drop_path_rate": "drop_path",
+    "num_channels": "embedding.channels",
+    "initializer_range": "init.std",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention.dropout",
+}
+
+
+def read_swin(hf_config: Json, **others: Any) -> ModelConfig:
+    """Our config of a hierarchical model. others: what differs. Raises UsageError for what we lack."""
+    depths, patch_size = hf_config["depths"], square(hf_config, "patch_size")
+    last = hf_config["embed_dim"] * 2 ** (len(depths) - 1)
+    check_implied_values(hf_config, hidden_size=last, num_layers=len(depths))
+    side = -(-square(hf_config, "image_size") // patch_size)
+    common = {
+        **read_mapped(hf_config, MAPPING),
+        "family": "hierarchical",
+        "stages.layers": tuple(depths),
+        "stages.heads": tuple(hf_config["num_heads"]),
+        "stages.grid": (side, side),
+        "attention.name": "windowed",
+        "attention.pattern": {"name": "windows_2d", "window": hf_config["window_size"]},
+        "position.name": "relative_2d",
+        "ffn.d_ff": int(hf_config["mlp_ratio"] * hf_config["embed_dim"]),
+        "ffn.activation": activation_from_hf(hf_config["hidden_act"]),
+        "ffn.bias": True,
+        "norm.name": "layer_norm",
+        "norm.eps": EPS,
+        "embedding.name": "patches",
+        "embedding.patch_size": patch_size,
+        "embedding.n_class_tokens": 0,
+        "embedding.norm": True,
+        "embedding.mean": tuple(hf_config["image_mean"] or IMAGENET_MEAN),
+        "embedding.std": tuple(hf_config["image_std"] or IMAGENET_STD),
+        "lm_head.name": "none",
+        "init.name": "bert",
+        **read_labels(hf_config, "mean"),
+    }
+    return ModelConfig.from_dotted(common | others)
+
+
+def write_swin(config: ModelConfig) -> Json:
+    """The reverse of `read_swin`."""
+    embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
+    pattern = require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern")
+    stages = _stages(config)
+    if stages.grid[0] != stages.grid[1]:
+        raise UsageError(f"model.stages.grid = {list(stages.grid)}: transformers stores square images here")
+    return {
+        **write_mapped(config, MAPPING),
+        "image_size": stages.grid[0] * embedding.patch_size,
+        "patch_size": embedding.patch_size,
+        "depths": list(stages.layers),
+        "num_heads": list(stages.heads),
+        "window_size": pattern.window,
+        "mlp_ratio": config.ffn.d_ff / config.d_model,
+        "qkv_bias": True,
+        "hidden_act": activation_to_hf(config.ffn.activation),
+        "layer_norm_eps": config.norm.eps,
+        "hidden_size": config.d_model * 2 ** (len(stages.layers) - 1),
+        "image_mean": list(embedding.mean),
+        "image_std": list(embedding.std),
+        **(write_labels(config) if config.extra_heads else {}),
+    }
+
+
+def _stages(config: ModelConfig) -> StagesConfig:
+    """The stages of a hierarchical model. Raises UsageError for another family."""
+    if config.stages is None:
+        raise UsageError(f"model.family = {config.family!r} has no stages")
+    return config.stages
+
+
+def read_swin_v2(hf_config: Json) -> ModelConfig:
+    """Raises UsageError where some stages were pretrained with windows of their own, and others not."""
+    windows = hf_config["pretrained_window_sizes"]
+    if any(windows) and not all(windows):
+        raise UsageError(
+            f"config.json: pretrained_window_sizes = {windows}: give all of them, or zeros alone"
+        )
+    changes = {
+        "attention.cosine": True,
+        "position.name": "log_relative_2d",
+        "position.pretrained_windows": tuple(windows) if any(windows) else None,
+        "norm.placement": "res_post",
+        "stages.merging_norm": "output",
+    }
+    return read_swin(hf_config, **changes)
+
+
+def write_swin_v2(config: ModelConfig) -> Json:
+    """The reverse of `read_swin_v2`."""
+    require_variant(config.attention, WindowedAttentionConfig, "model.attention")
+    position = require_variant(config.position, LogRelative2dConfig, "model.position")
+    windows = position.pretrained_windows or [0] * len(_stages(config).layers)
+    return {**write_swin(config), "pretrained_window_sizes": list(windows)}
+
+
+# Tensors
+
+ATTENTION = [
+    *rename_linear("attn.wq", "attention.self.query", bias=True),
+    *rename_linear("attn.wv", "attention.self.value", bias=True),
+    *rename_linear("attn.wo", "attention.output.dense", bias=True),
+]
+BLOCK = [
+    *ATTENTION,
+    *rename_linear("attn_residual.norm", "layernorm_before", bias=True),
+    *rename_linear("ffn_residual.norm", "layernorm_after", bias=True),
+    *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
+    *rename_linear("ffn.w_down", "output.dense", bias=True),
+]
+BLOCK_V1 = [
+    *BLOCK,
+    *rename_linear("attn.wk", "attention.self.key", bias=True),
+    rename("attn.position.weight", "attention.self.relative_position_bias_table"),
+]
+
+
+def _per_head(ours: str, theirs: str) -> WeightMapping:
+    """A number for each head, which theirs has as [heads, 1, 1]."""
+
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][:, None, None]]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][:, 0, 0]]
+
+    return WeightMapping((ours,), (theirs,), forth, back)
+
+
+BLOCK_V2 = [
+    *BLOCK,
+    *rename_linear("attn.wk", "attention.self.key"),
+    _per_head("attn.cosine.weight", "attention.self.logit_scale"),
+    *rename_linear("attn.position.hidden", "attention.self.continuous_position_bias_mlp.0", bias=True),
+    *rename_linear("attn.position.out", "attention.self.continuous_position_bias_mlp.2"),
+]
+
+
+def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig) -> list[WeightMapping]:
+    """The table of weights. prefix: theirs of the model without its classifier."""
+    embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
+    stages = _stages(config)
+    merging = [
+        ("norm" if stages.merging_norm == "input" else "norm_out", "norm", True),
+        ("reduction", "reduction", False),
+    ]
+    rules = [
+        *convolution(f"{prefix}embeddings.patch_embeddings.projection", embedding),
+        *rename_linear("encoder.embedding.norm", f"{prefix}embeddings.norm", bias=True),
+    ]
+    depth = 0
+    for stage, layers in enumerate(stages.layers):
+        theirs = f"{prefix}encoder.layers.{stage}."
+        for number in range(layers):
+            rules += with_prefix(f"encoder.layers.{depth}.", f"{theirs}blocks.{number}.", block)
+            depth += 1
+        for ours, name, bias in merging if stage + 1 < len(stages.layers) else ():
+            rules += rename_linear(f"encoder.merges.{stage}.{ours}", f"{theirs}downsample.{name}", bias=bias)
+    return [
+        *rules,
+        *rename_linear("encoder.norm", f"{prefix}layernorm", bias=True),
+        *(CLASSIFIER if config.extra_heads else []),
+    ]
+
+
+BUFFERS = (r"relative_position_index$", r"relative_coords_table$", r"attn_mask$")
+"""Tensors of older files that follow from config.json."""
+IN_MEMORY = (
+    (r"\.attention\.q_proj\.", ".attention.self.query."),
+    (r"\.attention\.k_proj\.", ".attention.self.key."),
+    (r"\.attention\.v_proj\.", ".attention.self.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.attention\.relative_position_bias\.", ".attention.self."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
+"""transformers' names in memory, in those of files."""
+
+register_architecture(
+    "SwinForImageClassification",
+    Architecture(
+        "swin",
+        KEYS,
+        read_swin,
+        write_swin,
+        partial(swin_rules, "swin.", BLOCK_V1),
+        base_model_prefix="swin.",
+        ignored_tensors=BUFFERS,
+        legacy_names=IN_MEMORY,
+        fingerprint={"family": "hierarchical", "position.name": "relative_2d"},
+    ),
+    base="SwinModel",
+)
+register_architecture(
+    "Swinv2ForImageClassification",
+    Architecture(
+        "swinv2",
+        KEYS_V2,
+        read_swin_v2,
+        write_swin_v2,
+        partial(swin_rules, "swinv2.", BLOCK_V2),
+        base_model_prefix="swinv2.",
+        ignored_tensors=BUFFERS,
+        fingerprint={"family": "hierarchical", "position.name": "log_relative_2d"},
+    ),
+    base="Swinv2Model",
+)

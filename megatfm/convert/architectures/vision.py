@@ -1,0 +1,211 @@
+"""Shared parts of vision transformers' conversions: keys of config.json, tables of patches, positions, special tokens.
+
+Means and deviations of pixels are in preprocessor_config.json.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatfm.config import (
+    ClassifierHeadConfig,
+    LearnedPosition2dConfig,
+    ModelConfig,
+    PatchEmbeddingConfig,
+    require_variant,
+)
+from megatfm.convert.hf_config import Json, Key, ignored, used
+from megatfm.convert.hf_values import activation_from_hf, activation_to_hf, read_mapped, write_mapped
+from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear
+from megatfm.errors import UsageError
+
+HALF = (0.5, 0.5, 0.5)
+"""Mean and deviation of ViT's and SigLIP's pixels."""
+
+KEYS: dict[str, Key] = {
+    "hidden_size": used(768),
+    "num_hidden_layers": used(12),
+    "num_attention_heads": used(12),
+    "hidden_act": used("gelu"),
+    "layer_norm_eps": used(1e-12),
+    "image_size": used(224, int, list),
+    "patch_size": used(16, int, list),
+    "num_channels": used(3),
+    "image_mean": used(None, list, None),
+    "image_std": used(None, list, None),
+    "id2label": used(None, dict, None),
+    "num_labels": used(None, int, None),
+    **ignored("label2id"),
+}
+"""Keys that all of them have; mean and deviation are those of preprocessor_config.json."""
+TRAINED = {
+    "initializer_range": used(0.02),
+    "hidden_dropout_prob": used(0.0),
+    "attention_probs_dropout_prob": used(0.0),
+}
+COMMON_MAPPING = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "attention.n_heads",
+    "layer_norm_eps": "norm.eps",
+    "num_channels": "embedding.channels",
+}
+TRAINED_MAPPING = {
+    "initializer_range": "init.std",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention.dropout",
+}
+
+
+def square(theirs: Json, key: str) -> int:
+    """A side in pixels. Raises UsageError for sides that differ."""
+    sides = theirs[key] if isinstance(theirs[key], list) else [theirs[key]]
+    if len(set(sides)) != 1:
+        raise UsageError(f"config.json: {key} = {theirs[key]}: megatfm reads square images and patches here")
+    return int(sides[0])
+
+
+def read_vision(theirs: Json, mean: Sequence[float], std: Sequence[float], **others: Any) -> ModelConfig:
+    """Our config of a pre-norm encoder on patches. mean, std: of pixels, where no file says others.
+
+    others: what differs. Raises UsageError for what we lack.
+    """
+    side = square(theirs, "image_size") // square(theirs, "patch_size")
+    trained = read_mapped(theirs, {k: v for k, v in TRAINED_MAPPING.items() if k in theirs})
+    common = {
+        **read_mapped(theirs, COMMON_MAPPING),
+        **trained,
+        "family": "encoder",
+        "norm.name": "layer_norm",
+        "ffn.activation": activation_from_hf(theirs["hidden_act"]),
+        "ffn.bias": True,
+        "attention.bias": True,
+        "embedding.name": "patches",
+        "embedding.patch_size": square(theirs, "patch_size"),
+        "embedding.mean": tuple(theirs["image_mean"] or mean),
+        "embedding.std": tuple(theirs["image_std"] or std),
+        "position.name": "learned_2d",
+        "position.grid": (side, side),
+        "lm_head.name": "none",
+        "init.name": "bert",
+    }
+    return ModelConfig.from_dotted(common | others)
+
+
+def write_vision(ours: ModelConfig, mapping: dict[str, str]) -> Json:
+    """The reverse of `read_vision`."""
+    embedding = require_variant(ours.embedding, PatchEmbeddingConfig, "model.embedding")
+    position = require_variant(ours.position, LearnedPosition2dConfig, "model.position")
+    if position.grid[0] != position.grid[1]:
+        raise UsageError(f"model.position.grid = {list(position.grid)}: transformers has square tables alone")
+    return {
+        **write_mapped(ours, COMMON_MAPPING | mapping),
+        "hidden_act": activation_to_hf(ours.ffn.activation),
+        "image_size": position.grid[0] * embedding.patch_size,
+        "patch_size": embedding.patch_size,
+        "image_mean": list(embedding.mean),
+        "image_std": list(embedding.std),
+    }
+
+
+def read_labels(theirs: Json, pool: str) -> Json:
+    """Our classifier; transformers has two classes where the file says none."""
+    n_classes = len(theirs["id2label"]) if theirs["id2label"] else theirs["num_labels"] or 2
+    return {"extra_heads.classifier.n_classes": n_classes, "extra_heads.classifier.pool": pool}
+
+
+def write_labels(ours: ModelConfig) -> Json:
+    """The reverse of `read_labels`, with names that transformers makes up. Raises UsageError without a classifier."""
+    head = ours.extra_heads.get("classifier")
+    if not isinstance(head, ClassifierHeadConfig):
+        raise UsageError("without model.extra_heads.classifier this is a backbone alone")
+    names = {str(number): f"LABEL_{number}" for number in range(head.n_classes)}
+    return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+
+
+# Tensors
+
+
+@dataclass(frozen=True)
+class VisionNames:
+    """Their names of what differs. special: of the special tokens, each [1, n, D]; block: rules of one block."""
+
+    prefix: str
+    layers: str
+    block: Sequence[WeightMapping]
+    special: Sequence[tuple[str, int]] = (("embeddings.cls_token", 1),)
+    patches: str = "embeddings.patch_embeddings.projection"
+    positions: str = "embeddings.position_embeddings"
+    final_norm: str = "layernorm"
+    head: Sequence[WeightMapping] = field(default_factory=list)
+    unused: str = ""
+    """A token that their class has and none of its passes uses, written as zeros."""
+
+
+def special_tokens(names: VisionNames) -> WeightMapping:
+    """Our table of special tokens, apart in theirs."""
+    sizes = [size for _, size in names.special]
+    theirs = tuple(f"{names.prefix}{name}" for name, _ in names.special)
+    unused = (f"{names.prefix}{names.unused}",) if names.unused else ()
+
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        zeros = [torch.zeros_like(tensors[0][:1])] * len(unused)
+        return [*(part[None] for part in tensors[0].split(sizes)), *zeros]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.cat([tensor[0] for tensor in tensors[: len(sizes)]])]
+
+    return WeightMapping(("encoder.embedding.patches.special",), (*theirs, *unused), forth, back)
+
+
+def position_table(theirs: str, n_class: int, *, batched: bool) -> WeightMapping:
+    """Our tables of class tokens and patches, in one of theirs; batched: with a first dim of 1."""
+    ours = ["encoder.embedding.positions.special"] * bool(n_class) + ["encoder.embedding.positions.weight"]
+
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        table = torch.cat(list(tensors))
+        return [table[None] if batched else table]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        table = tensors[0][0] if batched else tensors[0]
+        return [table[:n_class], table[n_class:]] if n_class else [table]
+
+    return WeightMapping(tuple(ours), (theirs,), forth, back)
+
+
+def convolution(theirs: str, embedding: PatchEmbeddingConfig) -> list[WeightMapping]:
+    """The projection of patches as a convolution's weight [D, channels, side, side]."""
+    ours, side = "encoder.embedding.patches.projection", embedding.patch_size
+
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0].unflatten(1, (embedding.channels, side, side))]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0].flatten(1)]
+
+    weight = WeightMapping((f"{ours}.weight",), (f"{theirs}.weight",), forth, back)
+    return [weight, *([rename(f"{ours}.bias", f"{theirs}.bias")] if embedding.bias else [])]
+
+
+def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]:
+    """Table of a vision transformer's tensors, under names of one class."""
+    embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
+    if registers := embedding.n_register_tokens:
+        names = replace(names, special=[*names.special, ("embeddings.register_tokens", registers)])
+    prefix = names.prefix
+    positions = f"{prefix}{names.positions}"
+    return [
+        *([special_tokens(names)] if names.special else []),
+        *convolution(f"{prefix}{names.patches}", embedding),
+        position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight")),
+        *per_layer(config.n_layers, "encoder.layers.", f"{prefix}{names.layers}", names.block),
+        *rename_linear("encoder.norm", f"{prefix}{names.final_norm}", bias=True),
+        *(names.head if config.extra_heads else []),
+    ]
+
+
+MLP = [*rename_linear("ffn.w_up", "mlp.fc1", bias=True), *rename_linear("ffn.w_down", "mlp.fc2", bias=True)]
+"""The feed-forward network, where they call it so."""

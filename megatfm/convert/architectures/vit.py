@@ -1,0 +1,200 @@
+"""Vision transformers with classifiers: ViT, DeiT, DINOv2 with and without registers.
+
+Files are in the spelling of the hub (`encoder.layer.0.attention.attention.query`); that of transformers 5 in memory
+(`layers.0.attention.q_proj`) is read, too.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from megatfm.config import ModelConfig, PatchEmbeddingConfig, require_variant
+from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.vision import (
+    HALF,
+    KEYS,
+    MLP,
+    TRAINED,
+    TRAINED_MAPPING,
+    VisionNames,
+    read_labels,
+    read_vision,
+    vision_rules,
+    write_labels,
+    write_vision,
+)
+from megatfm.convert.hf_config import Json, ignored, supported_values, used
+from megatfm.convert.weight_mapping import rename, rename_linear
+from megatfm.errors import UsageError
+
+HUB_ATTENTION = [
+    *rename_linear("attn.wq", "attention.attention.query", bias=True),
+    *rename_linear("attn.wk", "attention.attention.key", bias=True),
+    *rename_linear("attn.wv", "attention.attention.value", bias=True),
+    *rename_linear("attn.wo", "attention.output.dense", bias=True),
+]
+VIT_BLOCK = [
+    *HUB_ATTENTION,
+    *rename_linear("attn_residual.norm", "layernorm_before", bias=True),
+    *rename_linear("ffn_residual.norm", "layernorm_after", bias=True),
+    *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
+    *rename_linear("ffn.w_down", "output.dense", bias=True),
+]
+CLASSIFIER = rename_linear("classifier.classifier", "classifier", bias=True)
+IN_MEMORY = (
+    (r"\.layers\.(\d+)\.", r".encoder.layer.\1."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+)
+"""transformers' names in memory, in those of files."""
+MLP_IN_MEMORY = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
+
+# ViT and DeiT, whose second special token was taught by another model; its classifier reads the first
+
+VIT_KEYS = (
+    KEYS
+    | TRAINED
+    | {
+        "intermediate_size": used(3072),
+        "qkv_bias": supported_values(True),
+        **ignored("encoder_stride", "pooler_output_size", "pooler_act"),
+    }
+)
+VIT_MAPPING = {**TRAINED_MAPPING, "intermediate_size": "ffn.d_ff"}
+
+
+def register_vit(
+    name: str, base: str, kind: str, special: Sequence[str], mean: Sequence[float], std: Sequence[float]
+) -> None:
+    """Register a classifier of ViT's kind, and its backbone. special: names of its special tokens."""
+    names = VisionNames(
+        f"{kind}.",
+        "encoder.layer.",
+        VIT_BLOCK,
+        [(f"embeddings.{token}", 1) for token in special],
+        head=CLASSIFIER,
+    )
+
+    def read(theirs: Json) -> ModelConfig:
+        sizes = {"ffn.d_ff": theirs["intermediate_size"], "embedding.n_class_tokens": len(special)}
+        return read_vision(theirs, mean, std, **sizes, **read_labels(theirs, "class"))
+
+    def write(ours: ModelConfig) -> Json:
+        labels = write_labels(ours) if ours.extra_heads else {}
+        return {**write_vision(ours, VIT_MAPPING), "qkv_bias": True, **labels}
+
+    register_architecture(
+        name,
+        Architecture(
+            kind,
+            VIT_KEYS,
+            read,
+            write,
+            partial(vision_rules, names),
+            base_model_prefix=f"{kind}.",
+            ignored_tensors=(rf"^{kind}\.pooler\.",),
+            legacy_names=(*IN_MEMORY, *MLP_IN_MEMORY),
+            fingerprint={"embedding.name": "patches", "embedding.n_class_tokens": len(special)},
+        ),
+        base=base,
+    )
+
+
+register_vit("ViTForImageClassification", "ViTModel", "vit", ["cls_token"], HALF, HALF)
+register_vit(
+    "DeiTForImageClassification",
+    "DeiTModel",
+    "deit",
+    ["cls_token", "distillation_token"],
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+)
+
+# DINOv2: layer scale, a classifier on the class token beside the mean of patches
+
+DINOV2_BLOCK = [
+    *HUB_ATTENTION,
+    *rename_linear("attn_residual.norm", "norm1", bias=True),
+    rename("attn_residual.branch.layer_scale.weight", "layer_scale1.lambda1"),
+    *rename_linear("ffn_residual.norm", "norm2", bias=True),
+    *MLP,
+    rename("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
+]
+DINOV2_KEYS = (
+    KEYS
+    | TRAINED
+    | {
+        "layer_norm_eps": used(1e-6),
+        "mlp_ratio": used(4, int, float),
+        "layerscale_value": used(1.0),
+        "drop_path_rate": used(0.0),
+        "qkv_bias": supported_values(True),
+        "use_swiglu_ffn": supported_values(False),
+        "apply_layernorm": supported_values(True),
+        **ignored("out_features", "out_indices", "stage_names", "reshape_hidden_states", "use_mask_token"),
+    }
+)
+
+
+def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None:
+    """Register a classifier of DINOv2's kind, and its backbone. registers: whether it has register tokens."""
+    names = VisionNames(
+        f"{kind}.", "encoder.layer.", DINOV2_BLOCK, head=CLASSIFIER,
+        unused="embeddings.mask_token" if registers else "",
+    )  # fmt: skip
+
+    def read(theirs: Json) -> ModelConfig:
+        others = {
+            "ffn.d_ff": round(theirs["hidden_size"] * theirs["mlp_ratio"]),
+            "layer_scale": theirs["layerscale_value"],
+            "drop_path": theirs["drop_path_rate"],
+            "position.antialias": registers,
+            "embedding.n_register_tokens": theirs.get("num_register_tokens", 0),
+        }
+        return read_vision(theirs, IMAGENET_MEAN, IMAGENET_STD, **others, **read_labels(theirs, "class_mean"))
+
+    def write(ours: ModelConfig) -> Json:
+        if ours.ffn.d_ff % ours.d_model:
+            raise UsageError(
+                f"model.ffn.d_ff = {ours.ffn.d_ff}: a {name} stores a whole multiple of d_model = {ours.d_model}"
+            )
+        embedding = require_variant(ours.embedding, PatchEmbeddingConfig, "model.embedding")
+        tokens = (
+            {"num_register_tokens": embedding.n_register_tokens} if registers else {"use_mask_token": False}
+        )
+        return {
+            **write_vision(ours, TRAINED_MAPPING),
+            **tokens,
+            "mlp_ratio": ours.ffn.d_ff // ours.d_model,
+            "layerscale_value": ours.layer_scale,
+            "drop_path_rate": ours.drop_path,
+            **(write_labels(ours) if ours.extra_heads else {}),
+        }
+
+    keys = DINOV2_KEYS | ({"num_register_tokens": used(4)} if registers else {})
+    register_architecture(
+        name,
+        Architecture(
+            kind,
+            keys,
+            read,
+            write,
+            partial(vision_rules, names),
+            base_model_prefix=f"{kind}.",
+            ignored_tensors=() if registers else (r"embeddings\.mask_token$",),
+            legacy_names=IN_MEMORY[1:],
+            fingerprint={"embedding.name": "patches", "norm.eps": 1e-6, "ffn.activation": "gelu"},
+        ),
+        base=base,
+    )
+
+
+register_dinov2("Dinov2ForImageClassification", "Dinov2Model", "dinov2", registers=False)
+register_dinov2(
+    "Dinov2WithRegistersForImageClassification",
+    "Dinov2WithRegistersModel",
+    "dinov2_with_registers",
+    registers=True,
+)

@@ -1,0 +1,73 @@
+"""Contact sheets: training images as the model sees them, after all transforms and mixing, with their labels."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from megatfm.data.images import Pixels
+from megatfm.data.sequences import IGNORE_INDEX, Fields
+
+CELL, CAPTION, GAP = 128, 18, 6
+"""Pixels of an image's longer side, of the line below it, and between two."""
+
+
+class SeenImage(NamedTuple):
+    """An image of a row, pixels [H, W, C], and its label in words."""
+
+    pixels: Pixels
+    caption: str
+
+
+def images_of_rows(rows: Fields, patch_size: int, class_names: Sequence[str] = ()) -> Iterator[SeenImage]:
+    """The images of a batch, in their order. class_names: by number, where they are known."""
+    for row in range(len(rows["patches"])):
+        for number in range(int(rows["documents"][row].max()) + 1):
+            tokens = np.flatnonzero(rows["documents"][row] == number)
+            if rows["labels"][row, tokens[0]] == IGNORE_INDEX:
+                continue  # in quarantine
+            is_patch = rows["grid"][row, tokens, 0] >= 0
+            pixels = join_patches(
+                rows["patches"][row, tokens[is_patch]], rows["grid"][row, tokens[-1], 2:], patch_size
+            )
+            yield SeenImage(pixels, _caption(rows, row, int(tokens[0]), class_names))
+
+
+def join_patches(patches: Pixels, grid: np.ndarray, patch_size: int) -> Pixels:
+    """Pixels [H, W, C] of patches [h · w, C · P · P], the inverse of `patchify`. grid: (h, w)."""
+    height, width = grid.tolist()
+    cells = patches.reshape(height, width, -1, patch_size, patch_size)
+    return cells.transpose(0, 3, 1, 4, 2).reshape(height * patch_size, width * patch_size, -1)
+
+
+def _caption(rows: Fields, row: int, token: int, names: Sequence[str]) -> str:
+    def name(field: str) -> str:
+        label = int(rows[field][row, token])
+        return names[label] if label < len(names) else str(label)
+
+    weight = float(rows["label_weights"][row, token]) if "label_weights" in rows else 1.0
+    if weight == 1.0:
+        return name("labels")
+    return f"{weight:.2f} {name('labels')} + {1 - weight:.2f} {name('mixed_labels')}"
+
+
+def contact_sheet(images: Sequence[SeenImage], columns: int = 8) -> Image.Image:
+    """One picture of all images, in rows."""
+    columns = min(columns, len(images))
+    n_rows = -(-len(images) // columns)
+    step = (CELL + GAP, CELL + CAPTION + GAP)
+    sheet = Image.new("RGB", (columns * step[0] + GAP, n_rows * step[1] + GAP), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    for number, (pixels, caption) in enumerate(images):
+        left, top = (
+            GAP + at * size for at, size in zip((number % columns, number // columns), step, strict=True)
+        )
+        scale = CELL / max(pixels.shape[:2])
+        size = (max(1, round(pixels.shape[1] * scale)), max(1, round(pixels.shape[0] * scale)))
+        # Enlarged pixels stay visible as such.
+        filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC
+        picture = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0])
+        sheet.paste(picture.resize(size, filter_), (left, top))
+        draw.text((left, top + CELL + 2), caption[:24], fill="black", font=font)
+    return sheet

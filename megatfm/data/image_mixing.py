@@ -1,0 +1,138 @@
+"""Mixup and cutmix: images of a row mixed with those of its partner row, the same on any number of ranks.
+
+Positions of the global order are taken in runs of `turn` rows that one stream reads; the partner of a row is the one at
+the same place of the next run (of runs 2k and 2k + 1 each other's). So partners come from different places of the
+corpus, and are others in each epoch. Image i of a row is mixed with image i of its partner; where that has fewer, or
+its image is in quarantine, it stays as it is. What is drawn depends on seed, position and image alone. A process that
+reads only one row of a pair decodes the other as well; where ranks have two streams or more, none has to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.data.dataset import RowDataset
+from megatfm.data.image_transforms import Draws
+from megatfm.data.images import patchify
+from megatfm.data.sequences import IGNORE_INDEX, Fields
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How images are mixed. Sizes are those of all images, in pixels."""
+
+    mixup: float
+    cutmix: float
+    probability: float
+    size: int
+    patch_size: int
+    n_special: int
+
+    def draw(self, seed: int, position: int, image: int) -> tuple[float, NDArray[np.bool_] | None]:
+        """The weight of the image itself, and for cutmix the pixels that remain its own, [patches, P · P]."""
+        draws = Draws((seed, "mix", position, image))
+        if not draws.chance(self.probability):
+            return 1.0, None
+        if self.mixup and (not self.cutmix or draws.chance(0.5)):
+            return beta(draws, self.mixup), None
+        return self._box(draws, beta(draws, self.cutmix))
+
+    def _box(self, draws: Draws, weight: float) -> tuple[float, NDArray[np.bool_]]:
+        """A rectangle of 1 − weight of the area around a random centre (Yun et al. 2019, equation 2)."""
+        side = self.size * sqrt(1 - weight)
+        begin_end = []
+        for _ in range(2):
+            centre = draws.below(self.size)
+            begin_end.append((max(0, round(centre - side / 2)), min(self.size, round(centre + side / 2))))
+        own = np.ones((self.size, self.size, 1), np.bool_)
+        (top, bottom), (left, right) = begin_end
+        own[top:bottom, left:right] = False
+        return float(own.mean()), patchify(own, self.patch_size)
+
+
+def beta(draws: Draws, alpha: float) -> float:
+    """A number from Beta(α, α), by Jöhnk's method in logarithms (Devroye 1986, section IX.3.5)."""
+    while True:
+        x, y = (log(1 - draws.uniform()) / alpha for _ in range(2))
+        largest = max(x, y)
+        total = largest + log(exp(x - largest) + exp(y - largest))
+        if total <= 0:
+            return exp(x - total)
+
+
+class MixedImages:
+    """The rows of a dataset of images, mixed with their partners. Fields as before, and in `mixed_labels` the other
+    class, in `label_weights` the first one's share."""
+
+    def __init__(self, rows: RowDataset, mixing: Mixing, turn: int = 1) -> None:
+        self._rows, self._mixing, self._turn = rows, mixing, turn
+
+    @property
+    def seed(self) -> int:
+        return self._rows.seed
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a row has room for."""
+        return self._rows.row_tokens
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """Lines for the log."""
+        return self._rows.warnings
+
+    @property
+    def can_split_rows(self) -> bool:
+        """Images stay whole."""
+        return self._rows.can_split_rows
+
+    def epoch(self, position: int) -> int | str:
+        """Return how often the corpus was read before a position."""
+        return self._rows.epoch(position)
+
+    def order_config(self) -> dict[str, str | int | bool]:
+        """Return the settings that determine the order."""
+        return self._rows.order_config()
+
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """The rows at positions, as `RowDataset` says."""
+        wanted = dict.fromkeys(positions)
+        wanted |= dict.fromkeys(self.partner(at) for at in positions if at is not None)
+        place = {at: number for number, at in enumerate(wanted)}
+        stored = self._rows.rows(list(wanted))
+        found = {name: values[[place[at] for at in positions]] for name, values in stored.items()}
+        for number, at in enumerate(positions):
+            if at is not None:
+                self._mix(found, stored, number, place[self.partner(at)], at)
+        return found
+
+    def partner(self, position: int) -> int:
+        """The position of the row that a row is mixed with."""
+        return position - self._turn if position // self._turn % 2 else position + self._turn
+
+    def _mix(self, found: Fields, stored: Fields, row: int, partner: int, position: int) -> None:
+        n_special = self._mixing.n_special
+        own_starts, other_starts = (
+            np.flatnonzero((fields["positions"][at] == 0) & (fields["documents"][at] >= 0))
+            for fields, at in ((found, row), (stored, partner))
+        )
+        n_tokens = n_special + (self._mixing.size // self._mixing.patch_size) ** 2
+        for image, (begin, other) in enumerate(zip(own_starts.tolist(), other_starts.tolist(), strict=False)):
+            weight, own_pixels = self._mixing.draw(self.seed, position, image)
+            other_label = stored["labels"][partner, other]
+            if weight == 1.0 or other_label == IGNORE_INDEX:
+                continue
+            patches = found["patches"][row, begin + n_special : begin + n_tokens]
+            others = stored["patches"][partner, other + n_special : other + n_tokens]
+            if own_pixels is None:
+                mixed = patches.astype(np.float32) * np.float32(weight) + others * np.float32(1 - weight)
+                patches[:] = np.rint(mixed).astype(np.uint8)
+            else:
+                by_channel = patches.reshape(len(patches), -1, own_pixels.shape[1])
+                others_by_channel = others.reshape(by_channel.shape)
+                np.copyto(by_channel, others_by_channel, where=~own_pixels[:, None])
+            found["mixed_labels"][row, begin] = other_label
+            found["label_weights"][row, begin] = weight

@@ -1,0 +1,96 @@
+"""RandAugment: a few of fourteen operations, all of one strength (Cubuk et al. 2020).
+
+At strength m of 10: turns by up to 30°, shears by 0.3, shifts by 0.45 of the side, factors of 1 ± 0.9, thresholds of
+solarize from 256 down to 0 and up to 4 bits fewer by posterize, as in timm's "increasing" variant, in which a
+larger m always changes more. Signs are drawn. What comes into view is the mean colour of ImageNet.
+"""
+
+from collections.abc import Callable
+from math import cos, log, pi, radians, sin, sqrt
+from typing import Any
+
+from PIL import Image, ImageEnhance, ImageOps
+
+from megatfm.data.image_transforms import TRANSFORMS, Draws, Key, SectionTransform, Size
+
+FILL = {"RGB": (124, 116, 104), "L": (117,)}
+"""ImageNet's mean, by mode of the image."""
+Operation = Callable[[Image.Image, float, Image.Resampling], Image.Image]
+"""From an image and a strength from −1 to 1; those that know no direction take its size."""
+
+
+def rotate(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
+    """Turn around the centre."""
+    angle = radians(30 * strength)
+    a, b = cos(angle), sin(angle)
+    x, y = image.width / 2, image.height / 2
+    return _affine(image, (a, -b, x - a * x + b * y, b, a, y - b * x - a * y), filter_)
+
+
+def shear_x(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
+    """Shear along the rows."""
+    return _affine(image, (1, 0.3 * strength, 0, 0, 1, 0), filter_)
+
+
+def shear_y(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
+    """Shear along the columns."""
+    return _affine(image, (1, 0, 0, 0.3 * strength, 1, 0), filter_)
+
+
+def translate_x(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
+    """Shift along the rows."""
+    return _affine(image, (1, 0, 0.45 * strength * image.width, 0, 1, 0), filter_)
+
+
+def translate_y(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
+    """Shift along the columns."""
+    return _affine(image, (1, 0, 0, 0, 1, 0.45 * strength * image.height), filter_)
+
+
+def _affine(image: Image.Image, matrix: tuple[float, ...], filter_: Image.Resampling) -> Image.Image:
+    """The pixel of the result at (x, y) is the image's at (a x + b y + c, d x + e y + f)."""
+    fill: Any = FILL[image.mode] if image.mode == "RGB" else FILL[image.mode][0]
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=filter_, fillcolor=fill)
+
+
+def _enhanced(kind: Callable[[Image.Image], Any]) -> Operation:
+    def apply(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
+        enhanced: Image.Image = kind(image).enhance(1 + 0.9 * strength)
+        return enhanced
+
+    return apply
+
+
+OPERATIONS: dict[str, Operation] = {
+    "identity": lambda image, strength, filter_: image,
+    "auto_contrast": lambda image, strength, filter_: ImageOps.autocontrast(image),
+    "equalize": lambda image, strength, filter_: ImageOps.equalize(image),
+    "rotate": rotate,
+    "solarize": lambda image, strength, filter_: ImageOps.solarize(image, round(256 * (1 - abs(strength)))),
+    "posterize": lambda image, strength, filter_: ImageOps.posterize(image, 8 - round(4 * abs(strength))),
+    "color": _enhanced(ImageEnhance.Color),
+    "contrast": _enhanced(ImageEnhance.Contrast),
+    "brightness": _enhanced(ImageEnhance.Brightness),
+    "sharpness": _enhanced(ImageEnhance.Sharpness),
+    "shear_x": shear_x,
+    "shear_y": shear_y,
+    "translate_x": translate_x,
+    "translate_y": translate_y,
+}
+NAMES = tuple(OPERATIONS)
+
+
+@TRANSFORMS.register("rand_augment")
+class RandAugment(SectionTransform):
+    """Apply random operations."""
+
+    def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
+        draws, section, filter_ = Draws(key), self.section, self.filter
+        if filter_ == Image.Resampling.LANCZOS:  # which Pillow's affine transforms don't know
+            filter_ = Image.Resampling.BICUBIC
+        for _ in range(section.n_ops):
+            name, sign = NAMES[draws.below(len(NAMES))], 1 if draws.chance(0.5) else -1
+            noise = sqrt(-2 * log(1 - draws.uniform())) * cos(2 * pi * draws.uniform())  # Box & Muller
+            strength = min(max(section.magnitude + section.magnitude_std * noise, 0.0), 10.0) / 10
+            image = OPERATIONS[name](image, sign * strength, filter_)
+        return image

@@ -1,0 +1,59 @@
+"""Samples while a run trains: the continuations of `evaluate.sample_prompts`, drawn alike at each evaluation."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatfm.config import Config
+from megatfm.errors import UsageError
+from megatfm.inference.decoding import Sampling
+from megatfm.inference.text import TextModel, build_prompts, generate_text
+from megatfm.tokenizers import Tokenizer
+
+TEMPERATURE, TOP_P = 0.8, 0.95
+"""Those of `megatfm generate`."""
+
+
+class LockstepSampling(Sampling):
+    """Sampling of ranks that run the model together: all take rank 0's token, so that all make as many."""
+
+    def sample(self, logits_BV: Tensor, position: object) -> Tensor:
+        """Return the token [B] of each row. A collective, where there is a group."""
+        token_B = super().sample(logits_BV, position)  # type: ignore[arg-type]
+        if dist.is_initialized():
+            dist.broadcast(token_B, 0)
+        return token_B
+
+
+class PromptSampler:
+    """Continues the prompts of a config with the model in training."""
+
+    def check(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config) -> None:
+        """Raise UsageError for a prompt that the model can't continue."""
+        loaded = _text_model(model, tokenizer, config)
+        limit, n_tokens = config.model.position.limit, config.evaluate.sample_tokens
+        for prompt in config.evaluate.sample_prompts:
+            length = len(build_prompts(loaded, prompt).tokens[0])
+            if limit is not None and length + n_tokens - 1 > limit:
+                raise UsageError(
+                    f"evaluate.sample_tokens = {n_tokens}: the prompt {prompt[:40]!r} has {length} tokens, and "
+                    f"model.position.max_positions = {limit}: set at most {max(0, limit + 1 - length)}, or a shorter "
+                    "prompt"
+                )
+
+    @torch.no_grad()
+    def generate(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int) -> list[str]:
+        """Return the continuation of each prompt; on all ranks together."""
+        loaded = _text_model(model, tokenizer, config, step)
+        sampling = LockstepSampling(TEMPERATURE, top_p=TOP_P, vocab_size=loaded.tokenizer.vocab_size)
+        n_tokens = config.evaluate.sample_tokens
+        return [
+            generate_text(loaded, prompt, sampling, n_tokens, 1)[0]
+            for prompt in config.evaluate.sample_prompts
+        ]
+
+
+def _text_model(model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int = 0) -> TextModel:
+    if tokenizer is None:
+        raise UsageError("evaluate.sample_prompts: the run reads no text, and makes none: leave them out")
+    return TextModel(model, tokenizer, config, step, None, eos_token_id=(tokenizer.eos,))

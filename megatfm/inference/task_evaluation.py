@@ -1,0 +1,160 @@
+"""Evaluate the best checkpoint of a fine-tuning run on its files, and predict the labels of others."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatfm import checkpoint
+from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import atomic_write
+from megatfm.object_collectives import run_on_rank_0_raising
+from megatfm.parallel import distributed
+from megatfm.parallel.mesh import build_mesh
+from megatfm.registry import import_foreign_plugins
+from megatfm.tasks.metrics import METRICS_OF_FORM, bootstrap_interval, confusion_matrix, per_class_scores
+from megatfm.tasks.predictions import Predictions, collect_predictions, model_of
+from megatfm.tokenizers import Tokenizer
+from megatfm.train.best_checkpoint import best_checkpoint
+from megatfm.train.build import build_engine
+from megatfm.train.corpora import open_corpora, open_tokenizer
+from megatfm.train.evaluation import evaluate
+from megatfm.train.finetuning import prepare_task_corpus
+from megatfm.train.init_from import load_weights
+
+RESULTS, PREDICTIONS = "task.json", "predictions"
+
+
+@dataclass(frozen=True)
+class TaskResults:
+    """Results of the best checkpoint: its folder and step, and for each set examples, loss, metrics, their intervals
+    and the file of its predictions."""
+
+    checkpoint: Path
+    step: int
+    sets: Mapping[str, Mapping[str, Any]]
+
+
+def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults | None:
+    """Evaluate a run's best checkpoint on its validation and test files; leaves task.json and predictions in the run.
+
+    Under several processes all take part, and rank 0 has the results.
+    """
+    config, tokenizer = _open_run(run_dir, trust_plugins)
+    task = config.task
+    assert task is not None
+    sets = {name: path for name in ("validation", "test") if (path := getattr(task, name))}
+    collected = _predict(run_dir, config, tokenizer, sets, with_labels=True)
+    if collected is None:
+        return None
+    source, by_set = collected
+    results: dict[str, dict[str, Any]] = {}
+    for name, (predictions, loss) in by_set.items():
+        file = run_dir / PREDICTIONS / f"{name}.jsonl"
+        _write_predictions(file, predictions)
+        results[name] = {**summarise(predictions), "loss": loss, "predictions": str(file)}
+    step = dict(checkpoint.read_state(source))["step"]
+    stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
+    atomic_write(run_dir / RESULTS, json.dumps(stored, indent=2) + "\n")
+    return TaskResults(source, int(str(step)), results)
+
+
+def summarise(predictions: Predictions) -> dict[str, Any]:
+    """Return metrics, intervals of those that are means over examples, and what is told of each class."""
+    task, targets, predicted = predictions.task, predictions.expected, predictions.predicted
+    table = METRICS_OF_FORM[task.form]
+    usual = [name for name in dict.fromkeys((next(iter(table)), task.best_by)) if name in table]
+    summary: dict[str, Any] = {
+        "examples": len(np.unique(predictions.examples)),
+        "metrics": predictions.metrics(),
+        "intervals": {},
+    }
+    if task.form != "tagging":  # whose words are not independent
+        summary["intervals"] = {name: bootstrap_interval(table[name], targets, predicted) for name in usual}
+    if task.form in ("classification", "tagging"):
+        summary["per_class"] = per_class_scores(targets, predicted, task.labels)
+        summary["confusion"] = confusion_matrix(targets, predicted, len(task.labels))
+    return summary
+
+
+def predict_file(
+    run_dir: Path, file: str, out: str | None = None, *, trust_plugins: bool = False
+) -> tuple[Path, int] | None:
+    """Predict the labels of a file's rows by a run's best checkpoint; returns the file of predictions, and how many.
+
+    Under several processes all take part, and rank 0 has the result.
+    """
+    config, tokenizer = _open_run(run_dir, trust_plugins)
+    assert config.task is not None
+    if not Path(file).exists():
+        raise UsageError(f"{file}: there is no such file: give one with column {config.task.text!r}")
+    collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
+    if collected is None:
+        return None
+    predictions, _ = collected[1]["predicted"]
+    target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
+    _write_predictions(target, predictions)
+    return target, len(np.unique(predictions.examples))
+
+
+def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
+    """Return a run's config, on one replica per process, and its tokenizer. Raises UsageError."""
+    if not (run_dir / "config.toml").is_file():
+        raise UsageError(
+            f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/topics"
+        )
+    config = load_config(run_dir / "config.toml")
+    if config.task is None:
+        raise UsageError(f"{run_dir}: a run without a [task]: give one that `megatfm finetune` trained")
+    import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
+    parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
+    config, tokenizer = open_tokenizer(
+        config.model_copy(update={"parallel": parallel, "run_dir": str(run_dir.absolute())})
+    )
+    assert tokenizer is not None
+    return config, tokenizer
+
+
+def _predict(
+    run_dir: Path, config: Config, tokenizer: Tokenizer, files: Mapping[str, str], *, with_labels: bool
+) -> tuple[Path, dict[str, tuple[Predictions, float]]] | None:
+    """Return the checkpoint, and for each file its predictions and mean loss; None on ranks other than 0."""
+    task = config.task
+    assert task is not None
+    with distributed.distributed_session(device=config.train.device) as rank:
+        folders = {
+            name: str(
+                run_on_rank_0_raising(
+                    lambda path=path: prepare_task_corpus(config, path, tokenizer, with_labels=with_labels)  # type: ignore[misc]
+                ).folder
+            )
+            for name, path in files.items()
+        }
+        source = run_on_rank_0_raising(lambda: best_checkpoint(run_dir))
+        data = config.data.model_copy(update={"validation": folders})
+        corpora = open_corpora(config.model_copy(update={"data": data}), tokenizer)
+        state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))
+        precision = state.get("precision")
+        if not isinstance(precision, str):
+            raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no precision")
+        mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
+        engine = build_engine(config, mesh, rank.device, precision)
+        load_weights(engine, source)
+        results = {}
+        for name, rows in corpora.validation.items():
+            with collect_predictions(model_of(engine)) as collector:
+                loss = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)[
+                    "loss"
+                ]
+            results[name] = collector.gather(task), float(loss)
+    return (source, results) if rank.is_main else None
+
+
+def _write_predictions(file: Path, predictions: Predictions) -> None:
+    rows = predictions.rows()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

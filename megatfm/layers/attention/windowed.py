@@ -1,0 +1,203 @@
+"""Attention within windows of a map (Swin: Liu et al. 2021; Swin-V2: Liu et al. 2022), and its relative positions."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import (
+    LogRelative2dConfig,
+    ModelConfig,
+    WindowedAttentionConfig,
+    Windows2dPatternConfig,
+    require_variant,
+)
+from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.errors import UsageError
+from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
+from megatfm.layers.attention.kv_cache import LayerCache
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.layers.attention.patterns.windows_2d import MapWindows, Windows2d
+from megatfm.layers.initialisation import Constant, Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.maps import MapSequence, to_maps, to_rows
+from megatfm.layers.position import POSITIONS, PositionEncoding
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.mask import FULL_MASK
+
+# B batch, T tokens, D model width, I images, N heads, C channels of a head, G windows, S tokens of a window
+
+LARGEST_COSINE_SCALE = math.log(100.0)
+"""Upper bound of the logarithm of a head's factor on cosines."""
+LOG_BIAS_WIDTH = 512
+"""Inner width of the network of offsets."""
+LARGEST_LOG_BIAS = 16.0
+"""Upper bound of the bias that the network of offsets makes."""
+
+
+@ATTENTIONS.register("windowed")
+class WindowedAttention(nn.Module):
+    """Projections on padded maps, and attention in batches of windows. Padding is seen: its keys are the bias."""
+
+    tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
+        super().__init__()
+        if not isinstance(pattern, Windows2d):
+            raise UsageError(
+                f"model.attention.pattern = {config.attention.pattern.name!r}: attention.name = 'windowed' needs "
+                "pattern = 'windows_2d', or leave the pattern out"
+            )
+        options = require_variant(config.attention, WindowedAttentionConfig, "model.attention")
+        self.head_dim, self.pattern = config.head_width, pattern
+        d, width, bias = config.d_model, options.n_heads * config.head_width, options.bias
+        self.wq = Linear(d, width, initial("query", d, width), bias=bias)
+        self.wk = Linear(d, width, initial("key", d, width), bias=bias and not options.cosine)
+        self.wv = Linear(d, width, initial("value", d, width), bias=bias)
+        self.wo = Linear(width, d, initial("out", width, d), bias=bias)
+        self.cosine = CosineScale(options.n_heads) if options.cosine else None
+        self.core = DotProductAttention(config, initial, pattern, scale=1.0 if options.cosine else None)
+        make_bias = POSITIONS.get(config.position.name).window_bias
+        self.position = make_bias(config, initial) if make_bias else None
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Cost of projections and core; the bias is made once for all windows."""
+        return total_cost((self.wq, self.wk, self.wv, self.wo, self.core), tokens)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D] of the images' tokens, row by row of each map. Raises UsageError for tokens that are no map."""
+        if not isinstance(sequence, MapSequence):
+            raise UsageError(
+                "model.attention.name = 'windowed' needs maps: set model.family = 'hierarchical', or choose "
+                "attention.name = 'gqa'"
+            )
+        windows = self.pattern.on(sequence.size)
+        x_IHWD = windows.pad_and_roll(to_maps(x_BTD, sequence.size))
+        q, k, v = (windows.split(project(x_IHWD), self.head_dim) for project in (self.wq, self.wk, self.wv))
+        if self.cosine is not None:
+            q, k = self.cosine(F.normalize(q, dim=-1), windows.count), F.normalize(k, dim=-1)
+        score_bias = self._score_bias(windows, sequence, q)
+        images = sequence.of_images(windows.window**2) if self.core.dropout.active else sequence
+        y = self.core.of_heads(self.core.dropout.part, q, k, v, images, score_bias, FULL_MASK)
+        return self.wo(to_rows(windows.join(y), len(x_BTD)))
+
+    def _score_bias(self, windows: MapWindows, sequence: MapSequence, q_INSC: Tensor) -> Tensor | None:
+        """Biases of relative positions, and −∞ between cells, [1, N · G, S, S]."""
+        device, dtype = q_INSC.device, q_INSC.dtype
+        hidden_GSS = sequence.cached(("hidden", windows, dtype), lambda: _hidden(windows, device, dtype))
+        if self.position is None:
+            n_heads = q_INSC.shape[1] // windows.count
+            return None if hidden_GSS is None else hidden_GSS.repeat(n_heads, 1, 1)[None]
+        bias_NSS = self.position(windows, sequence).to(dtype)
+        if hidden_GSS is None:
+            return bias_NSS.repeat_interleave(windows.count, 0)[None]
+        return (bias_NSS[:, None] + hidden_GSS).flatten(0, 1)[None]
+
+
+def _hidden(windows: MapWindows, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """0 within a cell and −∞ between cells, [G, S, S]."""
+    mask_GSS = windows.mask(device)
+    if mask_GSS is None:
+        return None
+    return torch.zeros(mask_GSS.shape, dtype=dtype, device=device).masked_fill(~mask_GSS, -math.inf)
+
+
+class CosineScale(nn.Module):
+    """A factor for each head on cosines, exp(min(weight, log 100)) (Swin-V2, section 3.3)."""
+
+    tp_plan = (("", "shard_last_dim"),)
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+        self.initial, self.roles = {"weight": Constant(math.log(10.0))}, {"weight": "vector"}
+
+    def forward(self, q_INSC: Tensor, count: int) -> Tensor:
+        """count: windows of each head."""
+        scale_N = self.weight.clamp(max=LARGEST_COSINE_SCALE).exp()
+        return q_INSC * scale_N.repeat_interleave(count)[:, None, None]
+
+
+class RelativeBias2d(nn.Module):
+    """A learned number for each head and offset in a window, [(2 · side − 1)², N]."""
+
+    tp_plan = (("", "shard_last_dim"),)
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        self.side = _window_of(config)
+        n_offsets, n_heads = (2 * self.side - 1) ** 2, config.attention.n_heads
+        self.weight = nn.Parameter(torch.empty(n_offsets, n_heads))
+        self.initial = {"weight": initial("relative", n_offsets, n_heads)}
+        self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
+
+    def forward(self, windows: MapWindows, sequence: SequenceMetadata) -> Tensor:
+        """[N, S, S]; smaller windows than the table's use its middle."""
+        device = self.weight.device
+        key = "offset index", windows.window, self.side
+        index_SS = sequence.cached(key, lambda: _offset_index(windows, self.side, device))
+        return F.embedding(index_SS, self.weight).movedim(-1, 0)
+
+
+def _offset_index(windows: MapWindows, side: int, device: torch.device) -> Tensor:
+    """Number of the offset from each key to each query among those of windows of a side, int64 [S, S]."""
+    row_SS, column_SS = (windows.offsets(device) + side - 1).unbind(-1)
+    return row_SS * (2 * side - 1) + column_SS
+
+
+def _window_of(config: ModelConfig) -> int:
+    """Side of the windows. Raises UsageError where attention has none."""
+    if config.attention.name != "windowed":
+        raise UsageError(
+            f"model.position.name = {config.position.name!r} is for model.attention.name = 'windowed', and this is "
+            f"{config.attention.name!r}: choose that, or another position"
+        )
+    return require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern").window
+
+
+RELATIVE_2D = POSITIONS.register("relative_2d")(PositionEncoding(window_bias=RelativeBias2d))
+
+
+class LogRelativeBias2d(nn.Module):
+    """16 σ(W₂ max(0, W₁ o + b)) of the log-spaced offset o of row and column, for each head (section 3.3).
+
+    Offsets are scaled by the windows' side, or by that of the windows that were pretrained with.
+    """
+
+    tp_plan = (("hidden", "replicated_partial_grad"), ("out", "colwise"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = require_variant(config.position, LogRelative2dConfig, "model.position")
+        _window_of(config)
+        self.pretrained = options.pretrained_windows[0] if options.pretrained_windows else None
+        n_heads = config.attention.n_heads
+        self.hidden = Linear(2, LOG_BIAS_WIDTH, initial("dense", 2, LOG_BIAS_WIDTH), bias=True)
+        self.out = Linear(LOG_BIAS_WIDTH, n_heads, initial("dense", LOG_BIAS_WIDTH, n_heads))
+
+    def forward(self, windows: MapWindows, sequence: SequenceMetadata) -> Tensor:
+        """[N, S, S]; the network sees each offset once."""
+        device, side = self.hidden.weight.device, windows.window
+        key = windows.window, self.pretrained
+        offsets_O2 = sequence.cached(("log offsets", *key), lambda: self._log_offsets(side, device))
+        index_SS = sequence.cached(("offset index", side, side), lambda: _offset_index(windows, side, device))
+        bias_ON = self.out(F.relu(self.hidden(offsets_O2.to(self.hidden.weight.dtype))))
+        return LARGEST_LOG_BIAS * torch.sigmoid(F.embedding(index_SS, bias_ON).movedim(-1, 0))
+
+    def _log_offsets(self, side: int, device: torch.device) -> Tensor:
+        """Every offset of a window, [O, 2], log-spaced; in float32, as the released code computes them."""
+        along = torch.arange(1 - side, side, device=device, dtype=torch.float32)
+        scaled = along / max((self.pretrained or side) - 1, 1) * 8
+        spaced = torch.sign(scaled) * torch.log2(scaled.abs() + 1.0) / math.log2(8)
+        return torch.cartesian_prod(spaced, spaced)
+
+
+LOG_RELATIVE_2D = POSITIONS.register("log_relative_2d")(PositionEncoding(window_bias=LogRelativeBias2d))

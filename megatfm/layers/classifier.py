@@ -1,0 +1,209 @@
+"""Classes of images: pools over an image's tokens, and the head that classifies what they give."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.cost import Cost, TokenCounts, default_cost, total_cost
+from megatfm.errors import MegatfmError
+from megatfm.layers.feed_forward import ACTIVATIONS
+from megatfm.layers.initialisation import initialiser
+from megatfm.layers.linear import Embedding, Linear
+from megatfm.layers.norm import make_norm
+from megatfm.layers.output_head import HEADS
+from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.ops.cross_entropy import IGNORE
+from megatfm.ops.transfer import moved, to_host
+
+# B batch, T tokens, M images that count, I most images of a row, N heads, D model width, C classes
+
+
+class ImageMean(nn.Module):
+    """The mean of each image's patches; special tokens and padding are left out."""
+
+    cp_plan = "all_reduce"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = nn.Identity()  # where sums over some tokens of images become those over all
+
+    def forward(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """[M, D] of the images with a token at `at_M`, counted over all rows."""
+        precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
+        sums_BID = self.summed(_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
+        row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
+        counts_BI1 = _members(row, sequence).sum(-1, keepdim=True).clamp(min=1)
+        means_BID = (sums_BID / counts_BI1).to(hidden_BTD.dtype)
+        return means_BID.flatten(0, 1)[_image_index(sequence, at_M)]
+
+
+class AttentionPool(nn.Module):
+    """A learned query that attends to each image's tokens, then a feed-forward network (Zhai et al. 2022, section 3.3,
+    as in SigLIP): y = attention(query, x), y + ffn(norm(y))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        initial, d, d_ff = initialiser(config), config.d_model, config.ffn.d_ff
+        self.n_heads = config.attention.n_heads
+        self.query = nn.Parameter(torch.empty(1, d))
+        self.initial, self.roles = {"query": initial("embedding", 1, d)}, {"query": "embedding"}
+        self.wq, self.wk, self.wv = (
+            Linear(d, d, initial(role, d, d), bias=True) for role in ("query", "key", "value")
+        )
+        self.wo = Linear(d, d, initial("out", d, d), bias=True)
+        self.norm = make_norm(config)
+        self.w_up = Linear(d, d_ff, initial("ffn_in", d, d_ff), bias=True)
+        self.activation = ACTIVATIONS.get(config.ffn.activation).function
+        self.w_down = Linear(d_ff, d, initial("ffn_out", d_ff, d), bias=True)
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Keys and values are of all tokens, the rest of one token of each row."""
+        one = total_cost((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
+        return total_cost((self.wk, self.wv), tokens) + one
+
+    def forward(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """[M, D] of the images with a token at `at_M`, counted over all rows."""
+        q_NH = self.wq(self.query)[0].unflatten(-1, (self.n_heads, -1))
+        k_BTNH, v_BTNH = (w(hidden_BTD).unflatten(-1, (self.n_heads, -1)) for w in (self.wk, self.wv))
+        precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
+        scores_BNT = torch.einsum("nh,btnh->bnt", q_NH, k_BTNH).to(precise) * q_NH.shape[-1] ** -0.5
+        seen_BIT = _members(sequence, sequence, with_special=True)
+        # The least number, not −∞: a row may have fewer images than another, and a softmax over none would be NaN.
+        seen_BINT = scores_BNT[:, None].masked_fill(~seen_BIT[:, :, None], torch.finfo(precise).min)
+        weights_BINT = seen_BINT.softmax(-1).to(v_BTNH.dtype)
+        heads_BIND = torch.einsum("bint,btnh->binh", weights_BINT, v_BTNH)
+        y_MD = self.wo(heads_BIND.flatten(-2).flatten(0, 1)[_image_index(sequence, at_M)])
+        return y_MD + self.w_down(self.activation(self.w_up(self.norm(y_MD))))
+
+
+def _members(sequence: SequenceMetadata, whole: SequenceMetadata, *, with_special: bool = False) -> Tensor:
+    """Boolean [B, I, T], which of a sequence's tokens are an image's patches. whole: the batch's, for its images."""
+    numbers_I1 = torch.arange(whole.max_documents_per_row, device=sequence.positions.device)[:, None]
+    members_BIT = _documents(sequence)[:, None] == numbers_I1
+    if with_special or sequence.grid is None:
+        return members_BIT
+    return members_BIT & (sequence.grid[..., 0] >= 0)[:, None]
+
+
+def _documents(sequence: SequenceMetadata) -> Tensor:
+    """Number of each token's image in its row [B, T], −1 of padding."""
+    return torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
+
+
+def _image_index(sequence: SequenceMetadata, at_M: Tensor) -> Tensor:
+    """Index [M] among all rows' images, of images by a token of each."""
+    row_M = at_M // sequence.positions.shape[1]
+    return row_M * sequence.max_documents_per_row + _documents(sequence).flatten()[at_M]
+
+
+METRICS = (1, 5)
+"""An image counts as right in the k-th of these where its label is among the k likeliest classes."""
+
+
+@HEADS.register("classifier")
+class ClassifierHead(nn.Module):
+    """Classes of images. labels [B, T] hold the class at each image's first token and −100 elsewhere.
+
+    mixed_labels [B, T]: the other class of mixed images; label_weights [B, T]: the first one's share.
+    """
+
+    reads = ("labels",)
+    may_read = ("mixed_labels", "label_weights")
+    takes_sequence = True
+    predicts = True
+    term = "classifier"
+
+    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated"))
+
+    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
+        super().__init__()
+        initial, d = initialiser(config), config.d_model
+        self.reads_class_token = "class" in section.pool
+        pools = {"mean": ImageMean, "class_mean": ImageMean, "attention": lambda: AttentionPool(config)}
+        self.pool: nn.Module | None = pools[section.pool]() if section.pool in pools else None
+        width = 2 * d if section.pool == "class_mean" else d
+        self.dense = Linear(width, d, initial("dense", width, d), bias=True) if section.hidden else None
+        width = d if section.hidden else width
+        self.classifier = Linear(
+            width, section.n_classes, initial("dense", width, section.n_classes), bias=section.bias
+        )
+        self.label_smoothing = float(section.label_smoothing)
+
+    @property
+    def cp_plan(self) -> str | None:
+        """None for attention, which needs an image's tokens at once."""
+        return None if isinstance(self.pool, AttentionPool) else "local"
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Cost of one token of each row, and of the pool's."""
+        layers = [layer for layer in (self.dense, self.classifier) if layer is not None]
+        pooled = Cost() if self.pool is None else total_cost([self.pool], tokens)
+        return sum((default_cost(layer, tokens.with_count(1)) for layer in layers), pooled)
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor | None = None,
+        *,
+        sequence: SequenceMetadata | None,
+        mixed_labels: Tensor | None = None,
+        label_weights: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Logits [images, C] of all images in the order of rows, or, given labels, the summed cross-entropy.
+
+        In evaluation also how many images are right: `top1`, and `top5` where there are more classes. Raises
+        MegatfmError in a model that doesn't pass its sequence on.
+        """
+        if sequence is None:
+            raise MegatfmError("the head 'classifier' needs the sequence: a family passes it to Model.output")
+        if labels_BT is None:
+            return self._logits(hidden_BTD, _first_tokens(sequence), sequence)
+        at_M = _indices(labels_BT != IGNORE, to_host(labels_BT) != IGNORE)
+        logits_MC = self._logits(hidden_BTD, at_M, sequence)
+        logits_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
+        if mixed_labels is None or label_weights is None:
+            labels_M = labels_BT.flatten()[at_M]
+            loss = self._cross_entropy(logits_MC, labels_M).sum()
+            return loss if self.training else {self.term: loss, **n_right(logits_MC, labels_M)}
+        weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
+        losses = (self._cross_entropy(logits_MC, each.flatten()[at_M]) for each in (labels_BT, mixed_labels))
+        first_M, second_M = losses
+        return (weights_M * first_M + (1 - weights_M) * second_M).sum()
+
+    def _cross_entropy(self, logits_MC: Tensor, labels_M: Tensor) -> Tensor:
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits_MC, labels_M, reduction="none", label_smoothing=smoothing)
+
+    def _logits(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """[M, C] of the images whose first tokens are at `at_M`."""
+        pooled = [hidden_BTD.flatten(0, 1)[at_M]] if self.reads_class_token else []
+        if self.pool is not None:
+            pooled.append(self.pool(hidden_BTD, at_M, sequence))
+        x_MD = torch.cat(pooled, dim=-1)
+        logits_MC: Tensor = self.classifier(x_MD if self.dense is None else self.dense(x_MD).tanh())
+        return logits_MC
+
+
+def n_right(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
+    """Count the images whose label is among the likeliest classes; of equal logits the lower class is likelier."""
+    classes_MC = logits_MC.argsort(dim=-1, descending=True, stable=True)
+    return {
+        f"top{k}": (classes_MC[:, :k] == labels_M[:, None]).any(-1).sum()
+        for k in METRICS
+        if k < logits_MC.shape[-1]
+    }
+
+
+def _first_tokens(sequence: SequenceMetadata) -> Tensor:
+    """Indices [images] of images' first tokens, counted over all rows."""
+    host = sequence.on_host()
+    is_first_BT = (host.positions == 0) & (_documents(host) >= 0)
+    return _indices(sequence.positions, is_first_BT)
+
+
+def _indices(like: Tensor, chosen_BT: Tensor) -> Tensor:
+    """Indices of chosen tokens, found on the host, which has to know how many there are, on another's device."""
+    return moved(chosen_BT.flatten().nonzero()[:, 0], like.device)

@@ -1,0 +1,105 @@
+"""Maps of images: rows of tokens seen as rows × columns, and where they stand in each stage of a hierarchical model."""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatfm.errors import UsageError
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.keyed_random import fold_in
+from megatfm.ops.transfer import to_host
+
+# B batch, T tokens of a row, I images of all rows, H rows and W columns of a map, D channels
+
+MapSize = tuple[int, int]
+"""Rows and columns of an image's map."""
+
+
+class MapSequence(SequenceMetadata):
+    """Where the tokens of rows stand that hold images alone, all of one size: row by row of each image's map."""
+
+    def __init__(
+        self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None
+    ) -> None:
+        super().__init__(positions, documents, rng_keys=rng_keys)
+        self.size = self.previous_size = size
+        tokens, area = positions.shape[1], prod(size)
+        if tokens % area:
+            raise UsageError(
+                f"rows of {tokens} tokens don't hold images of {size[0]} × {size[1]} patches: set "
+                f"data.sequence_length = {max(1, tokens // area) * area}, or model.stages.grid"
+            )
+        self.images_per_row = tokens // area
+
+    @classmethod
+    def of(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
+        """Return the same tokens, as images of a size."""
+        made = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
+        made.grid = sequence.grid
+        if made.documents is None and made.images_per_row > 1:
+            numbers_T = torch.arange(made.length, device=made.positions.device) // prod(size)
+            made.documents = numbers_T.expand(made.positions.shape)
+        return made
+
+    def shrunk(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
+        """Return that of smaller maps of the same images; a token's document is that of its first larger one.
+
+        previous: the maps of the stage before, where that isn't this one.
+        """
+        index_S = self.shrunk_index(size)
+        rows, area = len(self.positions), prod(size)
+        positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
+        documents = None if self.documents is None else self.documents[:, index_S]
+        smaller = type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
+        smaller.previous_size = previous or self.size
+        return smaller
+
+    def shrunk_index(self, size: MapSize) -> Tensor:
+        """Return, for each token of smaller maps of a row, int64 [S], the first of the tokens that it stands for."""
+        return self.cached(("shrunk index", size), lambda: self._shrunk_index(size))
+
+    def _shrunk_index(self, size: MapSize) -> Tensor:
+        device, (rows, columns) = self.positions.device, self.size
+        r_H, c_W = torch.arange(size[0], device=device), torch.arange(size[1], device=device)
+        r_H, c_W = r_H * -(-rows // size[0]), c_W * -(-columns // size[1])
+        first_I = torch.arange(self.images_per_row, device=device) * (rows * columns)
+        return (first_I[:, None, None] + r_H[:, None] * columns + c_W).flatten()
+
+    def of_images(self, length: int | None = None) -> SequenceMetadata:
+        """Return one row for each image, with random keys of its own. length: of the rows, if it isn't the map's."""
+        images, device = len(self.positions) * self.images_per_row, self.positions.device
+        keys = self.rng_keys
+        if keys is not None:
+            keys = fold_in(keys[:, None], torch.arange(self.images_per_row, device=device)).flatten()
+        positions = torch.arange(length or prod(self.size), device=device).expand(images, -1)
+        return SequenceMetadata(positions, rng_keys=keys)
+
+
+def to_maps(x_BTD: Tensor, size: MapSize) -> Tensor:
+    """Return tokens of rows as the maps of their images, [I, H, W, D]."""
+    return x_BTD.reshape(-1, *size, x_BTD.shape[-1])
+
+
+def to_rows(x_IHWD: Tensor, rows: int) -> Tensor:
+    """Return maps as the tokens of so many rows, [B, T, D]."""
+    return x_IHWD.reshape(rows, -1, x_IHWD.shape[-1])
+
+
+def map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
+    """Return rows and columns of patches of a batch's images, from its field `grid`; left out, the default.
+
+    Raises UsageError for images of several sizes. Padding, which says (0, 0, 1, 1), counts for nothing.
+    """
+    if grid_BT4 is None:
+        return default
+    sizes = to_host(grid_BT4)[..., 2:].flatten(0, 1).unique(dim=0)
+    sizes = sizes[(sizes > 1).any(1)] if len(sizes) > 1 else sizes
+    if len(sizes) > 1:
+        shown = ", ".join(f"{h} × {w}" for h, w in sizes[:3].tolist())
+        raise UsageError(
+            f"a batch of images of {len(sizes)} sizes ({shown} patches), and model.family = 'hierarchical' takes one: "
+            "set data.images.size, or choose family = 'encoder'"
+        )
+    rows, columns = sizes[0].tolist()
+    return int(rows), int(columns)

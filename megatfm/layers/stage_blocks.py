@@ -1,0 +1,99 @@
+"""Blocks of a hierarchical model's stages: plain ones, and MViTv2's, of which some shrink the map and widen vectors."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.cost import Cost, TokenCounts, default_cost, total_cost
+from megatfm.layers.attention.pooled import PooledAttention
+from megatfm.layers.block import Block
+from megatfm.layers.feed_forward import FFN
+from megatfm.layers.initialisation import initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.maps import MapSequence, MapSize, to_maps, to_rows
+from megatfm.layers.residual import PreNorm
+
+# B batch, T tokens of a row, S tokens before pooling, D model width
+
+
+class StageBlock(Block):
+    """A block of one stage. config: the stage's. share: tokens of its maps for each patch, for costs."""
+
+    def __init__(self, config: ModelConfig, depth: int, share: float) -> None:
+        super().__init__(config, "encoder", depth)
+        self.share = share
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Cost of the tokens of its stage."""
+        return default_cost(self, tokens.with_count(tokens.n * self.share))
+
+
+class PooledBlock(nn.Module):
+    """Pooled attention and a feed-forward network (Li et al. 2022, section 4), each around a skip connection.
+
+    config: the stage's. d_in, d_out: widths of input and output. stride: 2 where the map shrinks. size: the map for
+    which tables are trained. share: as `StageBlock`'s.
+    """
+
+    tp_plan = (("attn_skip", "sequence_parallel"), ("ffn_skip", "sequence_parallel"))
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        d_in: int,
+        d_out: int,
+        stride: int,
+        kv_stride: int,
+        size: MapSize,
+        share: float,
+    ) -> None:
+        super().__init__()
+        initial, d, d_ff = initialiser(config, "encoder"), config.d_model, config.ffn.d_ff
+        self.kind, self.share, self.d_out = (d_in, d_out, stride), share, d_out
+        self.attn_residual = PreNorm(
+            config.with_changes({"d_model": d_in, "attention.n_heads": 1}), "attention residual", "encoder"
+        )
+        self.attn = PooledAttention(config, initial, d_in=d_in, stride=stride, kv_stride=kv_stride, size=size)
+        self.attn_skip = Linear(d_in, d, initial("dense", d_in, d), bias=True) if d_in != d else None
+        self.pool = MaxPool() if stride > 1 else None
+        self.ffn_residual = PreNorm(config, "ffn residual", "encoder")
+        self.ffn = FFN(config, initial)
+        if d_out != d:
+            self.ffn.w_down = Linear(d_ff, d_out, initial("ffn_out", d_ff, d_out), bias=config.ffn.bias)
+        self.ffn_skip = Linear(d, d_out, initial("dense", d, d_out), bias=True) if d_out != d else None
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Cost of the tokens of its stage."""
+        of_stage = tokens.with_count(tokens.n * self.share)
+        return total_cost(self.children(), of_stage)
+
+    def forward(self, x_BSD: Tensor, sequence: MapSequence) -> Tensor:
+        """[B, T, D]; sequence: that of the output. A skip's projection sees the normed input."""
+        normed = self.attn_residual.input_norm(x_BSD)
+        skip = x_BSD if self.attn_skip is None else self.attn_skip(normed)
+        skip = skip if self.pool is None else self.pool(skip, sequence)
+        x_BTD = self.attn_residual.add(skip, self.attn(normed, sequence), sequence)
+        normed = self.ffn_residual.input_norm(x_BTD)
+        skip = x_BTD if self.ffn_skip is None else self.ffn_skip(normed)
+        return self.ffn_residual.add(skip, self.ffn(normed, sequence), sequence)
+
+
+class MaxPool(nn.Module):
+    """The largest of 3 × 3 neighbours, of every second row and column."""
+
+    tp_plan = (("before", "gather_output_for_tokens"), ("after", "split_output"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (
+            nn.Identity(),
+            nn.Identity(),
+        )  # where rank's parts of a row are gathered, and cut
+
+    def forward(self, x_BSD: Tensor, sequence: MapSequence) -> Tensor:
+        """[B, T, D] of the tokens of `sequence`, from those of the map before."""
+        x_IHWD = to_maps(self.before(x_BSD), sequence.previous_size)
+        y_IDHW = F.max_pool2d(x_IHWD.permute(0, 3, 1, 2), 3, stride=2, padding=1)
+        pooled: Tensor = self.after(to_rows(y_IDHW.permute(0, 2, 3, 1), len(x_BSD)))
+        return pooled

@@ -1,0 +1,216 @@
+"""Hierarchical models of images: stages of blocks on ever smaller maps of ever wider vectors (Liu et al. 2021)."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, PooledAttentionConfig, require_variant
+from megatfm.config.stages import StagesConfig
+from megatfm.errors import UsageError
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.maps import MapSequence, MapSize, map_size
+from megatfm.layers.norm import make_norm
+from megatfm.layers.patch_merging import PatchMerging
+from megatfm.layers.stage_blocks import PooledBlock, StageBlock
+from megatfm.models.base import MODELS, Model, Output, names_below, needed, sequence_fields, unpack, view_of
+from megatfm.models.stack import make_sequence
+from megatfm.split_points import CarrySpec, SplitPoint
+
+# B batch, T tokens of a row, S tokens of a row in the last stage, D width of the last stage
+
+
+class PyramidStack(nn.Module):
+    """Patches to hidden vectors of the last stage. Blocks are numbered over all stages; after each stage but the last
+    its tokens are merged."""
+
+    tp_plan = (("norm", "sequence_parallel"),)
+
+    def __init__(self, config: ModelConfig, embedding: InputEmbedding) -> None:
+        super().__init__()
+        self.stages = stages_of(config)
+        self.embedding: InputEmbedding | None = embedding
+        configs = [config.stage_config(stage) for stage in range(len(self.stages.layers))]
+        self.widths = [each.d_model for each in configs]
+        self.stage_of = [stage for stage, layers in enumerate(self.stages.layers) for _ in range(layers)]
+        self.pools = isinstance(config.attention, PooledAttentionConfig)
+        blocks = pooled_blocks(config) if self.pools else plain_blocks(config)
+        self.layers = nn.ModuleDict({str(depth): block for depth, block in enumerate(blocks)})
+        self.merges = nn.ModuleDict()
+        for stage, each in enumerate(() if self.pools else configs[:-1]):
+            norm = self.stages.merging_norm
+            self.merges[str(stage)] = PatchMerging(each, norm=norm, share=0.25**stage)
+        self.skip_rates = [
+            config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)
+        ]
+        self.norm = make_norm(config, self.widths[-1]) if config.norm.has_final_norm else None
+        self.depths: Sequence[int] = range(config.n_layers)
+
+    def forward(
+        self, inputs: Tensor | None, maps: list[MapSequence], hidden: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return hidden vectors [B, S, D] and the blocks' auxiliary losses. maps: the images' of every stage."""
+        losses: dict[str, Tensor] = {}
+        x: Any = hidden if self.embedding is None else self.embedding(inputs, maps[0])
+        for depth in self.depths:
+            stage, block = self.stage_of[depth], self.layers[str(depth)]
+            n_compiled = len(self.layers) if block._compiled_call_impl is not None else 0
+            at_layer = maps[stage].at_layer(depth, self.skip_rates[depth], n_compiled_layers=n_compiled)
+            x, losses = unpack(block, block(x, at_layer), losses)
+            if self._ends_with_merge(depth):
+                x = self.merges[str(stage)](x, maps[stage].size)
+        return x if self.norm is None else self.norm(x), losses
+
+    def _ends_with_merge(self, depth: int) -> bool:
+        """Whether a merge follows a block: the last of a stage, but for the last stage's."""
+        return (
+            not self.pools
+            and depth + 1 < len(self.stage_of)
+            and self.stage_of[depth + 1] != self.stage_of[depth]
+        )
+
+    def stage(self, names: Collection[str]) -> Self | None:
+        """Return a view that runs the split points of these names (without the stack's path); None if it runs none."""
+        view = view_of(self)
+        view.depths = [depth for depth in self.depths if f"layers.{depth}" in names]
+        view.embedding = self.embedding if "embedding" in names else None
+        view.norm = self.norm if "norm" in names else None
+        return view if view.depths or view.embedding is not None or view.norm is not None else None
+
+    def split_points(self, path: str) -> list[SplitPoint]:
+        """Return those of embedding, blocks and final norm. A merge goes with the block before it, so that stages of
+        a pipeline hand on the smaller of the two maps."""
+        points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), (), self._carry(0))]
+        for depth, stage in enumerate(self.stage_of):
+            modules = [f"{path}.layers.{depth}"]
+            if self._ends_with_merge(depth):
+                modules.append(f"{path}.merges.{stage}")
+                stage += 1
+            d_out = getattr(self.layers[str(depth)], "d_out", self.widths[stage])
+            after = self._carry(stage, d_out)
+            points.append(SplitPoint(f"{path}.layers.{depth}", tuple(modules), ("hidden",), after))
+        if self.norm is not None:
+            last = self._carry(len(self.widths) - 1)
+            points.append(SplitPoint(f"{path}.norm", (f"{path}.norm",), ("hidden",), last))
+        return points
+
+    def _carry(self, stage: int, width: int | None = None) -> dict[str, CarrySpec]:
+        """What a part hands on: tokens of a stage's map; width: of their vectors, if it isn't the stage's."""
+        width = width or self.widths[stage]
+        length_of = partial(self.row_length, stage) if stage else None
+        return {"hidden": CarrySpec("positions", width, length_of)}
+
+    def row_length(self, stage: int, batch: Mapping[str, Tensor]) -> int:
+        """Return the tokens of a row in a stage."""
+        first, last = (prod(self.map_sizes(batch)[at]) for at in (0, stage))
+        return batch["positions"].shape[1] // first * last
+
+    def map_sizes(self, batch: Mapping[str, Tensor]) -> list[MapSize]:
+        """Return the maps' sizes in every stage, of a batch's images."""
+        grid = map_size(batch.get("grid"), self.stages.grid)
+        return [self.stages.map_at(stage, grid) for stage in range(len(self.widths))]
+
+
+def plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
+    """Yield the blocks of all stages, which patch merging connects."""
+    for stage in range(len(stages_of(config).layers)):
+        each = config.stage_config(stage)
+        for depth in range(each.n_layers):
+            yield StageBlock(each, depth, 0.25**stage)
+
+
+def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
+    """Yield MViTv2's blocks: the first of each stage but the first pools its queries, so that the map shrinks."""
+    options = require_variant(config.attention, PooledAttentionConfig, "model.attention")
+    stages = stages_of(config)
+    d_in, kv_stride = config.d_model, options.kv_stride
+    for stage in range(len(stages.layers)):
+        each = config.stage_config(stage)
+        kv_stride = max(kv_stride // 2, 1) if stage else kv_stride
+        for depth in range(each.n_layers):
+            pools = bool(stage) and not depth
+            widens = (
+                options.widening == "ffn" and depth + 1 == each.n_layers and stage + 1 < len(stages.layers)
+            )
+            d_out = each.d_model * (2 if widens else 1)
+            yield PooledBlock(
+                each, d_in=d_in, d_out=d_out, stride=2 if pools else 1, kv_stride=kv_stride,
+                size=stages.map_at(stage - pools), share=0.25**stage,
+            )  # fmt: skip
+            d_in = d_out
+
+
+def stages_of(config: ModelConfig) -> StagesConfig:
+    """Return the stages of a model. Raises UsageError where it has none."""
+    if config.stages is None:
+        raise UsageError(
+            "model.family = 'hierarchical' needs model.stages: give layers and heads of each stage"
+        )
+    return config.stages
+
+
+@MODELS.register("hierarchical")
+class Hierarchical(Model):
+    """A stack of stages and heads on the last map. Rows hold whole images, all of one size, without special tokens."""
+
+    encoder: PyramidStack | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        embedding = InputEmbedding(config, "encoder")
+        self.encoder = PyramidStack(config, embedding)
+        self.reads = embedding.reads
+        self.map_sizes = self.encoder.map_sizes
+        self.add_heads(None, config.stage_config(len(stages_of(config).layers) - 1))
+        self.accept(self.reads, *sequence_fields(config), targets=())
+        self.split_points = [
+            *self.encoder.split_points("encoder"),
+            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+        ]
+
+    def forward(
+        self,
+        patches: Tensor | None = None,
+        *,
+        keys: Tensor | None = None,
+        hidden: Tensor | None = None,
+        **fields: Tensor | None,
+    ) -> Output:
+        """Run the model on patches [B, T, K] of images, row by row of each image's grid.
+
+        `hidden` of the output is [B, S, D], the last stage's. keys [B] and, of `fields`, positions and documents [B, T]
+        and grid [B, T, 4]: see SequenceMetadata; without documents rows hold as many images as fit. hidden: from the
+        pipeline stage before. Further fields are those of heads. Raises TypeError for one that nothing would read, and
+        UsageError for images of several sizes.
+        """
+        batch = self.read(patches=patches, keys=keys, **fields)
+        first = make_sequence(batch, self.reads, keys=keys)
+        sizes = self.map_sizes(batch)
+        maps = [MapSequence.of(first, sizes[0])]
+        maps += [maps[0].shrunk(size, previous) for previous, size in pairwise(sizes)]
+        x, losses = hidden, dict[str, Tensor]()
+        if self.encoder is not None:
+            x, losses = self.encoder(needed(batch, self.reads), maps, hidden)
+        if self.extra_heads:
+            batch = self._at_last_stage(batch, maps)
+        return self.output(batch, x, losses, sequence=maps[-1])
+
+    def _at_last_stage(self, batch: Mapping[str, Tensor], maps: list[MapSequence]) -> dict[str, Tensor]:
+        """Return a batch whose fields that heads read are those of the last map's tokens."""
+        heads: list[Any] = [getattr(self, name) for name in self.extra_heads]
+        names = {name for head in heads for name in (*head.reads, *getattr(head, "may_read", ()))}
+        index_S, (rows, length) = maps[0].shrunk_index(maps[-1].size), maps[0].positions.shape
+        return {
+            name: values[:, index_S] if name in names and values.shape[:2] == (rows, length) else values
+            for name, values in batch.items()
+        }
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
+        view.extra_heads = [name for name in self.extra_heads if name in names]
+        return view

@@ -1,0 +1,231 @@
+"""Masked autoencoder (He et al. 2022): an encoder of visible patches, and a small decoder that predicts the others.
+
+The two sides are two rows, as in an encoder-decoder: "encoder_" fields hold visible tokens alone. `source` of the
+decoder's row says which of the image's visible tokens stands where, −1 for masked patches.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, PatchEmbeddingConfig, PixelDecoderConfig, require_variant
+from megatfm.errors import UsageError
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.initialisation import initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.loss_terms import add_by_name
+from megatfm.layers.patch_embedding import normalisation
+from megatfm.layers.position import POSITIONS
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
+from megatfm.models.stack import Stack, make_sequence
+from megatfm.ops.transfer import moved, to_host
+from megatfm.split_points import SplitPoint
+
+# B batch, S tokens of the encoder, T of the decoder, I most images of a row, M masked patches, K numbers of a patch
+# D width of the decoder
+
+VARIANCE_EPS = 1e-6
+"""Added to the variance of a patch's pixels, as in the released code."""
+
+
+class Visible(NamedTuple):
+    """Input of the decoder: what the encoder made of visible tokens, and which of them stands where."""
+
+    memory_BSD: Tensor
+    source_BT: Tensor
+    sequence: SequenceMetadata
+    """Where the encoder's tokens stand."""
+
+
+class VisibleTokens(nn.Module):
+    """Vectors of visible tokens in their places, and a learned one for all masked patches; then positions."""
+
+    tp_plan = (("", "split_output"), ("projection", "sequence_parallel"), ("positions", "sequence_parallel"))
+    reads = "source"
+
+    def __init__(self, encoder: ModelConfig, decoder: ModelConfig) -> None:
+        super().__init__()
+        initial, d = initialiser(decoder, "encoder"), decoder.d_model
+        self.projection = Linear(encoder.d_model, d, initial("dense", encoder.d_model, d), bias=True)
+        self.mask_token = nn.Parameter(torch.empty(1, d))
+        self.initial, self.roles = {"mask_token": initial("embedding", 1, d)}, {"mask_token": "embedding"}
+        position = POSITIONS.get(decoder.position.name).absolute
+        self.positions = position(decoder, initial) if position else None
+
+    def forward(
+        self, visible: Visible, sequence: SequenceMetadata, segments_BT: Tensor | None = None
+    ) -> Tensor:
+        """[B, T, D]."""
+        seen_BSD = self.projection(visible.memory_BSD)
+        begins_BI = _begins(visible.sequence)
+        documents_BT = (
+            torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
+        )
+        is_seen_BT = visible.source_BT >= 0
+        index_BT = begins_BI.gather(1, documents_BT.clamp(min=0)) + visible.source_BT
+        index_BT = index_BT.where(is_seen_BT, 0)[..., None].expand(-1, -1, seen_BSD.shape[-1])
+        x_BTD = torch.where(is_seen_BT[..., None], seen_BSD.gather(1, index_BT), self.mask_token)
+        return x_BTD if self.positions is None else x_BTD + self.positions(sequence).to(x_BTD.dtype)
+
+
+def _begins(sequence: SequenceMetadata) -> Tensor:
+    """Index [B, I] of each image's first token in its row; 0 where a row has fewer images."""
+    most, positions_BS = sequence.max_documents_per_row, sequence.positions
+    if sequence.documents is None:
+        return positions_BS.new_zeros(len(positions_BS), most)
+    is_first_BS = (positions_BS == 0) & (sequence.documents >= 0)
+    slots_BI = positions_BS.new_zeros(len(positions_BS), most + 1)  # the last one takes all other tokens
+    slots_BI.scatter_(
+        1, sequence.documents.where(is_first_BS, most), sequence.indices.expand_as(positions_BS)
+    )
+    return slots_BI[:, :most]
+
+
+class PixelHead(nn.Module):
+    """Predicted pixels [B, T, K], or, given the patches, the sum over masked ones of their mean squared error."""
+
+    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
+
+    def __init__(self, config: ModelConfig, decoder: ModelConfig) -> None:
+        super().__init__()
+        self.options = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
+        self.normalize = bool(config.pixel_decoder and config.pixel_decoder.normalize_targets)
+        d, n_values = decoder.d_model, self.options.patch_values
+        self.prediction = Linear(
+            d, n_values, initialiser(decoder, "encoder")("dense", d, n_values), bias=True
+        )
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        sequence: SequenceMetadata,
+        source_BT: Tensor,
+        patches_BTK: Tensor | None = None,
+    ) -> Tensor:
+        if patches_BTK is None:
+            return self.prediction(hidden_BTD)
+        is_masked = to_host(source_BT) < 0
+        if sequence.documents is not None:
+            is_masked = is_masked & (to_host(sequence.documents) >= 0)
+        at_M = moved(is_masked.flatten().nonzero()[:, 0], source_BT.device)
+        predicted_MK = self.prediction(hidden_BTD.flatten(0, 1)[at_M])
+        precise = torch.promote_types(predicted_MK.dtype, torch.float32)
+        errors_MK = predicted_MK.to(precise) - self.targets(patches_BTK.flatten(0, 1)[at_M], precise)
+        return errors_MK.square().mean(-1).sum()
+
+    def targets(self, patches_MK: Tensor, dtype: torch.dtype) -> Tensor:
+        """The pixels [M, K] that are to be predicted."""
+        scale_K, shift_K = normalisation(self.options, patches_MK.device, dtype)
+        pixels_MK = patches_MK * scale_K + shift_K
+        if not self.normalize:
+            return pixels_MK
+        mean_M1, variance_M1 = pixels_MK.mean(-1, keepdim=True), pixels_MK.var(-1, keepdim=True)
+        return (pixels_MK - mean_M1) / (variance_M1 + VARIANCE_EPS).sqrt()
+
+
+@MODELS.register("masked_autoencoder")
+class MaskedAutoencoder(Model):
+    """Encoder, decoder and a head for pixels; the encoder's weights are those of the family "encoder"."""
+
+    tp_plan = (("memory", "gather_output_for_tokens"),)
+    cp_plan = None  # type: ignore[assignment]  # the decoder looks up tokens of whole rows
+
+    encoder: Stack | None
+    decoder: Stack | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        smaller = pixel_decoder_config(config)
+        self.encoder = Stack(config, "encoder", embedding=InputEmbedding(config, "encoder"))
+        self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
+        self.decoder = Stack(
+            smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller))
+        )
+        self.pixels = PixelHead(config, smaller)
+        self.runs_head = True
+        of_encoder = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))
+        self.accept("source", *sequence_fields(config), *of_encoder, targets=("patches",))
+        self.split_points = [
+            *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
+            *_with_memory(self.decoder.split_points("decoder", reads=("encoder_hidden",))),
+            SplitPoint("pixels", ("pixels",), ("hidden",)),
+        ]
+
+    def forward(
+        self,
+        encoder_patches: Tensor | None = None,
+        source: Tensor | None = None,
+        *,
+        keys: Tensor | None = None,
+        encoder_hidden: Tensor | None = None,
+        hidden: Tensor | None = None,
+        **fields: Tensor | None,
+    ) -> Output:
+        """Run the model on visible uint8 patches [B, S, K] and source [B, T].
+
+        patches [B, T, K]: all patches, which give the loss "reconstruction"; without them `logits` are the predicted
+        pixels. Both sides need grid, positions and documents, the encoder's with the prefix "encoder_".
+        encoder_hidden, hidden: from the pipeline stage before.
+        """
+        batch = self.read(encoder_patches=encoder_patches, source=source, keys=keys, **fields)
+        # The two stacks number their layers alike, so the encoder's random keys are others.
+        encoder_sequence = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
+        sequence = make_sequence(batch, "source", keys=keys)
+        x_BTD, losses, pixels = hidden, dict[str, Tensor](), None
+
+        if self.encoder is not None:
+            encoder_hidden, losses = self.encoder(encoder_patches, encoder_sequence, hidden=encoder_hidden)
+        if self.decoder is not None:
+            visible = None
+            if self.decoder.embedding is not None:
+                visible = Visible(self.memory(encoder_hidden), batch["source"], encoder_sequence)
+            x_BTD, decoder_losses = self.decoder(visible, sequence, hidden=hidden)
+            losses = add_by_name(losses, decoder_losses)
+        if self.runs_head:
+            result = self.pixels(x_BTD, sequence, batch["source"], batch.get("patches"))
+            if "patches" in batch:
+                losses["reconstruction"] = result
+            else:
+                pixels = result
+        return self.output(batch, x_BTD, losses, pixels, carry={"encoder_hidden": encoder_hidden})
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
+        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
+        view.runs_head = "pixels" in names
+        return view
+
+
+def _with_memory(points: Sequence[SplitPoint]) -> list[SplitPoint]:
+    """Return the decoder's split points, of which the first gathers what the encoder made."""
+    first, *others = points
+    return [replace(first, modules=("memory", *first.modules)), *others]
+
+
+def pixel_decoder_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the decoder's stack. Raises UsageError where there is none."""
+    decoder = config.pixel_decoder
+    if not isinstance(decoder, PixelDecoderConfig):
+        raise UsageError(
+            "model.family = 'masked_autoencoder' needs model.pixel_decoder: give [model.pixel_decoder]"
+        )
+    return config.with_changes(
+        {
+            "family": "encoder",
+            "pixel_decoder": None,
+            "d_model": decoder.d_model,
+            "n_layers": decoder.n_layers,
+            "distinct_layers": None,
+            "drop_path": 0.0,
+            "attention.n_heads": decoder.n_heads,
+            "attention.n_kv_heads": None,
+            "attention.head_dim": None,
+            "ffn.d_ff": decoder.d_ff,
+        }
+    )

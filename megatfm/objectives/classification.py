@@ -1,0 +1,134 @@
+"""Supervised classification of images (Dosovitskiy et al. 2021)."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megatfm.config import ClassificationObjective, ImagesConfig, ModelConfig
+from megatfm.data.dataset import RowDataset
+from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
+from megatfm.errors import SampleError, UsageError
+from megatfm.layers.classifier import METRICS
+from megatfm.objectives.base import OBJECTIVES, Batch, Example, Losses, Objective, SpecialTokens
+from megatfm.objectives.images import image_mixing, image_reader, random_image_files
+from megatfm.rng import PieceKey
+
+if TYPE_CHECKING:
+    from megatfm.data.images import ImageReader
+
+HEAD = "classifier"
+NAMES = frozenset(f"top{k}" for k in METRICS)
+ONE_PIECE = 2**40
+"""Tokens of a caption are never cut into several pieces: each sample is one image."""
+
+
+@OBJECTIVES.register("classification")
+class Classification(Objective):
+    """The class of each image, in `labels` at its first token and −100 elsewhere; a sample's member "cls" holds it."""
+
+    model_families = ("encoder", "hierarchical")
+    reads_text, needs_files = False, True
+    loss_weights: Mapping[str, float]
+    max_tokens = ONE_PIECE
+
+    def __init__(
+        self,
+        special: SpecialTokens | None,
+        config: ClassificationObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+        images: ImagesConfig,
+        *,
+        training: bool = True,
+    ) -> None:
+        self.n_classes = _n_classes(model)
+        self.reader: ImageReader = image_reader(
+            images,
+            model,
+            config.name,
+            row_lengths[0],
+            training=training,
+            any_shape=model.family != "hierarchical",
+        )
+        self.metrics = () if training else tuple(f"top{k}" for k in METRICS if k < self.n_classes)
+        self.loss_weights = {HEAD: 1.0, **dict.fromkeys(self.metrics, 0.0)}
+        self.mixing = image_mixing(images, self.reader) if training else None
+        self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
+        if self.mixing is not None:
+            self.fields |= {"mixed_labels": Field(pad_value=IGNORE_INDEX), "label_weights": Field("float32")}
+        self._for_evaluation = partial(
+            Classification, special, config, model, row_lengths, images, training=False
+        )
+
+    def for_evaluation(self) -> Objective:
+        return self._for_evaluation()
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return np.full(len(n_tokens), self.reader.n_tokens)
+
+    @property
+    def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+        """Lengths by heights and widths of images, where each keeps its shape."""
+        return self.reader.image_lengths if self.reader.size is None else None
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
+        labels = np.full(len(fields["grid"]), IGNORE_INDEX)
+        labels[0] = read_label(piece.files, self.n_classes)
+        if self.mixing is not None:  # with itself, until a row has its partner
+            weights = np.zeros(len(labels), np.float32)
+            weights[0] = 1
+            fields |= {"mixed_labels": labels.copy(), "label_weights": weights}
+        return {**fields, "labels": labels}
+
+    def prepare_rows(self, rows: RowDataset, turn: int) -> RowDataset:
+        if self.mixing is None:
+            return rows
+        from megatfm.data.image_mixing import MixedImages
+
+        return MixedImages(rows, self.mixing, turn)
+
+    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+        files = random_image_files(random, self.reader)
+        label = b"%d" % random.integers(self.n_classes)
+        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
+
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
+        return dict.fromkeys(self.loss_weights, (batch["labels"] != IGNORE_INDEX).sum())
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        """The sum of each term; of a model in evaluation only with `for_evaluation` how many images are right."""
+        losses = dict(model(**batch).losses)
+        return {
+            term: value for term, value in losses.items() if term in self.loss_weights or term not in NAMES
+        }
+
+
+def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
+    """The number of a sample's class. Raises SampleError where there is none, or none of the model's."""
+    if "cls" not in files:
+        raise SampleError(
+            "has no .cls with the number of its class: give prep the labels (see `read.labels` in the guide to prep)"
+        )
+    text = files["cls"].strip()
+    if not text.isdigit() or not int(text) < n_classes:
+        shown = text[:20].decode("utf-8", "replace")
+        raise SampleError(
+            f"has the class {shown!r}, and model.extra_heads.{HEAD}.n_classes = {n_classes}: classes are 0 to "
+            f"{n_classes - 1}"
+        )
+    return int(text)
+
+
+def _n_classes(model: ModelConfig) -> int:
+    head: Any = model.extra_heads.get(HEAD)
+    if head is None:
+        raise UsageError(
+            f"objective.name = 'classification' needs a model with the head: add [model.extra_heads.{HEAD}] with "
+            "n_classes"
+        )
+    return int(head.n_classes)

@@ -1,0 +1,120 @@
+"""Reading of images for objectives: what `[data.images]` and the model's embedding say, as a reader of stored files."""
+
+import io
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatfm.config import ImagesConfig, ModelConfig
+from megatfm.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatfm.data.image_mixing import Mixing
+    from megatfm.data.images import ImageReader, PatchLayout
+
+
+def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
+    """Tokens of an image in a model. Raises UsageError for one that doesn't read patches, or without Pillow."""
+    try:
+        from megatfm.data.images import MODES, PatchLayout
+    except ImportError as error:
+        raise UsageError(
+            f"objective.name = {objective!r} reads images, which needs Pillow ({error}): pip install 'megatfm[vision]'"
+        ) from error
+
+    embedding = model.embedding
+    patch_size = getattr(embedding, "patch_size", None)
+    if patch_size is None:
+        raise UsageError(
+            f"objective.name = {objective!r} reads images, but model.embedding.name = {embedding.name!r} reads no "
+            "patches: set model.embedding.name=patches"
+        )
+    channels = getattr(embedding, "channels", 3)
+    if channels not in MODES:
+        raise UsageError(
+            f"model.embedding.channels = {channels}: images are decoded to 3 channels (RGB) or 1 (grey)"
+        )
+    n_special = getattr(embedding, "n_special_tokens", 0)
+    return PatchLayout(patch_size, channels, n_special)
+
+
+def image_reader(
+    images: ImagesConfig,
+    model: ModelConfig,
+    objective: str,
+    row_length: int,
+    *,
+    training: bool,
+    any_shape: bool = False,
+) -> "ImageReader":
+    """Reader of images for training, or for evaluation, which changes none.
+
+    any_shape: whether objective and model take images of different shapes.
+    Raises UsageError for sizes that patches don't divide, or whose images don't fit rows.
+    """
+    layout = patch_layout(model, objective)
+    import_module("megatfm.data.image_rand_augment")  # registers its transform
+    from megatfm.data.image_transforms import INTERPOLATIONS, TRANSFORMS
+    from megatfm.data.images import ImageReader
+
+    size, patch_size = images.size, layout.patch_size
+    if images.max_patches is not None and not any_shape:
+        raise UsageError(
+            f"data.images.max_patches = {images.max_patches}: objective.name = {objective!r} with model.family = "
+            f"{model.family!r} takes images of one size: set data.images.size in its place"
+        )
+    if images.max_patches is None and size % patch_size:
+        below = size - size % patch_size
+        near = f"{below} or {below + patch_size}" if below else str(patch_size)
+        raise UsageError(
+            f"data.images.size = {size} is not a multiple of model.embedding.patch_size = {patch_size}: choose {near}"
+        )
+    filter_ = INTERPOLATIONS[images.interpolation]
+    transforms = [TRANSFORMS.get(section.name)(section, filter_) for section in images.transforms]
+    reader = ImageReader(
+        layout,
+        size if images.max_patches is None else None,
+        images.max_patches or 0,
+        transforms if training else (),
+        images.crop_pct,
+        filter_,
+    )
+    if reader.n_tokens > row_length:
+        key = f"size = {size}" if images.max_patches is None else f"max_patches = {images.max_patches}"
+        raise UsageError(
+            f"data.sequence_length = {row_length} is too short for an image of data.images.{key}, which takes "
+            f"{reader.n_tokens} tokens: choose data.sequence_length={reader.n_tokens}"
+        )
+    return reader
+
+
+def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None":
+    """Mixup and cutmix of a config; None for neither."""
+    from megatfm.data.image_mixing import Mixing
+
+    if not images.mixes:
+        return None
+    layout = reader.layout
+    return Mixing(
+        images.mixup,
+        images.cutmix,
+        images.mix_probability,
+        images.size,
+        layout.patch_size,
+        layout.n_special,
+    )
+
+
+def random_image_files(random: np.random.Generator, reader: "ImageReader") -> Mapping[str, bytes]:
+    """A stored image of noise, on which layouts are compared: of any shape, up to twice as large as one fits a row."""
+    from PIL import Image
+
+    channels, patch_size = reader.layout.channels, reader.layout.patch_size
+    most = 2 * (reader.size or patch_size * round(reader.max_patches**0.5))
+    height, width = random.integers(1, most + 1, 2).tolist()
+    shape = (height, width, 3) if channels == 3 else (height, width)
+    out = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, shape).astype(np.uint8)).save(out, "PNG")
+    return {"png": out.getvalue()}

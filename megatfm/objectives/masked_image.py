@@ -1,0 +1,90 @@
+"""Masked image modelling with an asymmetric autoencoder (MAE; He et al. 2022)."""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatfm import rng
+from megatfm.config import ImagesConfig, MaskedImageObjective, ModelConfig
+from megatfm.data.sequences import DocumentChunk, Field
+from megatfm.errors import UsageError
+from megatfm.objectives.base import ENCODER_DECODER, OBJECTIVES, Batch, Example, Objective, SpecialTokens
+from megatfm.objectives.images import image_reader, random_image_files
+from megatfm.rng import PieceKey
+
+if TYPE_CHECKING:
+    from megatfm.data.images import ImageReader
+
+ONE_PIECE = 2**40
+"""Tokens of a caption are never cut into several pieces: each sample is one image."""
+
+
+@OBJECTIVES.register("masked_image")
+class MaskedImage(Objective):
+    """Visible tokens in the encoder's row, whole images in the decoder's, where `source` counts the visible ones."""
+
+    model_families = ("masked_autoencoder",)
+    reads_text, needs_files = False, True
+    field_prefixes = ENCODER_DECODER
+    loss_weights: Mapping[str, float] = MappingProxyType({"reconstruction": 1.0})
+    max_tokens = ONE_PIECE
+
+    def __init__(
+        self,
+        special: SpecialTokens | None,
+        config: MaskedImageObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+        images: ImagesConfig,
+        *,
+        training: bool = True,
+    ) -> None:
+        self.reader: ImageReader = image_reader(
+            images, model, config.name, row_lengths[-1], training=training
+        )
+        layout = self.reader.layout
+        n_patches = self.reader.n_tokens - layout.n_special
+        self.n_kept = int(n_patches * (1 - config.mask_ratio))
+        if not self.n_kept or self.n_kept == n_patches:
+            raise UsageError(
+                f"objective.mask_ratio = {config.mask_ratio:g} keeps {self.n_kept} of {n_patches} patches: choose one "
+                f"that masks some and keeps some, e.g. {1 - max(1, n_patches // 4) / n_patches:g}"
+            )
+        if layout.n_special + self.n_kept > row_lengths[0]:
+            raise UsageError(
+                f"data.sequence_length = {row_lengths[0]} is too short for the {layout.n_special + self.n_kept} tokens "
+                f"of an image that the encoder sees: choose data.sequence_length={layout.n_special + self.n_kept}"
+            )
+        of_encoder = {f"encoder_{name}": field for name, field in layout.fields.items()}
+        self.fields = {**of_encoder, **layout.fields, "source": Field(pad_value=-1)}
+        self._for_evaluation = partial(  # which worker processes can be sent
+            MaskedImage, special, config, model, row_lengths, images, training=False
+        )
+
+    def for_evaluation(self) -> Objective:
+        return self._for_evaluation()
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        sides = (self.reader.layout.n_special + self.n_kept, self.reader.n_tokens)
+        return np.tile(np.array(sides, np.int64), (len(n_tokens), 1))
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        fields, n_special = self.reader.build(piece.files, key), self.reader.layout.n_special
+        kept = np.sort(rng.permutation(self.reader.n_tokens - n_special, *key, "mask")[: self.n_kept])
+        visible = np.concatenate([np.arange(n_special), n_special + kept])
+        source = np.full(self.reader.n_tokens, -1)
+        source[visible] = np.arange(len(visible))
+        of_encoder = {f"encoder_{name}": values[visible] for name, values in fields.items()}
+        return {**of_encoder, **fields, "source": source}
+
+    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+        files = random_image_files(random, self.reader)
+        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
+
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"reconstruction": ((batch["source"] < 0) & (batch["documents"] >= 0)).sum()}

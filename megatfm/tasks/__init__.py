@@ -1,0 +1,1 @@
+"""Downstream tasks: labelled files to examples, examples to a tokenized corpus, predictions to metrics."""

@@ -1,0 +1,111 @@
+"""Labelled files tokenized once: a corpus of framed examples, each with its label, named by all that decides it."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from megatfm.config import TaskConfig
+from megatfm.corpus.manifest import MANIFEST
+from megatfm.corpus.writer import ShardWriter
+from megatfm.errors import UsageError
+from megatfm.files import temporary_path
+from megatfm.objectives.supervised import ANNOTATION
+from megatfm.tasks.files import read_rows, require_columns
+from megatfm.tasks.forms import EncodedExample, RowEncoder, labels_of
+from megatfm.tokenizers import Tokenizer
+from megatfm.version import __version__
+
+
+@dataclass(frozen=True)
+class TaskCorpus:
+    """A tokenized file: its folder, how many examples it has, and what to say of it."""
+
+    folder: Path
+    n_examples: int
+    notes: Sequence[str] = ()
+
+
+def read_labels(task: TaskConfig) -> list[str]:
+    """Return the labels of a task in the order of the classes: those of the config, or of the training file."""
+    if task.labels or task.form == "regression":
+        return list(task.labels)
+    rows = read_rows(task.train)
+    require_columns(task.train, rows, {"task.label": task.label})
+    return labels_of(task, rows)
+
+
+def prepare_corpus(
+    path: str,
+    task: TaskConfig,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    folder: Path,
+    *,
+    with_labels: bool = True,
+    is_causal: bool = False,
+) -> TaskCorpus:
+    """Tokenize a file into a corpus below `folder`, or find the one that an earlier call left there.
+
+    task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
+    in which the last token of an example carries its label. Raises UsageError that names file and row.
+    """
+    rows = read_rows(path)
+    key = {
+        "version": __version__,
+        "rows": blake3(json.dumps(rows, default=str, sort_keys=True).encode()).hexdigest(),
+        "tokenizer": tokenizer.hash,
+        "task": {
+            name: value
+            for name, value in task.model_dump(mode="json").items()
+            if name in ("form", "text", "text_pair", "label", "labels", "too_long")
+        },
+        "sequence_length": sequence_length,
+        "with_labels": with_labels,
+        "is_causal": is_causal,
+    }
+    target = folder / blake3(json.dumps(key, sort_keys=True).encode()).hexdigest(8)
+    if not (target / MANIFEST).is_file():
+        encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, -1 if is_causal else 0)
+        encoded, notes = encoder.encode(rows)
+        _write(target, encoded, str(path), tokenizer, key | {"notes": notes})
+    manifest = json.loads((target / MANIFEST).read_bytes())
+    return TaskCorpus(target, len(rows), manifest["provenance"]["notes"])
+
+
+def _write(
+    target: Path,
+    examples: Sequence[EncodedExample],
+    source: str,
+    tokenizer: Tokenizer,
+    provenance: dict[str, object],
+) -> None:
+    """Write a corpus beside its place, and give it its name when it is whole."""
+    partial = temporary_path(target)
+    with ShardWriter(partial, tokenizer_hash=tokenizer.hash, token_dtype=tokenizer.token_dtype) as writer:
+        for number, example in enumerate(examples):
+            writer.add(
+                f"{number:08d}",
+                example.tokens,
+                source,
+                example.text_bytes,
+                members={ANNOTATION: json.dumps(example.annotation, separators=(",", ":")).encode()},
+            )
+        writer.finish(provenance)
+    try:
+        partial.rename(target)
+    except OSError:
+        shutil.rmtree(partial)
+        if not (target / MANIFEST).is_file():
+            raise
+
+
+def check_files_exist(task: TaskConfig) -> None:
+    """Raise UsageError for a file of the task that is not there, before anything else is done."""
+    for key in ("train", "validation", "test"):
+        path = getattr(task, key)
+        if path is not None and not Path(path).exists():
+            raise UsageError(f"task.{key} = {path}: there is no such file or folder: give one with examples")

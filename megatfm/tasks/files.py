@@ -1,0 +1,132 @@
+"""Rows of small labelled files: .csv, .tsv, .jsonl, .parquet, and folders of Hugging Face datasets."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatfm.errors import MegatfmError, UsageError
+
+Row = Mapping[str, Any]
+"""Column → value."""
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Read all rows of a file, or of a Hugging Face dataset's folder. Raises UsageError that names what is wrong."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            rows = _read_dataset_folder(path)
+        elif path.suffix in (".csv", ".tsv"):
+            rows = list(_read_delimited(path, "," if path.suffix == ".csv" else "\t"))
+        elif path.suffix in (".jsonl", ".json"):
+            rows = list(_read_json_lines(path))
+        elif path.suffix == ".parquet":
+            rows = _read_parquet(path)
+        else:
+            raise UsageError(
+                f"{path}: not a file of a known kind: give {', '.join(SUFFIXES)} or a Hugging Face dataset's folder"
+            )
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path}: can't read it: {error.strerror or error}") from None
+    if not rows:
+        raise UsageError(f"{path}: has no rows: give a file with examples")
+    return rows
+
+
+def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """Raise UsageError unless the first row has all columns; columns: key of the config → name of the column."""
+    for key, name in columns.items():
+        if name not in rows[0]:
+            raise UsageError(
+                f"{path}: has no column {name!r}, which {key} names; there are: {', '.join(map(str, rows[0]))}: name "
+                "one of these"
+            )
+
+
+def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
+    """Rows of a file whose first line names the columns; a tab-separated one has no quotes, as in GLUE."""
+    dialect: Any = {"quoting": csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL, "strict": True}
+    text = path.read_bytes().decode("utf-8-sig")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, **dialect)
+    csv.field_size_limit(2**30)
+    columns: list[str] | None = None
+    try:
+        for fields in reader:
+            if not fields:
+                continue
+            if columns is None:
+                columns = fields
+                continue
+            if len(fields) != len(columns):
+                raise UsageError(
+                    f"{path}, line {reader.line_num}: has {len(fields)} fields, but the first line names "
+                    f"{len(columns)} columns: quote a field with {delimiter!r} in it, or mend the line"
+                )
+            yield dict(zip(columns, fields, strict=True))
+    except csv.Error as error:
+        raise UsageError(f"{path}, line {reader.line_num}: {error}: mend the line") from None
+
+
+def _read_json_lines(path: Path) -> Iterator[Row]:
+    text = path.read_bytes().decode("utf-8-sig")
+    if text.lstrip()[:1] == "[":
+        values = _parse_json(path, 1, text)
+    else:
+        values = [
+            _parse_json(path, number, line)
+            for number, line in enumerate(text.split("\n"), start=1)
+            if line.strip()
+        ]
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            raise UsageError(
+                f"{path}, row {number}: is no JSON object: give one object a line, column → value"
+            )
+        yield value
+
+
+def _parse_json(path: Path, number: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}, line {number}: no JSON: {error}: mend the line") from None
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MegatfmError(f"{path}: parquet is read by pyarrow: `pip install megatfm[tasks]`") from None
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UsageError(f"{path}: can't be read as parquet: {error}") from None
+    return rows
+
+
+def _read_dataset_folder(path: Path) -> list[Row]:
+    """Rows of a folder that `Dataset.save_to_disk` wrote, or with parquet files, as the Hub stores them."""
+    if parquet := sorted(path.glob("*.parquet")):
+        return [row for file in parquet for row in _read_parquet(file)]
+    arrow = sorted(path.glob("*.arrow"))
+    if not arrow:
+        splits = sorted(child.name for child in path.iterdir() if child.is_dir())
+        hint = f": give a split, for example {path / splits[0]}" if splits else ": give a file or dataset"
+        raise UsageError(f"{path}: holds neither .arrow nor .parquet files{hint}")
+    try:
+        import pyarrow
+    except ImportError:
+        raise MegatfmError(f"{path}: Arrow files are read by pyarrow: `pip install megatfm[tasks]`") from None
+    rows: list[Row] = []
+    for file in arrow:
+        with pyarrow.memory_map(str(file)) as source:
+            rows += pyarrow.ipc.open_stream(source).read_all().to_pylist()
+    return rows

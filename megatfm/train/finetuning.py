@@ -1,0 +1,131 @@
+"""The config of a fine-tuning run: what a task's files and a pretrained checkpoint decide of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megatfm import checkpoint, tokenizers
+from megatfm.config import Config, TaskConfig, TextClassifierHeadConfig
+from megatfm.errors import UsageError
+from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
+from megatfm.tokenizers import Tokenizer
+from megatfm.tracking.run_directory import run_folder
+from megatfm.train.corpora import open_corpora, open_tokenizer
+
+TASK_CORPORA = "task"
+"""Folder in the run directory that holds the tokenized files."""
+HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score"}
+"""Module name of the head for each family; an encoder's has the name of BERT's, whose pooler it goes on from."""
+LOSSES = {
+    "classification": "cross_entropy",
+    "tagging": "cross_entropy",
+    "multilabel": "binary_cross_entropy",
+    "regression": "squared_error",
+}
+
+
+def resolve_task(config: Config) -> tuple[Config, list[str]]:
+    """Tokenize a task's files, and fill in corpora, labels, head, objective, weights to load and steps.
+
+    Returns the config and notes for the log. Raises UsageError that says what of files, labels or model doesn't fit.
+    """
+    task, family = config.task, config.model.family
+    if task is None:
+        raise UsageError(
+            "the config has no [task]: say which files are trained on, for example task.train=reviews.csv"
+        )
+    if config.data.tokenizer is None:
+        raise UsageError(
+            "data.tokenizer is missing: give the one of the pretrained model, or start from that by --from"
+        )
+    if family not in HEAD_OF_FAMILY:
+        raise UsageError(
+            f"task.form = {task.form!r}: model.family = {family!r} has no head for it; there is one for "
+            f"{' and '.join(HEAD_OF_FAMILY)}: start from such a model"
+        )
+    check_files_exist(task)
+    task = task.model_copy(update={"labels": read_labels(task)})
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    config = config.with_changes(
+        {
+            "task.labels": task.labels,
+            "objective": {"name": "text_classification", "lm_weight": task.lm_weight},
+            **_model_changes(config, task, tokenizer),
+        }
+    )
+    config = config.with_changes({"train.init_include": config.train.init_include or weights_to_load(config)})
+    corpora = {
+        name: prepare_task_corpus(config, path, tokenizer)
+        for name, path in (("train", task.train), ("validation", task.validation))
+        if path
+    }
+    notes = [note for corpus in corpora.values() for note in corpus.notes]
+    validation = {"validation": str(corpora["validation"].folder)} if "validation" in corpora else {}
+    config = config.with_changes(
+        {"data.train": str(corpora["train"].folder), "data.validation": validation, "data.mixture": {}}
+    )
+    return _with_steps(config), notes
+
+
+def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> Any:
+    """Tokenize a file of a run's task into the run directory, once."""
+    assert config.task is not None
+    folder = run_folder(config) / TASK_CORPORA
+    return prepare_corpus(
+        path, config.task, tokenizer, config.data.sequence_length, folder,
+        with_labels=with_labels, is_causal=config.model.family == "decoder",
+    )  # fmt: skip
+
+
+def _model_changes(config: Config, task: TaskConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the changes of the model: the task's head in place of all others."""
+    head = HEAD_OF_FAMILY[config.model.family]
+    given = config.model.extra_heads.get(head)
+    options = given.model_dump() if given is not None and given.name == "text_classifier" else {}
+    is_pooled = config.model.family == "encoder" and task.form != "tagging"
+    usual = {
+        "pooler": "tanh" if is_pooled else "none",
+        "token": "last" if config.model.family == "decoder" else "first",
+    }
+    section = {
+        **usual,
+        **options,
+        "name": "text_classifier",
+        "classes": max(1, len(task.labels)),
+        "loss": LOSSES[task.form],
+    }
+    lm_head = {} if task.lm_weight else {"model.lm_head": {"name": "none", "bias": False}}
+    return {
+        **lm_head,
+        "model.extra_heads": {head: section},
+        "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
+    }
+
+
+def weights_to_load(config: Config) -> list[str]:
+    """Return patterns of the pretrained weights that fine-tuning starts from: the stack, and BERT's pooler if it is
+    there; none for a run that starts from nothing."""
+    if config.train.init_from is None:
+        return []
+    stored = checkpoint.names(checkpoint.find_checkpoint(Path(config.train.init_from)))
+    head = HEAD_OF_FAMILY[config.model.family]
+    pooler = f"{head}.pooler.*"
+    section = config.model.extra_heads[head]
+    is_pooled = isinstance(section, TextClassifierHeadConfig) and section.pooler != "none"
+    has_pooler = is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored)
+    has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
+    return [f"{config.model.family}.*", *[pooler] * has_pooler, *["head.*"] * bool(has_lm_head)]
+
+
+def _with_steps(config: Config) -> Config:
+    """Return the config with steps for the task's epochs, and an evaluation after each of them."""
+    assert config.task is not None
+    _, tokenizer = open_tokenizer(config)
+    rows = open_corpora(config, tokenizer).train
+    steps_per_epoch = max(1, math.ceil(len(rows) / config.train.global_batch))  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    if config.task.epochs:
+        changes["train.steps"] = max(1, round(config.task.epochs * len(rows) / config.train.global_batch))  # type: ignore[arg-type]
+    if not config.evaluate.every:
+        changes["evaluate.every"] = steps_per_epoch
+    return config.with_changes(changes)

@@ -1,0 +1,211 @@
+"""From a Hugging Face folder and a CSV to a fine-tuned, evaluated and exported model, by the commands of a user."""
+
+import csv
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import models, pre_tokenizers, processors
+
+from megatfm import cli
+from megatfm.checkpoint.directory import list_checkpoints
+
+ANIMALS, TOOLS = (
+    ["cat", "dog", "horse", "cow", "sheep", "goat"],
+    ["saw", "hammer", "drill", "rasp", "plane", "file"],
+)
+SHARP = ("saw", "rasp", "plane")
+OTHER = ["the", "a", "old", "new", "in", "on", "by"]
+CONFIG = """
+name = "things"
+
+[task]
+train = "train.csv"
+validation = "validation.csv"
+test = "test.jsonl"
+text = "first"
+text_pair = "second"
+label = "kind"
+epochs = 6
+
+[data]
+sequence_length = 32
+
+[optimizer]
+name = "adamw"
+lr = 5e-3
+
+[train]
+global_batch = 4
+micro_batch = 2
+precision = "fp32"
+
+[checkpoint]
+keep = 1
+
+[log]
+sinks = []
+"""
+
+
+def pairs(n: int, seed: int) -> list[dict[str, str]]:
+    """Pairs of phrases that end in an animal or a tool; the label says what the second ends in, or that it is sharp."""
+    draw, rows = random.Random(seed), []
+    for _ in range(n):
+        words = [draw.choice(ANIMALS + TOOLS) for _ in range(2)]
+        first, second = (" ".join([*draw.sample(OTHER, draw.randint(1, 4)), word]) for word in words)
+        label = "animal" if words[1] in ANIMALS else "sharp" if words[1] in SHARP else "tool"
+        rows.append({"first": first, "second": second, "kind": label})
+    return rows
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face folder `bert`, and the files of a task."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *ANIMALS, *TOOLS, *OTHER]
+    built = tokenizers.Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
+    )
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    built.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=built, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path / "bert")
+    fast.save_pretrained(tmp_path / "bert")
+    for name, n, seed in (("train", 240, 1), ("validation", 30, 2)):
+        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, ["first", "second", "kind"])
+            writer.writeheader()
+            writer.writerows(pairs(n, seed))
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(21, 3)))
+    (tmp_path / "task.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    return int(ended.value.code or 0)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def their_probabilities(exported: Path, rows: Sequence[dict[str, str]]) -> torch.Tensor:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model.config.id2label == {0: "animal", 1: "sharp", 2: "tool"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    firsts, seconds = ([row[key] for row in rows] for key in ("first", "second"))
+    with torch.no_grad():
+        return model(**tokenizer(firsts, seconds, padding=True, return_tensors="pt")).logits.softmax(-1)
+
+
+def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("finetune", "task.toml", "--from", "bert", "--export", "exported") == 0
+    output = capfd.readouterr()
+    assert "sentence.classifier.weight [3, 32]" in output.err + output.out  # drawn; the pooler was taken over
+    assert "sentence.pooler.weight" not in output.err + output.out
+
+    results = json.loads((folder / "runs/things/task.json").read_text())
+    test = results["sets"]["test"]
+    assert results["labels"] == ["animal", "sharp", "tool"]
+    assert test["examples"] == 21
+    shares = Counter(row["kind"] for row in pairs(21, 3))
+    assert test["metrics"]["accuracy"] > max(shares.values()) / 21 + 0.1, "better than the largest class"
+
+    metrics = [row for row in lines(folder / "runs/things/metrics.jsonl") if "evaluation" in row]
+    by_step = {row["step"]: row["evaluation"]["validation"]["metrics"]["accuracy"] for row in metrics}
+    best = max(by_step, key=lambda step: (by_step[step], -step))
+    assert results["checkpoint"] == f"step-{best:08d}"
+    assert len(by_step) >= 6
+    kept = [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")]
+    assert kept == sorted({results["checkpoint"], f"step-{max(by_step):08d}"})
+
+    rows = pairs(21, 3)
+    predictions = lines(folder / "runs/things/predictions/test.jsonl")
+    wanted = their_probabilities(folder / "exported", rows)
+    actual = torch.tensor([list(row["probabilities"].values()) for row in predictions])
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-6)
+    hits = [row["label"] == truth["kind"] for row, truth in zip(predictions, rows, strict=True)]
+    assert sum(hits) / len(hits) == pytest.approx(test["metrics"]["accuracy"])
+
+    # Once more: nothing is left to train. Labels of a file without any: the same predictions.
+    assert run("finetune", "task.toml", "--from", "bert") == 0
+    (folder / "new.jsonl").write_text(
+        "".join(json.dumps({key: row[key] for key in ("first", "second")}) + "\n" for row in rows)
+    )
+    assert run("predict", "runs/things", "new.jsonl", "--out", "new.predictions.jsonl") == 0
+    assert lines(folder / "new.predictions.jsonl") == predictions
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task.train=nowhere.csv"], "task.train = .*nowhere.csv: there is no such file"),
+        (["task.text=words"], "has no column 'words', which task.text names; there are: first, second, kind"),
+        (['task.labels=["animal","tool"]'], "label 'sharp' is none of the task's"),
+        (["data.sequence_length=8"], "more than data.sequence_length = 8: choose"),
+        (["task.metric=bleu"], "form = 'classification' has accuracy, f1, f1_macro, matthews"),
+        (["~task"], "has no .task.: say which files are trained on"),
+    ],
+)
+def test_a_wrong_task_is_refused_and_leaves_no_run(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run("finetune", "task.toml", "--from", "bert", *words) == 2
+    assert re.search(message, capfd.readouterr().err)
+    assert not (folder / "runs/things/config.toml").exists()
+
+
+TINY = "model={d_model=16, n_layers=2, attention={n_heads=2}, ffn={d_ff=32}"
+FORMS = {
+    "classification": (
+        [*"ab"],
+        {"task.lm_weight": "0.5"},
+        "decoder",
+        {"row", "label", "probability", "probabilities"},
+    ),
+    "multilabel": ([["a", "b"], []], {}, "decoder", {"row", "labels", "probabilities"}),
+    "regression": ([0.5, -2], {}, "encoder", {"row", "value"}),
+    "tagging": ([["B-A", "I-A", "O"], ["O", "O", "O"]], {}, "encoder", {"row", "labels"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains_from_nothing_and_predicts(folder: Path, form: str) -> None:
+    labels, more, family, fields = FORMS[form]
+    rows = [{"first": "the old cat", "kind": labels[i % 2]} for i in range(8)]
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {
+        "task.form": form, "task.train": "train.jsonl", "task.validation": "validation.jsonl",
+        "task.text_pair": "", "task.test": "", "task.epochs": "1", "data.tokenizer": "bert", **more,
+    }  # fmt: skip
+    model = f'{TINY}, family="{family}"}}'
+    assert run("finetune", "task.toml", model, *(f"{key}={value}" for key, value in words.items())) == 0
+    predictions = lines(folder / "runs/things/predictions/validation.jsonl")
+    assert [row["row"] for row in predictions] == list(range(1, 9))
+    assert all(row.keys() == fields for row in predictions)
+    assert form != "tagging" or all(len(row["labels"]) == 3 for row in predictions)
+    results = json.loads((folder / "runs/things/task.json").read_text())["sets"]["validation"]
+    assert results["examples"] == 8
+    if form == "classification":
+        first = json.loads((folder / "runs/things/metrics.jsonl").read_text().splitlines()[0])
+        assert first["terms"].keys() == {"sentence", "causal"}

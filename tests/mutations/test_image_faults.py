@@ -1,0 +1,83 @@
+"""Faults that one could make with images: the comparison with one device must find each of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatfm.config import ParallelConfig
+from megatfm.layers.sequence import SequenceShard
+from megatfm.models.masked_autoencoder import MaskedAutoencoder
+from megatfm.parallel import parallelize, styles
+from tests.support.faults import EVERYTHING
+from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
+from tests.support.models import ADAMW
+from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
+from tests.support.workers import Workers
+
+Patch = pytest.MonkeyPatch
+
+
+def a_rank_s_grid_begins_at_the_row_s_first_token(patch: Patch) -> None:
+    real = SequenceShard.__init__
+
+    def init(self: SequenceShard, row: Any, places: Tensor, memory: Any = None) -> None:
+        real(self, row, places, memory)
+        self.grid = row.grid[:, : len(places)]
+
+    patch.setattr(SequenceShard, "__init__", init)
+
+
+def a_mean_is_of_one_rank_s_patches(patch: Patch) -> None:
+    patch.setattr(parallelize, "_summed", lambda x, group: x)
+
+
+def gradients_of_patches_are_not_summed(patch: Patch) -> None:
+    whole = replace(styles.STYLES.get("split_output"), gradient="replicated")
+    patch.setitem(styles.STYLES._parts, "split_output", whole)
+
+
+def a_rank_s_part_of_the_gradient_is_taken_for_all(patch: Patch) -> None:
+    patch.setattr(MaskedAutoencoder, "tp_plan", (("memory", "gather_output_replicated"),))
+
+
+def gradients_of_copies_are_summed(patch: Patch) -> None:
+    patch.setattr(MaskedAutoencoder, "tp_plan", (("memory", "gather_output"),))
+
+
+CP2, TP2 = ParallelConfig(cp=2), ParallelConfig(tp=2)
+FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
+    a_rank_s_grid_begins_at_the_row_s_first_token: ("rotary", CP2, EVERYTHING),
+    a_mean_is_of_one_rank_s_patches: ("mean", CP2, EVERYTHING),
+    gradients_of_patches_are_not_summed: ("class", TP2, {"encoder.embedding.*.special"}),
+    a_rank_s_part_of_the_gradient_is_taken_for_all: ("mae", ParallelConfig(tp=3), {"encoder.*"}),
+    gradients_of_copies_are_summed: ("mae", ParallelConfig(tp=2, sequence_parallel=False), {"encoder.*"}),
+}
+"""Fault → the model and layout that show it, and parameters whose gradients must be found wrong."""
+
+
+def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
+    """All parameters, and those that are wrong under a fault."""
+    name, parallel, _ = FAULTS[globals()[fault]]
+    config, batch = IMAGE_MODELS[name], image_model_batch(name)
+    model, objective, _ = one_device_reference(config, batch, ImageObjective)
+    with pytest.MonkeyPatch.context() as patch:
+        globals()[fault](patch)
+        engine = build_engine(config, parallel, ADAMW)
+        engine.forward_backward(microbatches(engine, batch), objective)
+        return {name for name, _ in model.named_parameters()}, set(model_gradient_errors(engine, model))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    by_rank = workers.run(wrong_gradients, max(FAULTS[fault][1].tp, 2), fault.__name__)
+    parameters, found = by_rank[0][0], set().union(*(wrong for _, wrong in by_rank))
+    patterns = FAULTS[fault][2]
+    expected = {
+        p for p in parameters if any(fnmatchcase(p, one) for one in patterns) and not p.endswith("wk.bias")
+    }
+    assert expected
+    assert expected <= found, sorted(expected - found)

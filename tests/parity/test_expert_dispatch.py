@@ -1,0 +1,189 @@
+"""Experts that have no token or all of them, are compiled, moved by Muon, or computed while rows travel."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatfm.config import ParallelConfig
+from megatfm.models import build
+from megatfm.parallel import collectives
+from tests.support.batches import family_batch
+from tests.support.expert_models import (
+    EP2,
+    EXPERT_CONTEXT_LAYOUTS,
+    EXPERT_LAYOUTS,
+    EXPERT_MATRICES,
+    EXPERT_MODELS,
+    EXPERT_TP_LAYOUTS,
+    PARTS_OF_FOUR,
+    TP2,
+    of_four_ranks,
+)
+from tests.support.expert_parity import initial_model, moe_layers, objective_for, weighted_loss
+from tests.support.grids import SLOW
+from tests.support.models import ADAMW, MUON
+from tests.support.parity import build_engine, local_block, microbatches, model_gradient_errors
+from tests.support.workers import Workers
+
+
+def one_choice_for_all(name: str, layouts: dict[str, ParallelConfig]) -> None:
+    """All scores tie: every token goes through the first experts, on one rank, and no other rank has a row."""
+    config = EXPERT_MODELS[name]
+    batch = family_batch(config)
+    for layout, parallel in layouts.items():
+        model, objective = initial_model(config), objective_for(config, batch)
+        engine = build_engine(config, parallel, ADAMW)
+        weights = engine.weights()
+        for path in moe_layers(model):
+            torch.nn.init.zeros_(model.get_parameter(f"{path}.router.weight"))
+            weights[f"{path}.router.weight"].tensor.zero_()
+        engine.weights_changed()
+        loss = weighted_loss(objective, model.train(), batch)
+        loss.backward()
+        actual = engine.forward_backward(microbatches(engine, batch), objective)
+        assert actual.loss == pytest.approx(loss.item(), rel=1e-12), layout
+        assert model_gradient_errors(engine, model) == {}, layout
+        for path, module in moe_layers(model).items():
+            idle, chosen = module.observed["load"] == 0, module.router.top_k
+            assert idle.tolist() == [False] * chosen + [True] * (len(idle) - chosen), "ties go to the first"
+            assert (module.observed["dropped"] > 0) == module.experts.has_capacity
+            gradient = model.get_parameter(f"{path}.experts.w_up").grad
+            assert gradient is not None
+            assert gradient[~idle].abs().sum() > 0 == gradient[idle].abs().sum()
+
+
+IDLE = {
+    2: EXPERT_LAYOUTS[2] | EXPERT_TP_LAYOUTS[2],
+    4: {layout: value for layout, value in EXPERT_LAYOUTS[4].items() if value.pp == 1},
+}
+
+
+@pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
+def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, second_half: bool) -> None:
+    workers.run(
+        one_choice_for_all, ranks, "top-k", of_four_ranks(IDLE[ranks], ranks, second_half), timeout=180.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        (2, ["ep2, zero0", "ep2 of tp2"]),
+        pytest.param(2, ["ep2, zero3", "tp2 by channels"], marks=SLOW),
+        pytest.param(4, [*IDLE[4], *EXPERT_TP_LAYOUTS[4], *EXPERT_CONTEXT_LAYOUTS], marks=SLOW),
+    ],
+    ids=["2", "2, the others", "4"],
+)
+def test_one_rank_has_what_a_capacity_leaves(workers: Workers, ranks: int, layouts: list[str]) -> None:
+    every = {
+        **EXPERT_LAYOUTS[ranks],
+        **EXPERT_TP_LAYOUTS[ranks],
+        **(EXPERT_CONTEXT_LAYOUTS if ranks == 4 else {}),
+    }
+    tried = {layout: every[layout] for layout in layouts if every[layout].pp == 1}
+    workers.run(one_choice_for_all, ranks, "switch", tried, timeout=300.0)
+
+
+def moved(parallel: ParallelConfig) -> None:
+    """Two steps of Muon move a rank's blocks as they move those of whole experts on each rank."""
+    config = EXPERT_MODELS["top-k"]
+    batch = family_batch(config)
+    objective = objective_for(config, batch)
+    engines = [
+        build_engine(config, layout, MUON) for layout in (parallel, ParallelConfig(dp_shard=2, zero=0))
+    ]
+    for engine in engines:
+        for _ in range(2):
+            engine.forward_backward(microbatches(engine, batch), objective)
+            engine.step(1e-2, clip=0.3)
+    cut, full = engines
+    for name in EXPERT_MATRICES:
+        wanted = local_block(cut, name, full.local[name])
+        torch.testing.assert_close(cut.local[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", [EP2, *EXPERT_TP_LAYOUTS[2].values()], ids=["ep2", *EXPERT_TP_LAYOUTS[2]])
+def test_muon_moves_experts_wherever_they_are(workers: Workers, layout: ParallelConfig) -> None:
+    workers.run(moved, 2, layout, timeout=120.0)
+
+
+def compiled(name: str, layouts: dict[str, ParallelConfig], backend: str) -> int:
+    """Blocks are compiled around their experts, without a backend that makes machine code."""
+    blocks = []
+
+    def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool) -> None:
+        blocks.append(fullgraph)
+        block._compiled_call_impl = torch.compile(
+            block._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend
+        )
+
+    config = EXPERT_MODELS[name]
+    batch = family_batch(config)
+    model, objective = initial_model(config).train(), objective_for(config, batch)
+    loss = weighted_loss(objective, model, batch)
+    loss.backward()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+        patch.setattr(nn.Module, "compile", compile_block)
+        for layout, parallel in layouts.items():
+            engine = build_engine(config, parallel, ADAMW, compile_blocks=True)
+            actual = engine.forward_backward(microbatches(engine, batch), objective)
+            assert actual.loss == pytest.approx(loss.item(), rel=1e-12), layout
+            assert model_gradient_errors(engine, model) == {}, layout
+            torch._dynamo.reset()
+    assert blocks == [True, False] * (config.n_layers // 2) * len(layouts), "dense ones in one piece"
+    return len(blocks)
+
+
+COMPILED = {"ep2": EP2, "zero3": ParallelConfig(dp_shard=2), "tp2": TP2}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "backend"),
+    [(["ep2"], "eager"), pytest.param([*COMPILED], "aot_eager", marks=SLOW)],
+    ids=["as dynamo has it", "through autograd's graphs"],
+)
+def test_blocks_are_compiled_around_their_experts(workers: Workers, layouts: list[str], backend: str) -> None:
+    tried = {layout: COMPILED[layout] for layout in layouts}
+    assert workers.run(compiled, 2, "top-k", tried, backend, timeout=280.0)[0] == 2 * len(layouts)
+
+
+def order_of_events() -> list[str]:
+    """Of what is sent with dropped-in work, and of that work: the shared experts' forward and backward passes."""
+    config, events = EXPERT_MODELS["deepseek-v3"], list[str]()
+    batch = family_batch(config)
+    objective = objective_for(config, batch)
+    engine = build_engine(config, ParallelConfig(dp_shard=2, ep=2, zero=0), ADAMW)
+
+    def noted(word: str, genuine: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(word)
+            return genuine(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for word in ("start", "wait"):
+            patch.setattr(
+                collectives._AsyncAllToAll, word, noted(word, getattr(collectives._AsyncAllToAll, word))
+            )
+        for module in moe_layers(engine.model).values():
+            assert module.shared is not None
+            module.shared.register_forward_hook(lambda *_: events.append("shared"))
+            for weight in module.shared.parameters():
+                weight.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+        engine.forward_backward(microbatches(engine, batch)[:1], objective)
+    return events
+
+
+def test_shared_experts_are_computed_while_rows_travel(workers: Workers) -> None:
+    """In the backward pass, while gradients of rows travel, so are those of the weights of shared experts."""
+    actual = list(moe_layers(build(EXPERT_MODELS["deepseek-v3"])).values())
+    assert actual[0].shared is not None
+    weights = len(list(actual[0].shared.parameters()))
+    forward, backward = ["start", "shared", "wait"], ["start", *["gradient"] * weights, "wait"]
+    events = workers.run(order_of_events, 2, timeout=120.0)[0]
+    assert events == forward * len(actual) + backward * len(actual)

@@ -1,0 +1,60 @@
+"""Models of images under every kind of layout: loss and each gradient as on one device, in float64."""
+
+import pytest
+
+from megatfm.config import ParallelConfig
+from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
+from tests.support.models import ADAMW
+from tests.support.parity import (
+    build_engine,
+    microbatches,
+    model_gradient_errors,
+    one_device_reference,
+    uneven_microbatches,
+)
+from tests.support.workers import Workers
+
+LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        "tp2": ParallelConfig(tp=2),
+        "pp2": ParallelConfig(pp=2),
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
+        "zero3": ParallelConfig(dp_shard=2),
+        "cp2": ParallelConfig(cp=2),
+    },
+    3: {
+        "tp3 without sequence parallel": ParallelConfig(tp=3, sequence_parallel=False),
+        "tp3": ParallelConfig(tp=3),
+        "cp3": ParallelConfig(cp=3),
+    },
+    4: {"tp2 × cp2": ParallelConfig(tp=2, cp=2)},
+}
+WITHOUT_CONTEXT = ("attention", "mae")
+"""Models whose parts need whole rows."""
+
+
+def compare(names: list[str], layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
+    """Wrong gradients by model and layout."""
+    wrong = {}
+    for name in names:
+        config, batch = IMAGE_MODELS[name], image_model_batch(name)
+        model, objective, loss = one_device_reference(config, batch, ImageObjective)
+        for layout in layouts:
+            parallel = LAYOUTS[ranks][layout]
+            if parallel.cp > 1 and name in WITHOUT_CONTEXT:
+                continue
+            recomputed = "full" if layout in ("cp3", "tp3") else "none"
+            engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)
+            cut = uneven_microbatches if parallel.pp > 1 else microbatches
+            stats = engine.forward_backward(cut(engine, batch), objective)
+            assert stats.loss == pytest.approx(loss, rel=1e-12), (name, layout)
+            wrong[f"{name}, {layout}"] = model_gradient_errors(engine, model)
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_gradients_equal_one_device(workers: Workers, ranks: int) -> None:
+    for wrong in workers.run(compare, ranks, [*IMAGE_MODELS], [*LAYOUTS[ranks]], ranks, timeout=240.0):
+        assert len(wrong) >= 3
+        assert not {case: errors for case, errors in wrong.items() if errors}

@@ -1,0 +1,109 @@
+"""Models of images against transformers, from the same perturbed weights: outputs and every gradient, at odd sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.clip import modeling_clip
+from transformers.models.deit import modeling_deit
+from transformers.models.dinov2 import modeling_dinov2
+from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers
+from transformers.models.siglip import modeling_siglip
+from transformers.models.vit import modeling_vit
+
+from megatfm.config import ModelConfig
+from tests.support.images import pixels, to_batch
+from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
+
+MODULES = (
+    modeling_vit,
+    modeling_deit,
+    modeling_dinov2,
+    modeling_dinov2_with_registers,
+    modeling_siglip,
+    modeling_clip,
+)
+SIDE, CLASSES = 4, 5
+COMMON: dict[str, Any] = {
+    "family": "encoder",
+    "d_model": 24,
+    "n_layers": 2,
+    "attention.n_heads": 3,
+    "attention.bias": True,
+    "ffn.d_ff": 48,
+    "ffn.activation": "gelu",
+    "ffn.bias": True,
+    "norm.name": "layer_norm",
+    "norm.eps": 1e-6,
+    "embedding.name": "patches",
+    "embedding.patch_size": SIDE,
+    "embedding.mean": (0.5, 0.4, 0.3),
+    "embedding.std": (0.2, 0.3, 0.4),
+    "position.name": "learned_2d",
+    "position.grid": (4, 4),
+    "lm_head.name": "none",
+}
+CLASSIFIER = {"extra_heads.classifier.n_classes": CLASSES}
+DINO = {**CLASSIFIER, "extra_heads.classifier.pool": "class_mean", "layer_scale": 1.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "ViTForImageClassification": CLASSIFIER,
+    "DeiTForImageClassification": {**CLASSIFIER, "embedding.n_class_tokens": 2},
+    "Dinov2ForImageClassification": DINO,
+    "Dinov2WithRegistersForImageClassification": {
+        **DINO,
+        "embedding.n_register_tokens": 3,
+        "position.antialias": True,
+    },
+    "SiglipVisionModel": {"embedding.n_class_tokens": 0, "ffn.activation": "gelu_tanh"},
+    "CLIPVisionModel": {"embedding.norm": True, "embedding.bias": False, "ffn.activation": "quick_gelu"},
+}
+PRESETS = [f"vit-{size}" for size in ("ti16", "s16", "s32", "b16", "b32", "l16", "l32", "h14")]
+"""The row of docs/guide/models.md whose figures are measured here."""
+SIZES = {"as trained": (16, 16), "wide, as many patches": (8, 32), "odd": (37, 53)}
+
+
+dtype = dtype_fixture(*MODULES)
+
+
+def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """Pixel values as transformers takes them, [n, C, H, W]."""
+    mean, std = (
+        torch.tensor(COMMON[f"embedding.{key}"], dtype=torch.float64)[:, None, None]
+        for key in ("mean", "std")
+    )
+    return torch.stack([(image.double() / 255 - mean) / std for image in images]).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
+    """A classifier's logits and loss, or a tower's last vectors; then every gradient."""
+    config, figures = ModelConfig.from_dotted(COMMON | MODELS[name]), Figures()
+    both = pair(config, dtype, among=[name])
+    images = [pixels(*SIZES[size], seed=seed) for seed in range(3)]
+    labels, n_special = [1, 4, 0], config.embedding.n_special_tokens
+    batch = to_batch(images, SIDE, n_special, [[0], [1], [2]], labels=labels if config.extra_heads else None)
+    options = {} if name.startswith("Dinov2") else {"interpolate_pos_encoding": True}
+    expected = both.theirs(pixel_values=normalised(images, config, dtype), **options)
+    if config.extra_heads:
+        loss = both.ours(**batch).losses["classifier"] / 3
+        del batch["labels"]
+        figures.see_logits(both.ours(**batch).predictions["classifier"], expected.logits, dtype)
+        wanted = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
+        figures.see_logits(loss, wanted, dtype)
+    else:
+        hidden = both.ours(**batch).hidden
+        last = expected.last_hidden_state
+        if name == "CLIPVisionModel":
+            hidden, last = hidden[:, 0], expected.pooler_output
+        figures.see_logits(hidden, last, dtype)
+        weights = torch.randn(last.shape, generator=torch.Generator().manual_seed(9), dtype=dtype)
+        loss, wanted = (hidden * weights).sum(), (last * weights).sum()
+    loss.backward()
+    wanted.backward()
+    figures.see_gradients(both, dtype)
+    assert figures.logits > 0, "the same code can't be its own oracle"
+    assert figures.compared > 20
+    for preset in PRESETS if name == "ViTForImageClassification" else ():
+        hold_to_the_docs(preset, dtype, figures)

@@ -1,0 +1,273 @@
+"""Steps under DeepSpeed, under the native engine and on one device, and how far they are from each other.
+
+    python -m tests.support.deepspeed_runs decoder adamw
+
+prints the whole grid of a family and an optimizer as rows of a table: every layout and stage, ten steps each.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm.config import Config, load_config
+from megatfm.engines.interface import Engine
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+from megatfm.verify.rank_processes import _microbatches
+from megatfm.verify.reference import perturbation, reference_step
+from megatfm.verify.shrink import objective_for, random_batch, shrink
+from tests.support.workers import Workers
+
+FAMILIES = {
+    "decoder": "quickstart",
+    "bert": "bert-base",
+    "t5": "t5-small",
+    "moe": "mixtral-8x7b",
+    "windows": "gemma3-1b",
+}
+OPTIMIZERS: dict[str, list[str]] = {
+    # As large as the largest gradients, so that an update is off by as much as its gradient is.
+    "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],
+    # At a usual rate the losses would show a single sign, of a gradient that is nothing but rounding.
+    "lion": ["~optimizer.eps", "optimizer.name=lion", "optimizer.lr=1e-5", "lr_schedule.name=constant"],
+    "schedule_free_adamw": [
+        "optimizer.name=schedule_free_adamw",
+        "optimizer.eps=1e-2",
+        "lr_schedule.name=constant",
+    ],
+}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp2": {"dp_shard": 2},
+    "dp4": {"dp_shard": 4},
+    "tp2 dp2": {"dp_shard": 2, "tp": 2},
+    "cp2": {"dp_shard": 1, "cp": 2},
+    "pp2": {"dp_shard": 1, "pp": 2},
+    "ep2": {"dp_shard": 2, "ep": 2},
+}
+ALONE = {"engine": "native", "zero": 0, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1}
+ROWS = 4
+RATE = 2.0**10
+"""Of the first update, so that weights don't hide it: at a usual rate it is some units of their last place."""
+
+
+def small(family: str, *overrides: str, **parallel: Any) -> Config:
+    """A small config of a family, which fits its layout."""
+    base = ["data.tokenizer=t", "data.train=d", "train.precision=fp32", *OPTIMIZERS["adamw"], *overrides]
+    keys = {"engine": "deepspeed", **parallel}
+    return shrink(
+        load_config(FAMILIES[family], [*base, *(f"parallel.{key}={value}" for key, value in keys.items())])
+    )[0]
+
+
+def case(family: str, *overrides: str, **parallel: Any) -> Config:
+    """The same model and rows whatever the layout."""
+    config = small(family, *overrides, **parallel)
+    rows = ROWS // config.parallel.dp_shard
+    train = config.train.model_copy(update={"global_batch": ROWS, "micro_batch": max(1, rows // 2)})
+    return config.model_copy(update={"model": _model(family), "train": train})
+
+
+@cache
+def _model(family: str) -> Any:
+    return small(family, zero=0, tp=2, dp_shard=2).model
+
+
+def in_precision(config: Config, precision: str) -> Config:
+    """The config in another precision."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+
+
+def engine_of(config: Config, **parallel: Any) -> Engine:
+    """The engine of a config, with other values in its section parallel."""
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
+    return build_engine(config, mesh, torch.device("cpu"), config.train.precision)
+
+
+def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Blocks of all ranks put together, on each of them."""
+    pieces = {
+        name: [
+            (part.offsets, part.tensor.clone()) for part in engine.weights()[name].with_tensor(tensor).blocks
+        ]
+        for name, tensor in tensors.items()
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    actual: dict[str, Tensor] = {}
+    for rank in everyone:
+        for name, parts in rank.items():
+            actual.setdefault(name, torch.full(engine.layout[name].shape, torch.nan))
+            for offsets, part in parts:
+                actual[name][tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
+    return actual
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    """Whole weights, on each rank."""
+    return whole(
+        engine, {name: box.tensor for name, box in engine.weights().items() if name in engine.layout}
+    )
+
+
+def take(config: Config, engine: Engine, step: int) -> float:
+    """Take a step on a batch of its own; returns the loss."""
+    seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
+    batch = _microbatches(config, engine, random_batch(seeded))
+    stats = engine.forward_backward(batch, objective_for(config))
+    engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+    return stats.loss
+
+
+@dataclass(frozen=True)
+class Run:
+    """From the same seed: the gradients and the update of a first step, and the losses of the steps of another run."""
+
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    update: dict[str, Tensor]
+    losses: list[float]
+
+
+def run(config: Config, steps: int, **parallel: Any) -> Run:
+    """Train for some steps; returns what is compared."""
+    engine = engine_of(config, **parallel)
+    initial = weights(engine)
+    for name, box in engine.weights().items():
+        for part in box.blocks if name in engine.layout else ():
+            sizes = tuple(part.tensor.shape)
+            part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
+    engine.weights_changed()
+    before = weights(engine)
+    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
+    gradients = whole(engine, engine.gradients())
+    engine.step(RATE, config.optimizer.max_grad_norm)
+    update = {name: after.double() - before[name].double() for name, after in weights(engine).items()}
+    engine = engine_of(config, **parallel)
+    return Run(initial, gradients, update, [take(config, engine, step) for step in range(steps)])
+
+
+def alone(config: Config, steps: int) -> tuple[Run, dict[str, Tensor]]:
+    """The native engine on one device, and the first gradients by plain autograd in float64."""
+    return run(config, steps, **ALONE), dict(reference_step(config, random_batch(config)).gradients)
+
+
+def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """By norm, of the worst parameter; those with hardly any part in the whole count for a thousandth of it."""
+    least = 1e-3 * math.hypot(*(float(tensor.norm()) for tensor in other.values()))
+    errors = (float((one[n] - other[n]).norm()) / max(float(other[n].norm()), least) for n in other)
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+
+
+def updates_apart(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], exact: Mapping[str, Tensor], *, signs: bool
+) -> float:
+    """The same without parameters whose gradient is zero but for rounding, as that of keys' biases; of an optimizer
+    that takes signs, without elements whose gradient is no more than float32's error of it."""
+    everything = math.hypot(*(float(gradient.norm()) for gradient in exact.values()))
+    names = [name for name, gradient in exact.items() if gradient.norm() > 1e-6 * everything]
+    least = 1e-5 * max(float(gradient.abs().max()) for gradient in exact.values()) if signs else -1.0
+    return apart(
+        *({name: item[name] * (exact[name].abs() > least) for name in names} for item in (one, other))
+    )
+
+
+def losses_apart(one: Run, other: Run) -> float:
+    """Largest relative difference of two runs' losses."""
+    return max(abs(a / b - 1) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of gradients against float64's; of the rest against the native engine and one device, and native's own."""
+
+    gradients: float
+    native_gradients: float
+    update_native: float
+    update_one: float
+    losses_native: float
+    losses_one: float
+    native_update_one: float
+    native_losses_one: float
+
+
+def compare(cases: list[Config], steps: int, one: tuple[Run, dict[str, Tensor]]) -> list[Errors]:
+    """Cases of one layout, whose stages the native engine need not repeat."""
+    single, exact = one
+    native = run(cases[0], steps, engine="native")
+    actual = []
+    updates = partial(updates_apart, exact=exact, signs=cases[0].optimizer.name == "lion")
+    for config in cases:
+        output = run(config, steps)
+        for name, tensor in single.initial.items():
+            assert torch.equal(output.initial[name], tensor), f"initial {name} differs"
+        actual.append(
+            Errors(
+                apart(output.gradients, exact),
+                apart(native.gradients, exact),
+                updates(output.update, native.update),
+                updates(output.update, single.update),
+                losses_apart(output, native),
+                losses_apart(output, single),
+                updates(native.update, single.update),
+                losses_apart(native, single),
+            )
+        )
+    return actual
+
+
+def stages(family: str, layout: str, optimizer: str) -> list[Config]:
+    """A row of the grid."""
+    last = 2 if layout == "pp2" else 3 if optimizer == "schedule_free_adamw" else 4
+    words = OPTIMIZERS[optimizer]
+    return [case(family, *words, zero=stage, **LAYOUTS[layout]) for stage in range(last)]
+
+
+def grid() -> Iterator[tuple[str, str]]:
+    """Families and the layouts that they have. Windows are another decoder: only where they are asked for."""
+    for family in FAMILIES:
+        for layout in LAYOUTS if family != "windows" else ():
+            if has(family, layout):
+                yield family, layout
+
+
+def has(family: str, layout: str) -> bool:
+    """Whether a family can be laid out so."""
+    return family == "moe" or layout != "ep2"
+
+
+def ranks_of(config: Config) -> int:
+    """Number of ranks that a config is laid over."""
+    parallel = config.parallel
+    return parallel.dp_shard * parallel.tp * parallel.cp * parallel.pp
+
+
+def main() -> None:
+    """Print the errors of a family and an optimizer."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("optimizer", choices=OPTIMIZERS)
+    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS))
+    args = parser.parse_args()
+    there = [layout for layout in args.layouts if has(args.family, layout)]
+    with Workers() as workers:
+        cases = {layout: stages(args.family, layout, args.optimizer) for layout in there}
+        (one,) = workers.run(alone, 1, cases[there[0]][0], 10, timeout=200)
+        for layout, case in cases.items():
+            actual = workers.run(compare, ranks_of(case[0]), case, 10, one, timeout=500)[0]
+            worst = [max(getattr(item, key) for item in actual) for key in Errors.__annotations__]
+            print(f"| {args.family}, {args.optimizer} | {layout} | 0–{len(case) - 1} |", end="")
+            print(" | ".join(f" {value:.1e}" for value in worst), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

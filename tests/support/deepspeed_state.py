@@ -1,0 +1,211 @@
+"""What a run under DeepSpeed keeps: saved and loaded by either engine, offloaded, left out, repeated."""
+
+import gc
+import importlib
+import json
+import math
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.config import Config
+from megatfm.engines.interface import Engine
+from megatfm.files import atomic_write
+from megatfm.verify.rank_processes import _microbatches
+from megatfm.verify.shrink import objective_for, random_batch
+from tests.support.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
+
+SMALLEST = 512
+"""Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
+
+
+def in_files(
+    family: str, *overrides: str, optimizer: bool = True, parameters: bool = True, **parallel: int
+) -> Config:
+    """A config that keeps nearly everything in files; `on_disk` says where."""
+    words = [f"deepspeed.offload_optimizer={'nvme' if optimizer else 'none'}", "deepspeed.nvme_path=nowhere"]
+    return small(
+        family, *words, *(["deepspeed.offload_parameters=nvme"] * parameters), *overrides, **parallel
+    )
+
+
+def on_disk(config: Config, folder: Path) -> Config:
+    """The same with a folder that is there, and small weights in files, too."""
+    if config.deepspeed.nvme_path is None:
+        return config
+    for name in ("utils", "partitioned_param_swapper", "optimizer_utils"):
+        importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES = SMALLEST  # type: ignore[attr-defined]
+    # Whole at once: each rank writes it, and another may be reading.
+    atomic_write(folder / "aio.json", json.dumps({"aio": {"block_size": SMALLEST}}))
+    (folder / "nvme").mkdir(exist_ok=True)
+    there = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
+    return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=there)})
+
+
+def files_of(engine: Engine, folder: Path) -> list[str]:
+    """Mistakes in where an engine keeps things."""
+    optimizer, wrong = engine.engine.optimizer, []
+    kept = {
+        path.parent.parent.name
+        for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
+    }
+    dtype = str(engine.precision.compute_dtype).removeprefix("torch.")
+    wanted = {
+        name
+        for name, there in (
+            ("optimizer", optimizer.swap_optimizer),
+            (f"{dtype}params", optimizer.params_in_nvme_and_cpu),
+        )
+        if there
+    }
+    if kept != wanted:
+        wrong.append(f"in files are {kept}, and not {wanted}")
+    for parameter in engine.parameters.values():
+        size = parameter.ds_tensor.ds_numel * parameter.dtype.itemsize
+        if (
+            optimizer.params_in_nvme_and_cpu
+            and size >= SMALLEST
+            and parameter.ds_tensor.final_location != "nvme"
+        ):
+            wrong.append(f"a weight of {size} bytes a rank is in memory")
+    return wrong
+
+
+def save_first(folder: Path, config: Config) -> None:
+    """Save what the native engine has after two steps."""
+    engine = engine_of(config, **ALONE)
+    for step in range(2):
+        take(config, engine, step)
+    checkpoint.save(folder / "first", 1, engine.state_dict(), {})
+
+
+def load(engine: Engine, path: Path) -> None:
+    """Load a checkpoint into an engine."""
+    room = engine.empty_state_dict(checkpoint.names(path))
+    checkpoint.load(path, room)
+    engine.load_state_dict(room)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that differ in a bit."""
+    assert {name for name in one if "loss_scale" not in name} == {n for n in other if "loss_scale" not in n}
+    return [n for n in one if "loss_scale" not in n and not torch.equal(one[n], other[n])]
+
+
+def hand_on(folder: Path, cases: list[Config]) -> list[str]:
+    """Each stage opens what native has saved, saves it, goes a step on, and native goes on with what that saved."""
+    wrong, first = [], folder / "first/step-00000001"
+    expected = checkpoint.read_tensors(first)
+    for number, case in enumerate(cases):
+        config = on_disk(case, folder)
+        engine, native = engine_of(config), engine_of(config, engine="native")
+        load(engine, first)
+        path = checkpoint.save(folder / str(number), 1, engine.state_dict(), {})
+        wrong += [f"{number}: {name}" for name in differing(expected, checkpoint.read_tensors(path))]
+        loss = take(config, engine, 2)
+        path = checkpoint.save(folder / str(number), 2, engine.state_dict(), {})
+        kept = checkpoint.read_tensors(path)
+        load(native, path)
+        again = checkpoint.save(folder / f"{number} native", 2, native.state_dict(), {})
+        wrong += [f"{number}, native: {name}" for name in differing(kept, checkpoint.read_tensors(again))]
+        load(engine, first)  # over what has moved: the same step once more
+        if take(config, engine, 2) != loss:
+            wrong.append(f"{number}: the loss of a repeated step")
+        path = checkpoint.save(folder / str(number), 3, engine.state_dict(), {})
+        wrong += [f"{number}, repeated: {name}" for name in differing(kept, checkpoint.read_tensors(path))]
+    return wrong
+
+
+def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
+    """Differences, by a bit, between a run that offloads and one that does not."""
+    wrong = []
+    for number, case in enumerate(cases):
+        config = on_disk(case, folder)
+        places = {"offload_optimizer": "none", "offload_parameters": "none"}
+        plain = config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=places)})
+        engine, other = engine_of(config), engine_of(plain)
+        for step in range(steps):
+            if take(config, engine, step) != take(plain, other, step):
+                wrong.append(f"{number}: loss {step}")
+            if step in (0, steps - 1):
+                wrong += [f"{number}, {step}: {name}" for name in differing(weights(engine), weights(other))]
+        engine.device = torch.device("cuda")  # what would be free there
+        if config.deepspeed.offload_optimizer != "none" and engine.memory_needed(1, 1).optimizer_state:
+            wrong.append(f"{number}: a device would be asked for moments that are not to be there")
+        if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
+            wrong += [f"{number}: {message}" for message in files_of(engine, folder)]
+            dist.barrier()
+            del engine
+            gc.collect()
+            dist.barrier()  # the other rank's are in the same folder
+            if left := list((folder / "nvme").glob(".megatfm-offload-*/*-*/")):
+                wrong.append(f"{number}: files are left: {left}")
+            dist.barrier()
+    return wrong
+
+
+def behave() -> list[str]:
+    """What else a step may be asked for, one after another under stages 2 and 3."""
+    wrong = []
+    for stage in (2, 3):
+        config = small("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)
+        engine, native = engine_of(config), engine_of(config, engine="native")
+        start = weights(engine)
+        batch = _microbatches(config, engine, random_batch(config))
+        engine.forward_backward(batch, objective_for(config))
+        if not math.isnan(engine.step(1.0, 1.0, skip=True)) or differing(start, weights(engine)):
+            wrong.append(f"{stage}: a step that is left out")
+        engine.forward_backward(batch, objective_for(config))
+        once = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        engine.zero_grad()
+        engine.forward_backward(batch, objective_for(config))
+        if differing(once, engine.gradients()):
+            wrong.append(f"{stage}: a step computed twice")
+        engine.zero_grad()
+        if abs(take(config, engine, 1) / take(config, native, 1) - 1) > 1e-6:
+            wrong.append(f"{stage}: the loss with frozen weights")
+        after, reference = weights(engine), weights(native)
+        still = {name for name in start if torch.equal(start[name], after[name])}
+        if still != {name for name in start if ".attn.wq." in name}:
+            wrong.append(f"{stage}: what is frozen")
+        if any((after[name] - reference[name]).abs().max() > 1e-6 for name in start):
+            wrong.append(f"{stage}: the update with frozen weights")
+        batches = _microbatches(config, engine, random_batch(config))
+        message = [item.evaluate(batches, objective_for(config)).loss for item in (engine, native)]
+        if abs(message[0] / message[1] - 1) > 1e-6:
+            wrong.append(f"{stage}: the evaluated loss")
+    with patch.object(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False):  # as on most CPUs
+        scaled = engine_of(in_precision(small("decoder", zero=2, dp_shard=2), "fp16"))
+        scaled.loss_scale.value = 2.0**60
+        if math.isfinite(_overflowing(scaled)) or scaled.loss_scale.value != 2.0**59:
+            wrong.append("an overflow of float16")
+    return wrong
+
+
+def _overflowing(engine: Engine) -> float:
+    config = small("decoder", zero=2, dp_shard=2)
+    before = weights(engine)
+    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
+    norm = engine.step(1.0, 1.0)
+    assert differing(before, weights(engine)) == []
+    return norm
+
+
+def optimizers(folder: Path) -> list[str]:
+    """Optimizers whose state differs from the native engine's."""
+    wrong = []
+    for optimizer in ("lion", "schedule_free_adamw"):
+        config = small("decoder", *OPTIMIZERS[optimizer], zero=1, dp_shard=2)
+        actual, native = engine_of(config), engine_of(config, engine="native")
+        for step in range(3):
+            if abs(take(config, actual, step) / take(config, native, step) - 1) > 1e-6:
+                wrong.append(f"{optimizer}: loss {step}")
+        path = checkpoint.save(folder / optimizer, 1, actual.state_dict(), {})
+        load(native, path)
+        again = checkpoint.save(folder / optimizer, 2, native.state_dict(), {})
+        wrong += differing(checkpoint.read_tensors(path), checkpoint.read_tensors(again))
+    return wrong

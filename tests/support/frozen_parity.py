@@ -1,0 +1,98 @@
+"""The comparison of one device with engines whose weights are frozen in part."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from megatfm.train.build import freeze
+from tests.support.batches import PassThroughObjective, family_batch
+from tests.support.models import ADAMW, FAMILY_MODELS
+from tests.support.parity import build_engine, layout_microbatches, local_block
+
+BELOW_MIDDLE = ("*.embedding.*", "*.layers.0.*", "*.layers.1.attn.*")
+FREEZE = {"llama": BELOW_MIDDLE, "bert": BELOW_MIDDLE, "t5": ("encoder.*",)}
+"""Model → what of it is frozen: what lies below a block in the middle, or all of an encoder."""
+UNDECAYED = ("decoder.position.weight",)
+"""Of T5's distances, one for each head: they don't decay."""
+
+
+def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
+    """A model whose parameters of these names are frozen."""
+    model = build(config)
+    freeze(model, patterns)
+    return model
+
+
+def build_frozen_engine(
+    config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig
+) -> NativeEngine:
+    """An engine of such a model."""
+    return build_engine(config, parallel, build_model=lambda config: frozen_model(config, patterns))
+
+
+def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
+    """Differences from one device, whose weights plain torch moves, in two steps."""
+    config, patterns = FAMILY_MODELS[name], FREEZE[name]
+    batch, reference = family_batch(config), frozen_model(config, patterns).double().train()
+    initialise(reference, 7)
+    engine = build_frozen_engine(config, patterns, parallel)
+    named = dict(reference.named_parameters())
+    assert all(named[n].requires_grad != any(fnmatchcase(n, one) for one in patterns) for n in named)
+    trained = {n: p for n, p in named.items() if p.requires_grad}
+    plain = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in trained.items() if p.dim() == 2 and n not in UNDECAYED]},
+            {
+                "params": [p for n, p in trained.items() if p.dim() == 1 or n in UNDECAYED],
+                "weight_decay": 0.0,
+            },
+        ],
+        lr=ADAMW.lr,
+        betas=ADAMW.betas,
+        eps=ADAMW.eps,
+        weight_decay=ADAMW.weight_decay,
+    )
+    terms = PassThroughObjective([])(reference, batch)
+    objective, actual = PassThroughObjective(list(terms)), set[str]()
+    counts = objective.target_counts(batch)
+    for _ in range(2):
+        reference.zero_grad()
+        terms = objective(reference, batch)
+        loss = torch.stack([objective.loss_weights[n] * terms[n] / counts[n] for n in terms]).sum()
+        loss.backward()
+        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
+        if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
+            actual.add("loss")
+        actual |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
+        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), ADAMW.max_grad_norm)
+        plain.step()
+        if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(float(norm), rel=1e-9):
+            actual.add("norm")
+        for n, local in engine.local.items():
+            wanted = local_block(engine, n, named[n].detach())
+            same = torch.allclose(local, wanted, rtol=0, atol=1e-7) if n in trained else local.equal(wanted)
+            actual |= set() if same else {f"weight {n}"}
+    with_state = {
+        key.removeprefix("optimizer.").rpartition(".")[0]
+        for key in engine.state_dict()
+        if "optimizer." in key
+    }
+    return actual | {f"state {n}" for n in with_state & named.keys() - trained.keys()}
+
+
+def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:
+    """Names of gradients that are wrong, missing, or there and not expected."""
+    gradients = engine.gradients()
+    floor = 1e-6 * torch.cat([g.flatten() for g in expected.values()]).norm()
+    actual = {n for n in engine.local if (n in gradients) != (n in expected)}
+    for n in gradients.keys() & expected.keys():
+        error = (gradients[n] - local_block(engine, n, expected[n])).norm() / max(expected[n].norm(), floor)
+        actual |= set() if error <= 1e-9 else {n}
+    return {f"gradient {n}" for n in actual}

@@ -1,0 +1,206 @@
+"""Training a small model on keyed documents, from a config, through objective, packing, engine and optimizer.
+
+A curve is golden in float64, and as long as it does not depend on the processor: training is chaotic, and a difference
+of rounding grows, in some of these models a thousandfold in a dozen steps. docs/LOG.md has the measured spread.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from megatfm import rng
+from megatfm.config import Config, load_config
+from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.sequences import PackingConfig
+from megatfm.layers.moe.moe import MoE
+from megatfm.objectives import Objective, SpecialTokens, build_objective
+from megatfm.optim.lr_schedules import schedule_factor
+from megatfm.parallel import distributed
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+from tests.support.workers import Workers
+
+FOLDER = Path(__file__).parents[1] / "golden"
+Curves = dict[str, list[float]]
+"""Term → its value in each step."""
+TOLERANCE = 1e-8
+"""Relative, in float64: a thousand times the spread over instruction sets and threads."""
+SEEN = 1e-3
+"""Relative: another learning rate moves every term by more, somewhere in the golden steps."""
+FIRST = 4
+"""Steps in which float32's own rounding has not grown yet."""
+
+RESERVED, TOPICS, WORDS = 24, 4, 16
+"""Ids below RESERVED are no text; each topic has a vocabulary of WORDS of its own."""
+VOCABULARY = RESERVED + TOPICS * WORDS
+SPECIAL = SpecialTokens(
+    bos=1, eos=2, pad=0, vocab_size=VOCABULARY, mask=3, cls=4, sep=5, sentinels=range(RESERVED - 1, 7, -1),
+    word_starts=np.ones(VOCABULARY, bool),
+)  # fmt: skip
+
+
+@cache
+def next_words() -> NDArray[np.int64]:
+    """The word that follows each word."""
+    return rng.permutation(WORDS, "golden", "follows")
+
+
+def document(number: int, length: int) -> NDArray[np.int64]:
+    """A text on one topic, in which each token follows from the one before, seven times in eight."""
+    follows = next_words()
+    noise = rng.random_uint64(length + 1, "golden", "document", number)
+    words = (noise[1:] % np.uint64(WORDS)).astype(np.int64)
+    expected = noise[1:] >> np.uint64(61) != 0
+    for place in range(1, length):
+        if expected[place]:
+            words[place] = follows[words[place - 1]]
+    return RESERVED + int(noise[0] % np.uint64(TOPICS)) * WORDS + words
+
+
+def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Tensor]:
+    """A global batch: packed rows of documents that no other step has."""
+    lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
+    rows: list[dict[str, NDArray[Any]]] = []
+    first = step * 10_000
+    for number in range(config.train.global_batch):
+        start = first + 10 * number
+        documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
+        across = config.data.attend_across_documents
+        how = PackingConfig(
+            objective, lengths[: len(objective.field_prefixes)], seed=0, attend_across_documents=across
+        )
+        packed = pack_in_memory(documents, how, first=start)
+        rows.append(packed.row(0))
+    fields = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    positions = step * config.train.global_batch + np.arange(config.train.global_batch)
+    return fields | {"keys": torch.from_numpy(rng.row_keys(0, positions))}
+
+
+def curves(
+    values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None, precision: str = "fp64"
+) -> Curves:
+    """The whole loss, and each of its terms, step by step; of ELECTRA also the share of tokens that were replaced, of a
+    mixture of experts the load of the busiest one by the mean.
+
+    values: a config, dumped. steps: only the first ones. Runs inside a process group.
+    """
+    config = Config.model_validate(values)
+    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
+    lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
+    objective = build_objective(config.objective, config.model, SPECIAL, lengths)
+    mixtures = [module for module in engine.model.modules() if isinstance(module, MoE)]
+    actual: Curves = {}
+    if config.model.family == "electra":
+        replaced = actual.setdefault("replaced", [])
+        engine.model.discriminator.register_forward_pre_hook(
+            lambda module, args, fields: replaced.append(share(fields["replaced"])), with_kwargs=True
+        )
+    for step in range(1, 1 + (steps or config.train.steps)):
+        stats = engine.forward_backward([batch(config, objective, step)], objective)
+        for term, value in {"loss": stats.loss, **stats.terms}.items():
+            actual.setdefault(term, []).append(value)
+        if mixtures:
+            loads = [mixture.observed["load"].double() for mixture in mixtures]
+            actual.setdefault("busiest", []).append(max(float(load.max() / load.mean()) for load in loads))
+        rate = config.optimizer.lr * lr_factor * schedule_factor(config.lr_schedule, step, config.train.steps)
+        engine.step(rate, config.optimizer.max_grad_norm)
+    return actual
+
+
+def share(replaced: torch.Tensor) -> float:
+    """Share of replaced tokens among those that count."""
+    return float((replaced == 1).sum() / (replaced >= 0).sum())
+
+
+def golden(preset: str) -> Path:
+    """File of a preset's golden curve."""
+    return FOLDER / f"curve-{preset}.json"
+
+
+def wanted(preset: str) -> Curves:
+    """The golden curve of a preset."""
+    parsed: Curves = json.loads(golden(preset).read_text())
+    return parsed
+
+
+RUNS: dict[tuple[str, int], Curves] = {}
+
+
+def run(workers: Workers, config: dict[str, Any], steps: int) -> Curves:
+    """Its curves of so many steps, computed once in a process."""
+    key = json.dumps(config, default=str), steps
+    if key not in RUNS:
+        (RUNS[key],) = workers.run(curves, 1, config, 1.0, steps, timeout=500)
+    return RUNS[key]
+
+
+def check(workers: Workers, preset: str, config: dict[str, Any]) -> None:
+    """Assert that a run has the golden steps."""
+    actual = run(workers, config, len(wanted(preset)["loss"]))
+    assert actual.keys() == wanted(preset).keys()
+    for term, values in wanted(preset).items():
+        assert actual[term] == pytest.approx(values, rel=TOLERANCE), term
+
+
+def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
+    """Assert that a learning rate ten per cent higher shows in every term."""
+    steps = len(wanted(preset)["loss"])
+    (other,) = workers.run(curves, 1, config, 1.1, steps, timeout=500)
+    for term, values in wanted(preset).items():
+        assert other[term] != pytest.approx(values, rel=SEEN), term
+
+
+def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
+    """Assert that the first steps in float32, as users train, are the golden ones."""
+    (result,) = workers.run(curves, 1, config, 1.0, FIRST, "fp32", timeout=500)
+    for term, values in wanted(preset).items():
+        assert result[term] == pytest.approx(values[:FIRST], rel=1e-5), term
+
+
+def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
+    """Accept a change: preset → its config, and how many steps are golden."""
+    with distributed.distributed_session(device="cpu"):
+        for preset, (config, steps) in models.items():
+            actual = curves(config, steps=steps)
+            golden(preset).write_text(json.dumps(actual, indent=1) + "\n")
+            for term, values in actual.items():
+                print(preset, term, *(f"{value:.3f}" for value in values[::10]), f"{values[-1]:.3f}")
+
+
+MOE_PRESET, MOE_STEPS, MOE_GOLDEN_STEPS = "quickstart-moe", 60, 24
+
+
+SMALL_MOE = {
+    "model.vocab_size": VOCABULARY,
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 32,
+    "data.sequence_length": 32,
+    "optimizer.lr": 1e-2,
+    "lr_schedule.warmup_steps": 5,
+    "train.steps": MOE_STEPS,
+    "train.global_batch": 32,
+}
+
+
+MOE_ROUTERS = {
+    MOE_PRESET: {},
+    f"{MOE_PRESET}-deepseek-v3": {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},
+}
+
+
+def preset_config(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A preset, made small."""
+    return load_config(preset, [f"{key}={value}" for key, value in changes.items()]).model_dump()
+
+
+def moe_curve_config(name: str) -> dict[str, Any]:
+    """The preset of experts, made small, with one of MOE_ROUTERS."""
+    return preset_config(MOE_PRESET, SMALL_MOE | MOE_ROUTERS[name])

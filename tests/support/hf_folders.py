@@ -1,0 +1,71 @@
+"""Folders as transformers writes them: their tensors and configs, read and edited."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+DECODER_TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+def perturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with noise added to every parameter, biases and norms too."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def with_fresh_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its weights copied to aligned memory: transformers leaves them where they lie in the file."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    return model.eval()
+
+
+def hf_gpt2() -> PreTrainedModel:
+    """A GPT-2 of transformers."""
+    return perturbed(
+        GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=32, n_embd=24, n_layer=2, n_head=3))
+    )
+
+
+def hf_llama() -> PreTrainedModel:
+    """A Llama of transformers, with biases and scaled positions."""
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=77, attention_bias=True, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    )  # fmt: skip
+    return perturbed(LlamaForCausalLM(config))
+
+
+def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def hf_config_of(model: PreTrainedModel) -> dict[str, Any]:
+    """A model's config without private keys."""
+    return {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of `config.json`."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change what is in `model.safetensors`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")

@@ -1,0 +1,76 @@
+"""Small models of images and their batches, whose gradients layouts must reproduce."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from tests.support.batches import PassThroughObjective
+from tests.support.images import masked_batch, pixels, to_batch
+from tests.support.models import LENGTH, ROWS
+
+SIDE = 4
+COMMON: dict[str, Any] = {
+    "family": "encoder",
+    "d_model": 24,
+    "n_layers": 2,
+    "attention.n_heads": 6,
+    "attention.bias": True,
+    "ffn.d_ff": 36,
+    "ffn.activation": "gelu",
+    "ffn.bias": True,
+    "norm.name": "layer_norm",
+    "embedding.name": "patches",
+    "embedding.patch_size": SIDE,
+    "position.name": "learned_2d",
+    "position.grid": (2, 3),
+    "layer_scale": 0.3,
+    "lm_head.name": "none",
+}
+HEAD = {"extra_heads.classifier.n_classes": 5}
+IMAGE_MODELS = {
+    "class": ModelConfig.from_dotted(COMMON | HEAD | {"embedding.n_register_tokens": 1}),
+    "mean": ModelConfig.from_dotted(
+        COMMON | HEAD | {"extra_heads.classifier.pool": "class_mean", "extra_heads.classifier.hidden": True}
+    ),
+    "attention": ModelConfig.from_dotted(
+        COMMON | HEAD | {"extra_heads.classifier.pool": "attention", "embedding.n_class_tokens": 0}
+    ),
+    "rotary": ModelConfig.from_dotted(
+        {key: value for key, value in COMMON.items() if key != "position.grid"}
+        | HEAD
+        | {"position.name": "rope_2d", "extra_heads.classifier.pool": "mean"}
+    ),
+    "mae": ModelConfig.from_dotted(
+        COMMON | {"family": "masked_autoencoder", "pixel_decoder.d_model": 12, "pixel_decoder.n_layers": 2,
+                  "pixel_decoder.n_heads": 6, "pixel_decoder.d_ff": 24}
+    ),
+}  # fmt: skip
+SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
+"""Heights and widths in patches; two of any fit a row but for the padding."""
+
+
+class ImageObjective(PassThroughObjective):
+    """Counts labels of images, and masked patches."""
+
+    def _counted(self, name: str, batch: Any) -> Tensor:
+        if name == "reconstruction":
+            return (batch["source"] < 0) & (batch["documents"] >= 0)
+        return super()._counted(name, batch)
+
+
+def image_model_batch(name: str) -> dict[str, Tensor]:
+    """ROWS rows of LENGTH tokens: images of unlike sizes, one row of one image, and padding."""
+    config, n = IMAGE_MODELS[name], len(SIZES)
+    images = [pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
+    if name == "mae":
+        rows = [[row % n, (row + 1) % n] if row % n not in (1, 2) else [row % n] for row in range(ROWS)]
+        kept = [[0, 2], [1, 3], [0, 3, 5], [2, 4], [0]]
+        batch = masked_batch(images, SIDE, 1, rows, kept, (LENGTH, LENGTH))
+    else:
+        n_special = config.embedding.n_special_tokens  # type: ignore[union-attr]
+        rows = [[row % n, 4] if row % n in (2, 3) else [row % n, 0] for row in range(ROWS)]
+        batch = to_batch(images, SIDE, n_special, rows, labels=[4, 0, 2, 1, 3], row_length=LENGTH)
+    batch["keys"] = torch.arange(ROWS) * 7919 + 3
+    return batch

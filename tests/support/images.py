@@ -1,0 +1,98 @@
+"""Images as batches, written out apart from the product: patches, grid, documents and labels of packed rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def pixels(height: int, width: int, *, seed: int, channels: int = 3) -> Tensor:
+    """Random uint8 pixels [C, H, W]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (channels, height, width), generator=generator).to(torch.uint8)
+
+
+def patches_of(image: Tensor, side: int) -> Tensor:
+    """Patches [h · w, C · side²] of an image [C, H, W], row by row; pixels beyond the last whole patch are dropped."""
+    height, width = image.shape[1] // side, image.shape[2] // side
+    return torch.stack([
+        image[:, row * side : (row + 1) * side, column * side : (column + 1) * side].flatten()
+        for row in range(height)
+        for column in range(width)
+    ])  # fmt: skip
+
+
+def grid_rows(height: int, width: int, n_special: int) -> list[list[int]]:
+    """Row, column, height and width of each token of an image."""
+    special = [[-1, number, height, width] for number in range(n_special)]
+    return special + [[row, column, height, width] for row in range(height) for column in range(width)]
+
+
+def to_batch(
+    images: Sequence[Tensor],
+    side: int,
+    n_special: int,
+    rows: Sequence[Sequence[int]],
+    *,
+    labels: Sequence[int] | None = None,
+    row_length: int | None = None,
+) -> dict[str, Tensor]:
+    """A batch whose rows hold the images of these numbers, filled with padding."""
+    sizes = [(image.shape[1] // side, image.shape[2] // side) for image in images]
+    lengths = [n_special + height * width for height, width in sizes]
+    length = row_length or max(sum(lengths[number] for number in row) for row in rows)
+    batch = {
+        "patches": torch.zeros(len(rows), length, images[0].shape[0] * side**2, dtype=torch.uint8),
+        "grid": torch.tensor([0, 0, 1, 1], dtype=torch.int32).expand(len(rows), length, 4).clone(),
+        "positions": torch.zeros(len(rows), length, dtype=torch.int64),
+        "documents": torch.full((len(rows), length), -1),
+    }
+    if labels is not None:
+        batch["labels"] = torch.full((len(rows), length), -100)
+    for index, row in enumerate(rows):
+        begin = 0
+        for document, number in enumerate(row):
+            end = begin + lengths[number]
+            batch["patches"][index, begin + n_special : end] = patches_of(images[number], side)
+            batch["grid"][index, begin:end] = torch.tensor(
+                grid_rows(*sizes[number], n_special), dtype=torch.int32
+            )
+            batch["positions"][index, begin:end] = torch.arange(lengths[number])
+            batch["documents"][index, begin:end] = document
+            if labels is not None:
+                batch["labels"][index, begin] = labels[number]
+            begin = end
+    return batch
+
+
+def masked_batch(
+    images: Sequence[Tensor],
+    side: int,
+    n_special: int,
+    rows: Sequence[Sequence[int]],
+    kept: Sequence[Sequence[int]],
+    lengths: tuple[int, int],
+) -> dict[str, Tensor]:
+    """A masked autoencoder's batch: `to_batch` for the decoder, and the tokens that are kept for the encoder.
+
+    kept: by image, the patches that the encoder sees. lengths: of the encoder's rows, and of the decoder's.
+    """
+    whole = to_batch(images, side, n_special, rows, row_length=lengths[1])
+    batch = {f"encoder_{name}": values[:, : lengths[0]].clone() for name, values in whole.items()}
+    batch["encoder_patches"].zero_()
+    batch["encoder_grid"][:] = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    batch["encoder_positions"].zero_()
+    batch["encoder_documents"].fill_(-1)
+    batch |= {**whole, "source": torch.full(whole["documents"].shape, -1)}
+    for index, row in enumerate(rows):
+        begin = end = 0
+        for document, number in enumerate(row):
+            tokens = [*range(n_special), *(n_special + patch for patch in kept[number])]
+            places = (whole["documents"][index] == document).nonzero()[:, 0][tokens]
+            begin, end = end, end + len(tokens)
+            for name in ("patches", "grid"):
+                batch[f"encoder_{name}"][index, begin:end] = whole[name][index, places]
+            batch["encoder_positions"][index, begin:end] = torch.arange(len(tokens))
+            batch["encoder_documents"][index, begin:end] = document
+            batch["source"][index, places] = torch.arange(len(tokens))
+    return batch

@@ -1,0 +1,263 @@
+"""Kills at seeded moments: a run that is killed again and again ends as if it never had been.
+
+`python -m tests.support.kill_series CORPUS FOLDER '{"alone": 6}' --seed 0` forks every rank from one process that has
+imported all there is to import, kills one of them in the middle of a step or of a part of a save, starts again from
+what is there, and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON
+object.
+"""
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatfm import checkpoint
+from megatfm.checkpoint.directory import step_from_path
+from tests.support.forked_commands import last_of_each_key
+from tests.support.killed_ranks import ENGINES, Kill, fork, live, wait
+from tests.support.rank_processes import free_port
+from tests.support.training_runs import training_curve
+
+PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alone": (1, ()),
+    "zero 3 on 2": (2, ("parallel.dp_shard=2",)),
+    "stages on 2": (2, ("parallel.pp=2",)),
+    **(
+        {"DeepSpeed's zero 2 on 2": (2, ("parallel.engine=deepspeed", "parallel.zero=2"))}
+        if "deepspeed" in ENGINES
+        else {}
+    ),
+    "zero 1 on 4": (4, ("parallel.dp_shard=4", "parallel.zero=1")),
+    "stages and zero 3 on 4": (4, ("parallel.pp=2", "parallel.dp_shard=2")),
+}
+"""Name → ranks, and the words that ask for it. The last three phases are rank 0's alone."""
+STEPS, EVERY = 24, 2
+PATIENCE_SECONDS = 120.0
+TRIES = 4
+"""Of a kill: a run may come to its end before the chosen event."""
+
+CONFIG = f"""
+name = "crashes"
+[model]
+d_model = 16
+n_layers = 1
+
+[model.attention]
+n_heads = 2
+
+[model.ffn]
+d_ff = 32
+[data]
+train = "CORPUS/train"
+tokenizer = "CORPUS/tokenizer.model"
+sequence_length = 16
+[optimizer]
+lr = 1e-3
+[lr_schedule]
+warmup_steps = 2
+[train]
+steps = {STEPS}
+global_batch = 4
+micro_batch = 1
+precision = "fp32"
+hang_seconds = 60
+[checkpoint]
+every = {EVERY}
+keep = 1
+[log]
+sinks = []
+[resilience]
+preflight = false
+"""
+
+
+@dataclass
+class Series:
+    """The kills of one layout, in run directories under `folder`."""
+
+    config: str
+    folder: Path
+    world: int
+    overrides: Sequence[str]
+    hits: Counter[str] = field(default_factory=Counter)
+    runs: int = 0
+    seconds: list[float] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def reference(self) -> dict[int, Counter[str]]:
+        """A run that nobody kills; returns the events of each phase by rank."""
+        self._go(self.folder / "whole", None)
+        return {
+            rank: Counter(json.loads((self.folder / f"events-{rank}.json").read_text()))
+            for rank in range(self.world)
+        }
+
+    def kill(self, kills: Sequence[Kill]) -> None:
+        """One after the other; raises AssertionError where a run doesn't end as the reference did."""
+        run, newest = self._fresh(), 0
+        for kill in kills:
+            for _ in range(TRIES):
+                if self._go(run, kill):
+                    break
+                self.compare(run)  # it came to the end before: compare it, and begin another
+                run, newest = self._fresh(), 0
+            else:
+                raise AssertionError(f"never came so far: {kill}")
+            self.hits[kill.phase] += 1
+            latest = checkpoint.find_latest(run / "checkpoints", hashes=True)
+            step = step_from_path(latest) if latest else 0
+            assert step >= newest, f"step {newest} was there, and now it is {step}: {kill}"
+            newest = step
+        assert not self._go(run, None)
+        self.compare(run)
+
+    def compare(self, run: Path) -> None:
+        """The curve and the last checkpoint of a run, bit for bit."""
+        full = self.folder / "whole"
+        assert training_curve(run) == training_curve(full), f"{run}: another curve"
+        assert [line["step"] for line in training_curve(run)] == list(range(1, STEPS + 1))
+        name = f"checkpoints/step-{STEPS:08d}"
+        mine, expected = (checkpoint.read_tensors(folder / name) for folder in (run, full))
+        assert mine.keys() == expected.keys()
+        differ = [key for key, tensor in mine.items() if not torch.equal(tensor, expected[key])]
+        assert not differ, f"{run}: {differ}"
+        mine_state, their_state = (checkpoint.read_state(folder / name) for folder in (run, full))
+        assert mine_state["data"] == their_state["data"]
+        shutil.rmtree(run)
+
+    def _fresh(self) -> Path:
+        self.runs += 1
+        return self.folder / f"run-{self.runs}"
+
+    def _go(self, run: Path, kill: Kill | None) -> bool:
+        """Start all ranks and wait for them; returns whether the kill was carried out."""
+        start, number = time.monotonic(), next(self._numbers)
+        port = free_port()
+        output = [self.folder / f"said-{number}-{rank}" for rank in range(self.world)]
+        hit = self.folder / f"hit-{number}"
+        pids = {}
+        for rank in range(self.world):
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world),
+                "LOCAL_WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            words = last_of_each_key(["train", self.config, f"run_dir={run}", *self.overrides])
+            counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
+            mine = kill if kill and kill.rank == rank else None
+            pids[fork(lambda: live(words, variables, output[rank], mine, hit, counts))] = rank  # noqa: B023
+        codes: dict[int, int] = {}
+        while pids:
+            pid, status = wait(list(pids), start + PATIENCE_SECONDS)
+            assert pid, f"{run}: still running after {PATIENCE_SECONDS:.0f} s: {output[0].read_text()}"
+            codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if kill and codes.get(kill.rank) == -signal.SIGKILL and not kill.settle:
+                for other in pids:
+                    os.kill(other, signal.SIGKILL)
+        self.seconds.append(time.monotonic() - start)
+        text = "\n".join(path.read_text() for path in output)
+        if hit.exists():
+            assert kill
+            assert hit.read_text() == kill.phase
+            assert codes[kill.rank] == -signal.SIGKILL
+            assert not kill.settle or all(codes[rank] == 1 for rank in codes if rank != kill.rank), text
+            return True
+        assert set(codes.values()) == {0}, f"{run}: {codes}\n{text}"
+        return False
+
+
+def draw_kills(
+    phases: Sequence[str], world: int, events: Mapping[int, Mapping[str, int]], seed: str
+) -> list[Kill]:
+    """Seeded kills, one in each of these phases, in an order that is drawn, in one of the first two saves."""
+    draw = random.Random(seed)
+    kills = []
+    for number, phase in enumerate(draw.sample(phases, len(phases))):
+        rank = draw.choice([r for r in range(world) if events[r].get(phase)])
+        per_save = events[rank][phase] * EVERY / STEPS
+        event = draw.randint(1, max(1, round((1 if phase == "retention" else 2) * per_save)))
+        kills.append(Kill(rank, phase, event, settle=world > 1 and number % 3 == 0))
+    return kills
+
+
+def shares(kills: int) -> dict[str, int]:
+    """Kills by layout: most on one rank, and as many on each other layout."""
+    remaining = {layout: kills * 3 // 23 for layout in LAYOUTS if layout != "alone"}
+    return {"alone": kills - sum(remaining.values()), **remaining}
+
+
+def run_series(
+    corpus: Path, folder: Path, kills: Mapping[str, int], seed: int, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Kills by layout, which go through the phases by turns; returns hits, runs that were compared, and seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "crashes.toml"
+    config.write_text(CONFIG.replace("CORPUS", str(corpus)))
+    hits: Counter[str] = Counter()
+    by_layout: dict[str, dict[str, int]] = {}
+    start, starts, runs, phases = time.monotonic(), 0, 0, itertools.cycle(PHASES)
+    for layout, count in kills.items():
+        if not count:
+            continue
+        world, words = LAYOUTS[layout]
+        series = Series(str(config), folder / layout.replace(" ", "-"), world, [*words, *overrides])
+        series.folder.mkdir()
+        due = list(itertools.islice(phases, count))
+        series.kill(draw_kills(due, world, series.reference(), f"{seed} {layout}"))
+        hits += series.hits
+        by_layout[layout] = dict(series.hits)
+        starts += len(series.seconds)
+        runs += series.runs
+    seconds = round(time.monotonic() - start, 1)
+    return {
+        "hits": dict(hits),
+        "hits by layout": by_layout,
+        "kills": sum(hits.values()),
+        "starts": starts,
+        "compared": runs,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Run a series of kills for each layout."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("kills", type=json.loads, help="how many by layout, as a JSON object")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*")
+    inputs = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    asked = "".join(word for layout in inputs.kills for word in LAYOUTS[layout][1])
+    for slow in (engine for engine in ENGINES if f"engine={engine}" in asked):
+        importlib.import_module(slow)  # once, and not in every rank
+    torch.empty(1, device="meta").to(torch.float64)  # slow the first time
+    with contextlib.redirect_stdout(sys.stderr):
+        report = run_series(
+            inputs.corpus,
+            inputs.folder,
+            inputs.kills,
+            inputs.seed,
+            inputs.overrides,
+        )
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

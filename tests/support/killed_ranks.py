@@ -1,0 +1,174 @@
+"""Ranks forked from a process that has imported all there is to import, which end themselves when they are told to."""
+
+import ctypes
+import fcntl
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatfm.train.trainer  # noqa: F401  imported before the fork, as all that is slow to import
+from megatfm import cli
+from megatfm.checkpoint import chunked_io, file_format, saver, staging, writer
+from tests.support.rank_processes import engine_class
+
+ENGINES = ("native", "deepspeed") if importlib.util.find_spec("deepspeed") else ("native",)
+PR_SET_PDEATHSIG = 1
+SLOW_SECONDS = 0.001
+"""What each operation of a save takes besides: steps go on meanwhile, as they would on a large model's disk."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL one rank at the n-th event of a phase, counted from 1. settle: the other ranks end by themselves."""
+
+    rank: int
+    phase: str
+    event: int
+    settle: bool = False
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run a function in a forked process; returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(70)
+    return pid
+
+
+def wait(pids: Sequence[int], deadline: float) -> tuple[int, int]:
+    """The next of these that ends, and its status; (0, 0) after the deadline, when all are killed."""
+    while time.monotonic() < deadline:
+        for pid in pids:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return ended, status
+        time.sleep(0.005)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return 0, 0
+
+
+def live(
+    words: list[str],
+    environment: dict[str, str],
+    text: Path,
+    kill: Kill | None = None,
+    hit: Path | None = None,
+    counts: Path | None = None,
+) -> None:
+    """`megatfm train` as one rank; of four or more, past the page cache, as large files are written and read."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(environment)
+    if int(environment["WORLD_SIZE"]) >= 4:
+        file_format.DIRECT_BYTES = 0
+        chunked_io._in_page_cache = lambda fd, size: False
+    output = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    events = Events(kill, hit)
+    if hit:
+        events.plant()
+    code = 1
+    try:
+        cli.main(words)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    if counts:
+        counts.write_text(json.dumps(events.seen))
+    os._exit(code)
+
+
+@dataclass
+class Events:
+    """Counts what happens in each phase of this process, and ends it at the chosen moment."""
+
+    kill: Kill | None
+    hit: Path | None
+    seen: Counter[str] = field(default_factory=Counter)
+    phase: str = "write"
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def happens(self, phase: str, first: Callable[[], object] = lambda: None) -> None:
+        """One event. first: what is still done before the kill."""
+        with self._lock:
+            self.seen[phase] += 1
+            if self.kill and self.hit and (self.kill.phase, self.kill.event) == (phase, self.seen[phase]):
+                first()
+                self.hit.write_text(phase)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def plant(self) -> None:
+        """A step is made of the calls of its modules; staging of pieces; all else of operations on the disk."""
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.happens("step"))
+        for name in ("forward_backward", "step"):
+            for engine in map(engine_class, ENGINES):
+                setattr(engine, name, self._around(getattr(engine, name), "step"))
+        copy = staging._copy
+
+        def counted(*part: Any) -> None:
+            self.happens("staging")
+            copy(*part)
+
+        staging._copy = counted
+        writer.commit = self._during(writer.commit, "metadata")
+        saver.purge_old_checkpoints = self._during(saver.purge_old_checkpoints, "retention")
+        for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
+            setattr(os, name, self._operation(name, getattr(os, name)))
+
+    def _around(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.happens(phase)
+            result = genuine(*args, **kwargs)
+            self.happens(phase)
+            return result
+
+        return counted
+
+    def _during(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def in_phase(*args: Any, **kwargs: Any) -> Any:
+            self.phase = phase
+            try:
+                return genuine(*args, **kwargs)
+            finally:
+                self.phase = "write"
+
+        return in_phase
+
+    def _operation(self, name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name != "megatfm-save":
+                return genuine(*args, **kwargs)
+            time.sleep(SLOW_SECONDS)
+            if name == "rename" and self.phase == "metadata":
+                self.phase = "commit"
+            half = (lambda: genuine(args[0], _half(*args))) if name == "write" else lambda: None
+            if name != "open" or args[1] & os.O_CREAT:
+                self.happens(self.phase, half)
+            return genuine(*args, **kwargs)
+
+        return operation
+
+
+def _half(file: int, data: memoryview) -> memoryview:
+    """Of what is written; past the page cache, whole blocks of it."""
+    direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
+    return data[
+        : len(data) // 2 // chunked_io.BLOCK_BYTES * chunked_io.BLOCK_BYTES if direct else len(data) // 2
+    ]

@@ -1,0 +1,205 @@
+"""Engines of small models, and the gradients of one device that theirs must equal."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.zero import ZeroOptions
+from megatfm.layers.block import auxiliary_losses
+from megatfm.layers.initialisation import draw, initialise
+from megatfm.models import build
+from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
+from megatfm.ops.cross_entropy import cross_entropy_reference
+from megatfm.optim.parameters import optimizer_groups
+from megatfm.parallel.mesh import build_mesh
+from megatfm.parallel.parallelize import parallelize
+from megatfm.parallel.pipeline_stages import prune_to_stages, split_into_stages
+from tests.support.batches import PassThroughObjective
+from tests.support.models import ADAMW, LENGTH, ROWS
+
+
+def one_device(config: ModelConfig) -> nn.Module:
+    """The whole model in float64, with the initial weights of an engine whose seed is 7."""
+    model = build(config).double()
+    for path, module in model.named_modules():
+        for key, initial in getattr(module, "initial", {}).items():
+            parameter = getattr(module, key)
+            values = draw(
+                initial, 7, f"{path}.{key}", parameter.shape, (0,) * parameter.dim(), parameter.shape
+            )
+            parameter.data.copy_(values)
+    return model
+
+
+def one_device_gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients by plain autograd through all logits at once."""
+    model.zero_grad()
+    inputs = {name: batch[name] for name in ("positions", "documents", "keys") if name in batch}
+    hidden = model(batch["tokens"], **inputs).hidden
+    loss = cross_entropy_reference(hidden.flatten(0, 1), model.head.weight, batch["targets"].flatten())
+    loss = loss / (batch["targets"] != -100).sum()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+ROW_LENGTHS = {"tokens": LENGTH, "encoder_tokens": LENGTH}
+GRADIENT_BOUND = 1e-9
+
+
+def build_engine(
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerSection = ADAMW,
+    *,
+    build_model: Callable[[ModelConfig], nn.Module] = build,
+    precision: str = "fp64",
+    recomputed: str = "none",
+    compile_blocks: bool = False,
+    async_tp: bool = False,
+) -> NativeEngine:
+    """An engine on the ranks of the process group, cut into pipeline stages where the layout has them."""
+    mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
+    with torch.device("meta"):
+        model = build_model(config)
+    optimizers = optimizer_groups(optimizer, model)
+    layout = parallelize(
+        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
+    )
+    pipeline = None
+    if parallel.pp > 1:
+        pipeline = split_into_stages(
+            model,
+            parallel.pp_schedule,
+            parallel.pp,
+            parallel.stages_per_rank,
+            lengths=ROW_LENGTHS,
+            at=parallel.pp_split_points,
+            sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
+        )
+        prune_to_stages(model, pipeline.stages_of(mesh.rank("pp")))
+    return NativeEngine(
+        model,
+        layout,
+        mesh,
+        device=torch.device("cpu"),
+        precision=precision,
+        seed=7,
+        optimizers=optimizers,
+        sharing=ZeroOptions.of(parallel),
+        pipeline=pipeline,
+        recomputed=recomputed,
+        compile_blocks=compile_blocks,
+        async_tp=async_tp,
+    )
+
+
+def rank_rows(engine: NativeEngine, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This data rank's rows of a batch of ROWS."""
+    rows = ROWS // engine.mesh.data_ranks
+    return {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
+
+
+def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """This data rank's rows in micro-batches of two, or of one where it has one."""
+    rows = rank_rows(engine, batch)
+    return [
+        {key: value[i : i + 2] for key, value in rows.items()}
+        for i in range(0, ROWS // engine.mesh.data_ranks, 2)
+    ]
+
+
+def uneven_microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """This data rank's rows in micro-batches of one or two, the last of one row alone."""
+    rows, count = rank_rows(engine, batch), ROWS // engine.mesh.data_ranks
+    bounds = [*range(0, count - 1, 2), count - 1, count]
+    return [{key: value[a:b] for key, value in rows.items()} for a, b in pairwise(bounds)]
+
+
+def layout_microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Uneven micro-batches for pipeline stages, others of two rows."""
+    return (uneven_microbatches if engine.pipeline else microbatches)(engine, batch)
+
+
+def weighted_loss(objective: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The sum of a model's terms, each by its weight and over its number of targets in the batch."""
+    return _weighted_sum(objective, PassThroughObjective([])(model, batch), batch)
+
+
+def _weighted_sum(objective: Any, terms: Mapping[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    counts = objective.target_counts(batch)
+    return torch.stack([objective.loss_weights[term] * terms[term] / counts[term] for term in terms]).sum()
+
+
+def objective_with_auxiliary_losses(config: ModelConfig, terms: Iterable[str]) -> Any:
+    """An objective with these terms of a model, among which are those of its blocks."""
+    auxiliary = auxiliary_losses(config)
+    objective = PassThroughObjective([term for term in terms if term not in auxiliary])
+    objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
+    return ObjectiveWithAuxiliaryLosses(objective, auxiliary)
+
+
+def backward_on_one_device(
+    config: ModelConfig, model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Any, float]:
+    """Compute a model's gradients; returns the objective that they are of, and the loss."""
+    terms = PassThroughObjective([])(model, batch)
+    assert auxiliary_losses(config).keys() <= terms.keys()
+    objective = objective_with_auxiliary_losses(config, terms)
+    loss = _weighted_sum(objective, terms, batch)
+    loss.backward()
+    return objective, loss.item()
+
+
+def one_device_reference(
+    config: ModelConfig,
+    batch: dict[str, Tensor],
+    objective_class: type[PassThroughObjective] = PassThroughObjective,
+) -> tuple[nn.Module, PassThroughObjective, float]:
+    """One device: the model with its gradients, the objective and the loss."""
+    model = build(config).double().train()
+    initialise(model, 7)
+    terms = objective_class([])(model, batch)
+    objective = objective_class(list(terms))
+    assert min(objective.target_counts(batch).values()) > 0
+    loss = _weighted_sum(objective, terms, batch)
+    loss.backward()
+    return model, objective, float(loss.detach())
+
+
+def local_block(engine: NativeEngine, name: str, tensor: Tensor) -> Tensor:
+    """This rank's block of a parameter's whole tensor."""
+    offsets, sizes = engine.boxes[name]
+    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+
+
+def gradient_errors(engine: NativeEngine, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Errors ‖g−r‖ / max(‖r‖, 1e-6·‖all gradients‖) of this rank's blocks, those over the bound."""
+    assert engine.gradients().keys() == expected.keys()
+    return _errors_over_bound(engine, expected)
+
+
+def model_gradient_errors(engine: NativeEngine, model: nn.Module) -> dict[str, float]:
+    """The same against the gradients of a whole model, for an engine that may hold a part of its parameters.
+
+    A parameter that the engine holds without a gradient has an error of NaN.
+    """
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    errors = _errors_over_bound(engine, expected)
+    return errors | dict.fromkeys(engine.local.keys() - engine.gradients().keys(), float("nan"))
+
+
+def _errors_over_bound(engine: NativeEngine, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    floor = 1e-6 * torch.cat([g.flatten() for g in expected.values()]).norm()
+    errors = {
+        name: float(
+            (g - local_block(engine, name, expected[name])).norm() / max(expected[name].norm(), floor)
+        )
+        for name, g in engine.gradients().items()
+    }
+    return {name: error for name, error in errors.items() if not error <= GRADIENT_BOUND}  # NaN is over it

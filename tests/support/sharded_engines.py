@@ -1,0 +1,113 @@
+"""Engines of two ranks that share state: bytes held, gradients, overflows."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatfm.config import AdamWConfig, ParallelConfig
+from megatfm.engines.interface import Batch
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.replicated import Replicated
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches, one_device, one_device_gradients
+
+PLAIN_ADAMW = AdamWConfig(lr=1e-2)
+
+
+def bytes_of(tensors: Any) -> int:
+    """Bytes of the storages, each once, without scalars such as an optimizer's step count."""
+    tensors = [tensor for tensor in tensors if tensor.dim()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def optimizer_tensors(engine: NativeEngine) -> list[Tensor]:
+    """All tensors of the optimizers' state."""
+    return [t for o in engine.optimizers for values in o.state().values() for t in values.values()]
+
+
+class WeighingObjective:
+    """A causal objective that notes the bytes of whole weights between a forward and a backward pass."""
+
+    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
+    seen = 0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        terms = CAUSAL(model, batch)
+        full = [p for p in model.parameters() if not isinstance(p, torch.distributed.tensor.DTensor)]
+        self.seen = bytes_of(full)
+        return terms
+
+
+def held_bytes(parallel: ParallelConfig) -> dict[str, int]:
+    """Bytes that this rank holds, by kind; in bfloat16, after one step."""
+    engine, objective = (
+        build_engine(UNTIED_MODEL, parallel, PLAIN_ADAMW, precision="bf16"),
+        WeighingObjective(),
+    )
+    batch = global_batch(seed=1)
+    engine.forward_backward(microbatches(engine, batch), objective)
+    engine.step(1e-2, clip=1.0)
+    full = [0]
+    if isinstance(engine.data, Replicated):
+        send = engine.data._start_next_reduction
+
+        def weigh_gradients() -> None:  # all are there: they go in one bucket
+            full[0] = bytes_of([p.grad for p in engine.model.parameters()])
+            send()
+
+        engine.data._start_next_reduction = weigh_gradients  # type: ignore[method-assign]
+    engine.forward_backward(microbatches(engine, batch), objective)
+    return {
+        "computed": objective.seen,
+        "whole gradients": full[0],
+        "stored": bytes_of(engine.local.values()),
+        "gradients": bytes_of(engine.gradients().values()),
+        "optimizer": bytes_of(optimizer_tensors(engine)),
+    }
+
+
+def low_precision_gradients(zero: int) -> dict[str, Tensor]:
+    """Whole gradients after two steps in bfloat16, gathered from both ranks."""
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2, zero=zero), PLAIN_ADAMW, precision="bf16")
+    for step in range(2):
+        engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
+        if step == 0:
+            engine.step(1e-2, clip=0.0)
+    result = {name: torch.zeros(p.shape) for name, p in engine.layout.items()}
+    blocks = {n: (engine.boxes[n], g) for n, g in engine.gradients().items()}
+    for rank in engine.mesh.gather_objects(blocks, ("dp_shard",)):
+        for name, ((offsets, sizes), gradient) in rank.items():
+            assert gradient.dtype == torch.float32
+            result[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = gradient
+    return result
+
+
+class OverflowOnRankOne:
+    """A causal objective whose loss is beyond float16 on rank 1."""
+
+    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
+
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return {name: term * 1e30 ** dist.get_rank() for name, term in CAUSAL(model, batch).items()}
+
+
+def overflow_on_one_rank(parallel: ParallelConfig) -> None:
+    """Assert that an overflow on rank 1 alone skips the step on all ranks, and that the next step is right."""
+    engine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp16")
+    assert engine.loss_scale is not None
+    before = {name: tensor.clone() for name, tensor in engine.local.items()}
+    scale, batch = engine.loss_scale.value, global_batch(seed=1)
+    engine.forward_backward(microbatches(engine, batch), OverflowOnRankOne())
+    assert not torch.isfinite(torch.tensor(engine.step(1e-2, clip=1.0)))
+    assert engine.loss_scale.value == scale / 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.local.items())
+    engine.forward_backward(microbatches(engine, batch), CAUSAL)
+    norm = engine.step(1e-2, clip=0.5)
+    _, expected = one_device_gradients(one_device(UNTIED_MODEL), batch)
+    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in expected.values()]).norm()), rel=2e-2)
+    assert engine.loss_scale.value == scale / 2
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in engine.local.items())

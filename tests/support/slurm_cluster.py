@@ -1,0 +1,252 @@
+"""A test cluster and jobs on it."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.forked_commands import ForkedCommand, last_of_each_key
+
+TROUBLE_PLUGIN = Path(__file__).resolve().parents[1] / "e2e" / "slurm" / "plugin"
+TESTCLUSTER = Path(__file__).resolve().parents[2] / "slurm" / "testcluster"
+PROGRAMS = ("slurmctld", "slurmd", "munged", "ip")
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+}
+POLL_SECONDS = 0.25
+"""Between two questions to SLURM, each of which is a process."""
+REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")
+JOB_REPORTS: dict[str, str] = {}
+"""What SLURM said of each job at its end, for the summary; taken out by the fixture that hands it on."""
+
+
+def why_not() -> str | None:
+    """Reason why there can be no test cluster here."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs Linux and root: run `make test` as root for the tests on a SLURM cluster"
+    if missing := [program for program in PROGRAMS if not shutil.which(program)]:
+        return f"needs {', '.join(missing)}: run `make system-deps`"
+    return None
+
+
+def run(*words: object, **options: Any) -> str:
+    """Run a command that has to succeed within a minute; returns what it wrote."""
+    command = [str(word) for word in words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+class Cluster:
+    """`slurm/testcluster`, up; it goes down with this process, however that ends."""
+
+    def __init__(self, name: str, *words: object) -> None:
+        self.name = name
+        self.jobs: list[Job] = []
+        self.environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
+        self.environment["TESTCLUSTER"] = name
+        output = run(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
+        self.environment.update(re.findall(r"(\w+)=(\S+)", output))
+        self.has_namespaces = "MASTER_ADDR" not in self.environment
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.environment["SLURM_CONF"]).parent
+
+    def down(self) -> None:
+        run(TESTCLUSTER / "down", env=self.environment)
+
+    def node(self, what: str, name: str) -> None:
+        """Kill or start a node."""
+        run(TESTCLUSTER / "node", what, name, env=self.environment)
+
+    def until_idle(self, timeout: float = 120) -> None:
+        """Wait for the last nodes of the last jobs."""
+        end = time.monotonic() + timeout
+        while set(self.slurm("sinfo", "-h", "-N", "-o", "%t").split()) != {"idle"}:
+            assert time.monotonic() < end, self.slurm("squeue")
+            time.sleep(0.1)
+
+    def slurm(self, *words: object, **options: Any) -> str:
+        """Run one of SLURM's commands."""
+        return run(*words, env=self.environment, **options)
+
+    def hostnames(self, nodes: str) -> list[str]:
+        """The hosts of SLURM's compressed list."""
+        return self.slurm("scontrol", "show", "hostnames", nodes).split()
+
+    def job(self, number: str, run_dir: Path) -> "Job":
+        job = Job(self, number, run_dir)
+        self.jobs.append(job)
+        return job
+
+
+@dataclass(eq=False)
+class Job:
+    """One job, and the run that it trains."""
+
+    cluster: Cluster
+    number: str
+    run_dir: Path
+    seen: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, str]:
+        """What `scontrol show job` says now, by field."""
+        output = self.cluster.slurm("scontrol", "show", "job", "-o", self.number)
+        return dict(re.findall(r"([A-Za-z/:]+)=(\S*)", output.splitlines()[0]))
+
+    @property
+    def state(self) -> str:
+        state = self.record()["JobState"]
+        if self.seen[-1:] != [state]:
+            self.seen.append(state)
+        return state
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that it runs or ran on."""
+        return self.cluster.hostnames(self.record()["NodeList"])
+
+    @property
+    def log(self) -> str:
+        """All that the batch script and its steps wrote."""
+        file = Path(self.record()["StdOut"])
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    @property
+    def steps(self) -> int:
+        """Steps in the run's metrics."""
+        file = self.run_dir / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def until(self, what: Callable[[], object], timeout: float = 240) -> None:
+        """Wait for something to come true; a job that ends in the meantime, or the timeout, is a failure."""
+        end = time.monotonic() + timeout
+        while not what():
+            assert time.monotonic() < end, self.report("waited in vain")
+            assert self.state not in ENDED or what(), self.report("it ended in the meantime")
+            time.sleep(POLL_SECONDS)
+
+    def until_step(self, step: int, timeout: float = 240) -> None:
+        self.until(lambda: self.steps >= step, timeout)
+
+    def finish(self, state: str = "COMPLETED", timeout: float = 300) -> dict[str, str]:
+        """Wait for the end, show what SLURM reports, and return it. A requeued job has not ended."""
+        end = time.monotonic() + timeout
+        while (now := self.state) not in ENDED or self._may_be_requeued(now):
+            assert time.monotonic() < end, self.report(f"not at an end after {timeout} s")
+            time.sleep(POLL_SECONDS)
+        assert now == state, self.report(f"{state} was expected")
+        print(self.cluster.slurm("scontrol", "show", "job", self.number))
+        record = self.record()
+        JOB_REPORTS[self.number] = " ".join(f"{key}={record[key]}" for key in REPORTED)
+        return record
+
+    def _may_be_requeued(self, state: str) -> bool:
+        """`scontrol requeue` of a job that is just ending shows it as ended for a moment."""
+        time.sleep(0.3)
+        return self.state != state
+
+    def report(self, what: str) -> str:
+        output = self.cluster.slurm("scontrol", "show", "job", self.number)
+        return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{output}\n{self.log}"
+
+
+def metrics(run_dir: Path) -> list[dict[str, object]]:
+    """Lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+# The run of these tests: two layers, forty steps, a checkpoint every five; ZeRO-3 where there are two ranks.
+STEPS = 40
+OVERRIDES = (
+    f"train.steps={STEPS}",
+    "checkpoint.every=5",
+    "evaluate.every=1000",
+    "evaluate.max_rows=4",
+    "optimizer.name=adamw",  # Muon's roundings grow from step to step
+    "train.precision=fp64",  # in float32 a single step can make 1e-4 of them
+    'plugins=["trouble"]',
+)
+
+
+@dataclass
+class Project:
+    """A user's folder before submitting: a config, the description of the site, and files that make trouble."""
+
+    folder: Path
+    cluster: Cluster
+    run_name: str = "run"
+
+    def plant_fault(self, what: str, text: str = "") -> Path:
+        """Make trouble, see plugin/trouble.py; it ends when the file that is returned is deleted."""
+        file = self.folder / "trouble" / what
+        file.write_text(text)
+        return file
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "small.toml"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / self.run_name
+
+    @property
+    def small(self) -> list[object]:
+        """The small run, as the commands name it."""
+        return [self.config, *OVERRIDES, f"run_dir={self.run_dir}"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(TROUBLE_PLUGIN), os.environ.get("PYTHONPATH")]))
+        return {**self.cluster.environment, "PYTHONPATH": path, "TROUBLE": str(self.folder / "trouble")}
+
+    def megatfm(self, *words: object, code: int = 0) -> str:
+        """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
+        command = ForkedCommand(last_of_each_key(words), self.folder / "said", self.folder, self.environment)
+        assert command.wait() == code, f"{words}\n{command.output}"
+        return command.output
+
+    def submit(self, *words: object) -> list[Job]:
+        """`megatfm launch … --slurm`; returns the job, or all of a chain."""
+        output = self.megatfm("launch", *words, "--slurm")
+        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", output, re.MULTILINE)
+        return [self.cluster.job(number, self.run_dir) for number in numbers.split(", ")]
+
+    def launch(self, *words: object, nodes: object = 1) -> Job:
+        """Submit the small run, one process on each node: each takes seconds to import what it needs."""
+        return self.submit(*self.small, "--nodes", nodes, "--nproc", 1, *words)[0]
+
+    def sbatch(self, script: str, *words: object, **environment: str) -> Job:
+        """Submit a script of the test's own."""
+        file = self.folder / "job.sh"
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        log = f"--output={self.folder}/slurm-%j.log"
+        output = run(
+            "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
+        )
+        return self.cluster.job(output.strip(), self.run_dir)
+
+    def command(self, *words: object) -> str:
+        """A command of megatfm, for a shell."""
+        return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
+
+
+JOB_REPORT_PROPERTY = "scontrol show job"
+"""A property of a test's report whose values are shown at the end."""

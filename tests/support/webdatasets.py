@@ -1,0 +1,66 @@
+"""Shards as the webdataset library writes them, and as an enemy would."""
+
+import io
+import tarfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import webdataset as wds
+import zstandard
+
+HASH = "f" * 64
+Member = tuple[tarfile.TarInfo, bytes]
+
+
+def npy(tokens: Any) -> bytes:
+    """Bytes of an array as `.npy`."""
+    file = io.BytesIO()
+    np.save(file, np.asarray(tokens))
+    return file.getvalue()
+
+
+def member(name: str, data: bytes = b"", **changes: Any) -> Member:
+    """A member of a tar, whose header may lie."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in changes.items():
+        setattr(info, key, value)
+    return info, data
+
+
+def tar(*members: Member) -> bytes:
+    """A tar written header by header, so that it may lie."""
+    data = b"".join(info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512) for info, data in members)
+    return data + bytes(1024)
+
+
+def documents(n: int = 40) -> list[np.ndarray]:
+    """Documents of random tokens."""
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, 4000, draw.integers(1, 400)).astype(np.uint16) for _ in range(n)]
+
+
+def write_wds(folder: Path, texts: list[np.ndarray], kind: str) -> Path:
+    """Write two shards by the webdataset library: as tar, as tar.zst of several frames, or of one."""
+    folder.mkdir()
+    for number, part in enumerate((texts[:25], texts[25:])):
+        path = folder / f"some-{number}.tar"
+        with wds.TarWriter(str(path)) as writer:
+            for i, tokens in enumerate(part):
+                writer.write({"__key__": f"sub/{i:03d}", "json": {"i": i}, "tokens.npy": tokens})
+        if kind == "tar":
+            continue
+        data, cuts = path.read_bytes(), [0]
+        with tarfile.open(path) as archive:
+            starts = [m.offset for m in archive.getmembers() if m.name.endswith("json")]
+        cuts = [0, *starts[5::5], len(data)] if kind == "frames" else [0, len(data)]
+        frames = [zstandard.compress(data[a:b]) for a, b in pairwise(cuts)]
+        Path(f"{path}.zst").write_bytes(b"".join(frames))
+        path.unlink()
+    return folder
+
+
+IDS = npy(np.arange(5, dtype=np.uint16))
+GOOD = member("0.npy", IDS)

@@ -1,0 +1,201 @@
+"""Jobs that are refused before the queue: hostile fields, and what would fail only after the wait."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatfm.config import load_config
+from megatfm.errors import UsageError
+from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.launch_jobs import CLUSTER_FLAGS, job, launch
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 on 32 data ranks"
+    with pytest.raises(UsageError, match=rf"does not fit 32 processes: {reason}"):
+        launch(*CLUSTER_FLAGS)
+    launch(*CLUSTER_FLAGS, "--dry-run")
+    assert "note: this would be refused: the run does not fit 32" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"does not fit 3 to 3 nodes.*it would fit on 2 nodes"):
+        launch("--slurm", "--nodes", "3-3", "--nproc", "1")
+
+
+HOSTILE = [
+    "a\nrm -rf x",
+    "$(touch owned)",
+    "`touch owned`",
+    "it's",
+    'say "x"',
+    "a;touch owned",
+    "a b",
+    "100%",
+    "-x",
+    "--wrap=touch owned",
+    "a\\b",
+    "",
+]
+FLAGS = ("job-name", "partition", "account", "qos", "constraint", "time", "start", "nodes")
+AS_GOOD_AS_NONE = [("job-name", ""), ("time", ""), ("nodes", "")]
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [(f, t) for f in FLAGS for t in HOSTILE if (f, t) not in AS_GOOD_AS_NONE]
+)
+def test_hostile_flags_are_refused(flag: str, text: str, folder: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        launch("--slurm", f"--{flag}={text}", "--dry-run")
+    assert "\n" not in str(error.value)
+    assert not (folder / "owned").exists()
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize(
+    "field",
+    [
+        "partition = {}",
+        "account = {}",
+        "qos = {}",
+        "constraint = {}",
+        "exclude = {}",
+        "memory = {}",
+        "interface = {}",
+        "modules = [{}]",
+        "sbatch = [{}]",
+        "srun = [{}]",
+        "environment = {{ {} = 'x' }}",
+    ],
+)
+def test_hostile_sites_are_refused(field: str, text: str, folder: Path) -> None:
+    (folder / "site.toml").write_text(field.format(json.dumps(text)))
+    with pytest.raises(UsageError) as error:
+        load_site(folder / "site.toml", {})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\x00b", "a\x1bb"])
+@pytest.mark.parametrize("field", ["container = [{}]", "python = {}", "setup = [[{}]]", "environment.X = {}"])
+def test_control_characters_are_refused_everywhere(field: str, text: str, folder: Path) -> None:
+    (folder / "site.toml").write_text(field.format(json.dumps(text)))
+    with pytest.raises(UsageError):
+        load_site(folder / "site.toml", {})
+
+
+@pytest.mark.parametrize("name", ["it's", 'say "x"', "100%", "a\nb", "back\\slash", "a:b"])
+def test_paths_that_sbatch_would_misread_are_refused(name: str) -> None:
+    resolved = load_config("quickstart").model_copy(update={"run_dir": f"/data/{name}"})
+    with pytest.raises(UsageError, match="can't write to a path with quotes"):
+        SlurmLauncher(Site()).render(job(config=resolved))
+
+
+def test_a_finished_run_is_not_queued(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    run = folder / "runs" / "quickstart"
+    (run / "checkpoints" / "step-00000720").mkdir(parents=True)
+    (run / "events.jsonl").write_text('{"event": "finished", "step": 720}\n')
+    with pytest.raises(UsageError, match=r"the run is finished: .* another name, as name=quickstart-2, or"):
+        launch("--slurm")
+    assert launch("--slurm", "--dry-run") == 0
+    assert "note: this would be refused" in capsys.readouterr().err
+    assert launch("--slurm", "train.steps=800") == 0
+
+
+UP = "PartitionName={name} Default=YES State={state} MaxTime={longest} DefaultTime={usual} MaxNodes=UNLIMITED\n"
+
+
+def partition(
+    fake_slurm: FakeSlurm, longest: str = "1-00:00:00", usual: str = "NONE", state: str = "UP"
+) -> None:
+    fake_slurm.answer("scontrol-show", UP.format(name="gpu", state=state, longest=longest, usual=usual))
+    fake_slurm.answer("sbatch", "12\n")
+
+
+REFUSED = {
+    "above the partition's limit": (
+        {"longest": "12:00:00"},
+        ["--time", "24:00:00"],
+        "--time 24:00:00 is above the limit of partition gpu, 720 min",
+    ),
+    "no time to work": ({}, ["--time", "5"], "--time 5 leaves no time to work: the job is told to save 300 s ahead"),
+    "nor by default": (
+        {"usual": "00:04:00"},
+        [],
+        "the time limit of partition gpu for jobs without --time, 4 min, leaves no time to work",
+    ),
+    "no tokenizer": ({}, ["data.tokenizer=no.model"], "data.tokenizer = '.*/no.model': there is no such file"),
+    "no corpus": ({}, ["data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
+    "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': no corpus of `megatfm prep`.*manifest"),
+    "no validation": ({}, ["data.validation.more=x"], "data.validation.more = '.*/x': there is no such file"),
+    "no weights": ({}, ["train.init_from=x"], "train.init_from = '.*/x': there is no such file or folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_fail_after_the_wait_is_refused_before(
+    fake_slurm: FakeSlurm, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, words, reason = REFUSED[case]
+    partition(fake_slurm, **settings)
+    with pytest.raises(UsageError, match=reason):
+        launch("--slurm", *words)
+    assert not any(call.startswith("sbatch") for call in fake_slurm.calls)
+    assert not (folder / "runs").exists()
+    assert launch("--slurm", "--dry-run", *words) == 0
+    assert re.search(f"^note: this would be refused: {reason}", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path) -> None:
+    for word in ("read.folder=nowhere", "tokenizer.file=nowhere"):
+        key, _, value = word.partition("=")
+        with pytest.raises(UsageError, match=f"{key} = '.*/{value}': there is no such file"):
+            launch("--slurm", "--prep", f"read.folder={folder}", word, config="quickstart-data")
+
+
+def test_what_is_merely_worth_knowing_is_a_note(
+    fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partition(fake_slurm, longest="UNLIMITED", state="DOWN")
+    assert launch("--slurm", "--time", "6") == 0
+    said = capsys.readouterr().err
+    assert "note: partition gpu is closed (DOWN): the job waits until it opens" in said
+    assert "note: 60 s are left to start and to train before the job is told to save" in said
+    (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
+    assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
+    assert "note: data.train = '/in/the/image': there is no such file or folder; let it be in" in (
+        capsys.readouterr().err
+    )
+
+
+def test_where_slurm_does_not_say_nothing_is_refused(fake_slurm: FakeSlurm) -> None:
+    fake_slurm.fail("scontrol-show", "slurm_load_partitions error: Unable to contact slurm controller\n")
+    fake_slurm.answer("sbatch", "12\n")
+    assert launch("--slurm", "--time", "30-00") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--begin", "$(touch owned)"], "no option of sbatch"),
+        (["--sbatch=mail-type=FAIL"], "no option of sbatch"),
+        (["--sbatch=--comment=a b"], "no option of sbatch"),
+        (["--sbatch=--x\n#SBATCH --wrap=y"], "no option of sbatch"),
+        (["--sbatch=--signal=B:USR1@5"], "`megatfm launch` sets this itself"),
+        (["--sbatch=--time=5"], "`megatfm launch` sets this itself"),
+        (["--sbatch=--outp=/x"], "--outp=/x: sbatch would take this for --output: write the name out"),
+        (["--sbatch=--job=other"], "for --job-name"),
+        (["--sbatch=--nodel=n1"], "for --nodelist"),
+        (["--sbatch=--depend=singleton"], "for --dependency"),
+        (["--mem", "lots"], "memory = 'lots'"),
+    ],
+)
+def test_options_that_can_not_be(words: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        launch("--slurm", "--dry-run", *words)
+    with pytest.raises(UsageError, match="only with --slurm"):
+        launch("--nproc", "1", *words)

@@ -1,0 +1,201 @@
+"""Scripts of SLURM jobs: golden ones, quoting, signals in a real bash, and the sites that ship."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatfm.errors import UsageError
+from megatfm.launchers import snapshot
+from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
+from tests.support.launch_jobs import FULL_SITE, SMALL_SITE, job, prep_job
+from tests.support.source_tree import ROOT
+
+pytestmark = pytest.mark.usefixtures("folder")
+GOLDEN = ROOT / "tests" / "golden" / "launchers"
+GPUS = {"name": "big-run", "min_nodes": 4, "nproc_per_node": 8, "gpus_per_node": 8, "time_limit": "24:00:00"}
+RENDERED = {
+    "pretrain.sbatch": lambda: SlurmLauncher(FULL_SITE).render(job(**GPUS)),
+    "pretrain-chain.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(job(**GPUS, chain_length=3)),
+    "pretrain-range.sbatch": lambda: SlurmLauncher(Site()).render(
+        job(min_nodes=2, max_nodes=4, nproc_per_node=2)
+    ),
+    "data_prep.sbatch": lambda: SlurmLauncher(FULL_SITE).render(prep_job()),
+    "data_prep-no-requeue.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(prep_job()),
+    "evaluate.sbatch": lambda: SlurmLauncher(FULL_SITE).render(job(**GPUS, kind="evaluate")),
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
+    """MEGATFM_UPDATE_GOLDEN=1 writes them anew."""
+    files = RENDERED[name]()
+    script = next(iter(files.values()))
+    for found, shown in (
+        (snapshot.collect_code([]).dir_name, "code-0123456789ab"),
+        (str(folder), "/home/ada/my-project"),
+        (sys.executable, "/env/bin/python"),
+    ):
+        script = script.replace(found, shown)
+    if os.environ.get("MEGATFM_UPDATE_GOLDEN"):
+        (GOLDEN / name).write_text(script)
+    assert script == (GOLDEN / name).read_text()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert [path.name for path in folder.iterdir()] == ["corpora"], "rendering touches nothing"
+
+
+QUOTED = [
+    "$(touch owned)",
+    "`touch owned`",
+    "it's; touch owned",
+    '"; touch owned; "',
+    "&|>#~*",
+    "%s %j",
+    "-n",
+    "a b",
+]
+STUB = """#!/bin/bash
+printf '%s\\n' "${0##*/}" "$@" "HOSTILE=$HOSTILE" >>"$SEEN"
+exit 0
+"""
+PYTHON = """#!/bin/bash
+printf '%s\\n' prolog_epilog "$@" >>"$SEEN"
+[ "$3" != prolog ] || echo "2 n1 n1,n2"
+"""
+
+
+@pytest.mark.parametrize("text", QUOTED)
+@pytest.mark.parametrize("kind", ["train", "torchrun", "prep", "evaluate"])
+def test_what_reaches_the_shell_is_quoted(
+    folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rendered script runs in a real bash, with commands that note their arguments."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("srun", "scontrol", "squeue", "prepare"):
+        (programs / name).write_text(STUB)
+    (programs / "python it's").write_text(PYTHON)
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(programs / "python it's"))
+    site = Site(
+        environment={"HOSTILE": text},
+        container=["run", text],
+        python=text,
+        setup=[["prepare", text]],
+        start="torchrun" if kind == "torchrun" else "srun",
+    )
+    wanted = prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
+    script = next(iter(SlurmLauncher(site).render(wanted).values()))
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SEEN": str(folder / "seen"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    seen = (folder / "seen").read_text().splitlines()
+    step = seen[seen.index("srun") :]
+    assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], (
+        "container, then the Python inside it"
+    )
+    assert f"HOSTILE={text}" in step
+    assert seen[seen.index("prepare") :][:2] == ["prepare", text]
+    if kind in ("train", "torchrun"):
+        assert "--nodelist=n1,n2" in step
+        assert seen[-1 - seen[::-1].index("prolog_epilog") :][1:4] == [
+            "-m",
+            "megatfm.launchers.prolog_epilog",
+            "epilog",
+        ]
+    assert not (folder / "owned").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["bin", "corpora", "seen"]
+
+
+def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[int, list[str]]:
+    """Run pretrain.sbatch in bash with an srun of the test's own; the code, and what the helper was asked."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    (programs / "python").write_text(
+        f'#!/bin/bash\nshift 2\necho "$@" >>"$SEEN"\ncase $1 in prolog) {plan} ;; epilog) exit 42 ;; esac\n'
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    script = (
+        SlurmLauncher(Site())
+        .render(job())["pretrain.sbatch"]
+        .replace(sys.executable, str(programs / "python"))
+    )
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SEEN": str(folder / "seen"),
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(["bash", "-c", script], env=environment, timeout=30)
+    return done.returncode, (folder / "seen").read_text().splitlines()
+
+
+def test_the_script_ends_as_the_helper_says(folder: Path) -> None:
+    code, asked = run_script(folder, "exit 3")
+    assert code == 42
+    assert asked[-1].split(" --log")[0] == f"epilog --run {folder}/runs/quickstart"
+    assert "--code 3 --asked  --requeue --max-restarts 3" in asked[-1]
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_reaches_srun_and_its_code_is_not_lost(folder: Path, number: str) -> None:
+    srun = (
+        "trap 'sleep 0.3; exit 75' USR1\n"
+        f"kill -{number} $PPID; kill -{number} $PPID\n"
+        "for _ in $(seq 200); do sleep 0.05; done"
+    )
+    code, asked = run_script(folder, srun)
+    assert code == 42
+    assert f"--code 75 --asked {number} --requeue" in asked[-1]
+
+
+def test_a_signal_ahead_of_the_start_is_not_lost(folder: Path) -> None:
+    srun = "trap 'exit 75' USR1\nfor _ in $(seq 100); do sleep 0.05; done"
+    code, asked = run_script(folder, srun, plan="kill -USR1 $PPID; echo 1 n1 n1")
+    assert code == 42
+    assert "--asked USR1" in asked[-1]
+
+
+@pytest.mark.parametrize(("plan", "code"), [("true", 0), ("exit 76", 76), ("exit 2", 2)])
+def test_without_a_plan_nothing_is_started(folder: Path, plan: str, code: int) -> None:
+    assert run_script(folder, "touch started", plan=plan)[0] == code
+    assert not (folder / "started").exists()
+    assert len((folder / "seen").read_text().splitlines()) == 1
+
+
+def test_a_site_file_is_read_and_flags_win(folder: Path) -> None:
+    assert load_site(None, {}) == Site(), "what ships is all comments and defaults"
+    (folder / "slurm").mkdir()
+    (folder / "slurm" / "site.toml").write_text('partition = "cpu"\naccount = "a"\n[environment]\nX = "1"\n')
+    site = load_site(None, {"partition": "gpu", "account": None, "max_restarts": 5})
+    assert (site.partition, site.account, site.environment, site.max_restarts) == ("gpu", "a", {"X": "1"}, 5)
+    (folder / "other.toml").write_text('partitoin = "cpu"\n')
+    with pytest.raises(UsageError, match=r"other\.toml: partitoin: unknown key .did you mean 'partition'"):
+        load_site(folder / "other.toml", {})
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "slurm" / "sites").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_the_examples_of_sites_render_to_scripts(path: Path) -> None:
+    site = load_site(path, {})
+    assert path.read_text().startswith("# "), "says what kind of site it is"
+    for wanted in (job(**GPUS), prep_job(), job(**GPUS, kind="evaluate")):
+        for name, text in SlurmLauncher(site).render(wanted).items():
+            if name.endswith(".sbatch"):
+                subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_every_setting_of_a_site_is_shown_in_the_file_that_ships() -> None:
+    text = (ROOT / "slurm" / "site.toml").read_text()
+    assert [name for name in Site.model_fields if f"{name} = " not in text and f"[{name}]" not in text] == []

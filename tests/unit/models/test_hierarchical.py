@@ -1,0 +1,172 @@
+"""Hierarchical models against transformers: logits and every gradient at even and odd sizes, several images a row."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatfm.config import find_config, load_config
+from megatfm.errors import UsageError
+from megatfm.layers import patch_merging
+from megatfm.layers.attention.patterns.windows_2d import MapWindows
+from megatfm.models import build
+from tests.support.images import pixels
+from tests.support.models import SWIN_V2_OPTIONS
+from tests.support.swin import batch_of, copy_weights, images_of, make_ours, make_theirs
+
+TOLERANCE = 1e-10
+SIZES = [(64, 64), (36, 52), (32, 32), (28, 68)]
+"""Pixels. Maps of 16 × 16 then 8 × 8 windows of 4; odd and padded ones (9 × 13, 5 × 7); one window in the second stage;
+a long map without shift in the second. transformers crashes on maps smaller than a window."""
+
+
+COUNTS = {
+    "swin-t": 28_288_354, "swin-s": 49_606_258, "swin-b": 87_768_224, "swin-l": 196_532_476,
+    "swinv2-t": 28_347_154, "swinv2-s": 49_728_418, "swinv2-b": 87_918_816,
+}  # fmt: skip
+"""With 1,000 classes, as transformers counts them."""
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_presets_have_the_published_counts(preset: str) -> None:
+    with torch.device("meta"):
+        model = build(load_config(preset).model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[preset]
+    header = (find_config(preset)[0]).read_text(encoding="utf-8").partition("\nname")[0]
+    assert f"{COUNTS[preset]:,} parameters" in header
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_swin_is_transformers(size: tuple[int, int]) -> None:
+    compare(make_ours(), size)
+
+
+def test_swin_with_odd_windows_is_transformers() -> None:
+    compare(make_ours({"attention.pattern.window": 3}), (36, 52))
+
+
+@pytest.mark.parametrize("size", [(64, 64), (56, 72), (16, 16)])
+def test_swin_v2_is_transformers(size: tuple[int, int]) -> None:
+    """Theirs sizes windows by the map for which it was configured, which for a fresh model is the image's."""
+    compare(make_ours(SWIN_V2_OPTIONS), size)
+
+
+def test_swin_v2_is_transformers_with_windows_larger_than_pretrained_ones() -> None:
+    compare(make_ours(SWIN_V2_OPTIONS | {"position.pretrained_windows": (3, 2)}), (40, 64))
+
+
+def compare(actual: Any, size: tuple[int, int]) -> None:
+    reference = make_theirs(actual.config, size)
+    names = copy_weights(actual, reference)
+    images, inputs = images_of(size, 3)
+    labels = [4, 0, 2]
+    batch = batch_of(images, [[0], [1], [2]], labels)
+    loss, logits = actual(**batch).losses["classifier"], reference(inputs).logits
+    expected = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    del batch["labels"]
+    torch.testing.assert_close(
+        actual(**batch).predictions["classifier"], logits, rtol=TOLERANCE, atol=TOLERANCE
+    )
+    loss.backward()
+    expected.backward()
+    see_gradients(actual, dict(reference.named_parameters()), names)
+
+
+def see_gradients(actual: Any, expected: dict[str, Any], names: dict[str, str]) -> None:
+    gradients = {name: parameter.grad for name, parameter in actual.named_parameters()}
+    full = float(torch.stack([parameter.grad.norm() for parameter in expected.values()]).norm())
+    for name, gradient in gradients.items():
+        reference: Tensor = expected[names[name]].grad.reshape(gradient.shape)
+        error, norm = float((gradient - reference).norm()), float(reference.norm())
+        assert norm > 1e-6 * full or "wk.bias" in name, f"nothing to compare for {name}"
+        assert error <= TOLERANCE * max(norm, 1e-6 * full), f"{name}: {error / norm:.1e}"
+
+
+def roll_the_wrong_way(patch: pytest.MonkeyPatch) -> None:
+    right = torch.Tensor.roll
+    patch.setattr(
+        torch.Tensor, "roll", lambda x, shifts, dims: right(x, tuple(-shift for shift in shifts), dims)
+    )
+
+
+def leave_out_the_region_mask(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MapWindows, "mask", lambda windows, device: None)
+
+
+def swap_the_order_of_merging(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(patch_merging, "NEIGHBOURS", ((0, 0), (0, 1), (1, 0), (1, 1)))
+
+
+def hide_padding(patch: pytest.MonkeyPatch) -> None:
+    right = MapWindows.pad_and_roll
+    far = 1e4  # keys that no query likes
+    patch.setattr(
+        MapWindows,
+        "pad_and_roll",
+        lambda windows, x: right(windows, x).masked_fill(right(windows, x) == 0, far),
+    )
+
+
+@pytest.mark.parametrize(
+    "fault", [roll_the_wrong_way, leave_out_the_region_mask, swap_the_order_of_merging, hide_padding]
+)
+def test_planted_faults_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of odd sides, since half of an even one is as far to the left as to the right."""
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(make_ours({"attention.pattern.window": 3}), (36, 52))
+
+
+@pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["v1", "v2"])
+def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
+    """Logits and every gradient, with padding at the end of a row and nothing that says where images begin."""
+    actual, images = make_ours(options), [pixels(36, 28, seed=number) for number in range(5)]
+    for number, parameter in enumerate(actual.parameters()):
+        generator = torch.Generator().manual_seed(number)
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    labels = [1, 4, 0, 2, 3]
+    packed = batch_of(images, [[0, 1, 2], [3, 4]], labels)
+    losses = [
+        actual(**batch_of([image], [[0]], [label])).losses["classifier"]
+        for image, label in zip(images, labels, strict=True)
+    ]
+    wanted = torch.autograd.grad(sum(losses), [*actual.parameters()])
+    loss = actual(**packed).losses["classifier"]
+    torch.testing.assert_close(loss, sum(losses), rtol=1e-12, atol=0)
+    for one, other in zip(torch.autograd.grad(loss, [*actual.parameters()]), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    logits = torch.cat(
+        [
+            actual(**without_labels(batch_of([image], [[0]], [0]))).predictions["classifier"]
+            for image in images
+        ]
+    )
+    torch.testing.assert_close(actual(**without_labels(packed)).predictions["classifier"], logits)
+    bare = {
+        "patches": batch_of(images, [[0, 1, 2]], labels)["patches"],
+        "grid": batch_of(images, [[0, 1, 2]], labels)["grid"],
+    }
+    torch.testing.assert_close(actual(**bare).predictions["classifier"], logits[:3])
+
+
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values for name, values in batch.items() if name != "labels"}
+
+
+def test_images_of_several_sizes_are_refused() -> None:
+    images = [pixels(32, 32, seed=0), pixels(16, 64, seed=1)]
+    with pytest.raises(UsageError, match="a batch of images of 2 sizes"):
+        make_ours()(**batch_of(images, [[0], [1]], [0, 1]))
+
+
+def test_rows_that_hold_no_whole_image_are_refused() -> None:
+    batch = batch_of([pixels(32, 32, seed=0)], [[0]], [0])
+    cut = {name: values[:, :-3] for name, values in batch.items()}
+    with pytest.raises(UsageError, match="rows of 61 tokens don't hold images of 8 × 8 patches"):
+        make_ours()(**cut)

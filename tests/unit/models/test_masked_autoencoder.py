@@ -1,0 +1,137 @@
+"""The masked autoencoder against transformers' ViTMAE: loss, predicted pixels and every gradient; packed rows."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import ViTMAEConfig, ViTMAEForPreTraining
+from transformers.models.vit_mae import modeling_vit_mae
+
+from megatfm.config import ModelConfig
+from megatfm.models import build
+from tests.support.images import masked_batch, pixels
+from tests.support.reference_gradients import doubled
+
+SIDE, GRID, D, D_DECODER = 4, (5, 5), 24, 16
+CONFIG = ModelConfig.from_dotted(
+    {
+        "family": "masked_autoencoder",
+        "d_model": D,
+        "n_layers": 2,
+        "attention.n_heads": 3,
+        "attention.bias": True,
+        "ffn.d_ff": 40,
+        "ffn.activation": "gelu",
+        "ffn.bias": True,
+        "norm.name": "layer_norm",
+        "norm.eps": 1e-12,
+        "position.name": "sinusoidal_2d",
+        "embedding.name": "patches",
+        "embedding.patch_size": SIDE,
+        "embedding.mean": (0.5, 0.4, 0.3),
+        "embedding.std": (0.2, 0.3, 0.4),
+        "lm_head.name": "none",
+        "pixel_decoder": {"d_model": D_DECODER, "n_layers": 3, "n_heads": 2, "d_ff": 32},
+    }
+)
+NAMES = (
+    (r"^vit\.embeddings\.cls_token", "encoder.embedding.patches.special"),
+    (r"^vit\.embeddings\.patch_embeddings\.", "encoder.embedding.patches."),
+    (r"^vit\.layers\.", "encoder.layers."),
+    (r"^vit\.layernorm\.", "encoder.norm."),
+    (r"^decoder\.decoder_embed\.", "decoder.embedding.projection."),
+    (r"^decoder\.mask_token", "decoder.embedding.mask_token"),
+    (r"^decoder\.decoder_layers\.", "decoder.layers."),
+    (r"^decoder\.decoder_norm\.", "decoder.norm."),
+    (r"^decoder\.decoder_pred\.", "pixels.prediction."),
+    (r"attention\.([qkvo])_proj", r"attn.w\1"),
+    (r"layernorm_before", "attn_residual.norm"),
+    (r"layernorm_after", "ffn_residual.norm"),
+    (r"mlp\.fc1", "ffn.w_up"),
+    (r"mlp\.fc2", "ffn.w_down"),
+)
+PIXELS = torch.arange(3 * SIDE**2).view(3, SIDE, SIDE).permute(1, 2, 0).flatten()
+"""Their order of a predicted patch's pixels, channels last, as indices into ours."""
+
+
+def ours_of(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A parameter or gradient of theirs under our name and in our shape."""
+    for expected, actual in NAMES:
+        name = re.sub(expected, actual, name)
+    if name.startswith("pixels."):
+        turned = torch.empty_like(tensor)
+        turned[PIXELS] = tensor
+        return name, turned
+    return name, tensor.flatten(1) if tensor.dim() == 4 else tensor[0] if tensor.dim() == 3 else tensor
+
+
+def positions(height: int, width: int, d: int) -> Tensor:
+    """[1, 1 + h · w, d]: zeros for the class token, then [sin column | cos column | sin row | cos row], by hand."""
+    rows = [torch.zeros(d, dtype=torch.float64)]
+    for row in range(height):
+        for column in range(width):
+            angles = [[at / 10_000 ** (4 * i / d) for i in range(d // 4)] for at in (column, row)]
+            waves = [torch.tensor(part, dtype=torch.float64) for part in angles]
+            rows.append(torch.cat([waves[0].sin(), waves[0].cos(), waves[1].sin(), waves[1].cos()]))
+    return torch.stack(rows)[None]
+
+
+def make_pair(*, normalize: bool) -> tuple[nn.Module, ViTMAEForPreTraining]:
+    """Ours and theirs in float64 from the same random weights; theirs with fixed positions, which it would leave 0."""
+    expected = ViTMAEForPreTraining(
+        ViTMAEConfig(
+            hidden_size=D, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40, image_size=20,
+            patch_size=SIDE, decoder_hidden_size=D_DECODER, decoder_num_hidden_layers=3,
+            decoder_num_attention_heads=2, decoder_intermediate_size=32, norm_pix_loss=normalize,
+            attn_implementation="eager",
+        )
+    ).double()  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in expected.named_parameters():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if "pos" in name:
+            parameter.data = positions(*GRID, parameter.shape[-1])
+            parameter.requires_grad_(requires_grad=False)
+    model = build(CONFIG.with_changes({"pixel_decoder.normalize_targets": normalize})).double()
+    weights = dict(ours_of(n, p.data) for n, p in expected.named_parameters() if p.requires_grad)
+    model.load_state_dict(weights)
+    return model, expected
+
+
+def kept_patches(number: int) -> list[int]:
+    """Patches that image `number` keeps, of 25 a quarter."""
+    return sorted(torch.randperm(25, generator=torch.Generator().manual_seed(number))[:6].tolist())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_transformers_mae(normalize: bool) -> None:
+    """Two images in one row and one in another: loss, pixels and every gradient, as of three in theirs."""
+    model, expected = make_pair(normalize=normalize)
+    images = [pixels(20, 20, seed=seed) for seed in range(3)]
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64)[:, None, None] for v in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    )
+    values = torch.stack([(image.double() / 255 - mean) / std for image in images])
+    noise = torch.ones(3, 25)
+    for number in range(3):
+        noise[number, kept_patches(number)] = torch.arange(6) / 10
+    with doubled(torch.float64, modeling_vit_mae):
+        output = expected(pixel_values=values, noise=noise)
+    output.loss.backward()
+    kept = [kept_patches(number) for number in range(3)]
+    batch = masked_batch(images, SIDE, 1, [[0, 1], [2]], kept, (15, 54))
+    loss = model(**batch).losses["reconstruction"]
+    torch.testing.assert_close(loss / (3 * 19), output.loss, rtol=1e-11, atol=1e-11)
+    (loss / (3 * 19)).backward()
+    wanted = dict(ours_of(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
+    assert wanted.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert name.endswith("wk.bias") or parameter.grad.norm() > 1e-6, name
+        torch.testing.assert_close(
+            parameter.grad, wanted[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    del batch["patches"]
+    predicted = model(**batch).logits
+    tokens = torch.cat([predicted[0, 1:26], predicted[0, 27:52], predicted[1, 1:26]]).unflatten(0, (3, 25))
+    torch.testing.assert_close(tokens[..., PIXELS], output.logits, rtol=1e-10, atol=1e-10)

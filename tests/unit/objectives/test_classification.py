@@ -1,0 +1,121 @@
+"""From a stored picture to the fields of a batch, against patches cut out one by one."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatfm.config import ImagesConfig, ModelConfig
+from megatfm.config.objective import ClassificationObjective
+from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.sequences import DocumentChunk, PackingConfig
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.objectives import Objective, build_objective
+from megatfm.rng import PieceKey
+
+KEY = PieceKey(0, 0, 0, 0)
+
+
+def model(**options: Any) -> ModelConfig:
+    keys = {
+        "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
+        "embedding.name": "patches", "embedding.patch_size": 4, "embedding.channels": 3,
+        "embedding.n_class_tokens": 1, "embedding.n_register_tokens": 2, "lm_head.name": "none",
+        "extra_heads.classifier": {"n_classes": 5},
+    }  # fmt: skip
+    return ModelConfig.from_dotted(keys | options)
+
+
+def objective(rows: int = 40, size: int = 12, channels: int = 3, **images: Any) -> Objective:
+    section = ImagesConfig.model_validate({"size": size, "crop_pct": 1.0, **images})
+    chosen = model(
+        **{
+            "embedding.channels": channels,
+            "embedding.mean": [0.5] * channels,
+            "embedding.std": [0.5] * channels,
+        }
+    )
+    return build_objective(ClassificationObjective(), chosen, None, (rows,), section)
+
+
+def picture(pixels: np.ndarray, format_: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format_, **options)
+    return out.getvalue()
+
+
+def noise(height: int, width: int, seed: int = 0, *channels: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, *(channels or (3,))), np.uint8)
+
+
+def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
+    pixels = noise(12, 12)
+    piece = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"3\n"})
+    fields = objective().build_example(piece, KEY)
+    assert fields["patches"].shape == (12, 48)
+    assert not fields["patches"][:3].any()
+    for row in range(3):
+        for column in range(3):
+            patch = pixels[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            expected = [patch[p, q, c] for c in range(3) for p in range(4) for q in range(4)]
+            assert fields["patches"][3 + 3 * row + column].tolist() == expected
+            assert fields["grid"][3 + 3 * row + column].tolist() == [row, column, 3, 3]
+    assert fields["grid"][:3].tolist() == [[-1, 0, 3, 3], [-1, 1, 3, 3], [-1, 2, 3, 3]]
+    assert fields["labels"].tolist() == [3] + [-100] * 11
+
+
+def test_rows_hold_images_and_padding() -> None:
+    result = objective()
+    how = PackingConfig(result, (40,), 0)
+    files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % n} for n in range(4)]
+    rows = pack_in_memory([np.zeros(0, np.uint16)] * 4, how, members=files)
+    assert rows.n_rows == 2
+    row = rows.row(1)
+    assert row["documents"].tolist() == [0] * 12 + [-1] * 28
+    assert row["labels"][[0, 1, 12]].tolist() == [3, -100, -100]
+    assert row["patches"].dtype == np.uint8
+    assert row["grid"].dtype == np.int32
+    assert (row["grid"][12:] == [0, 0, 1, 1]).all()
+    assert not row["patches"][12:].any()
+
+
+def test_grey_images_have_one_channel() -> None:
+    result = objective(channels=1)
+    pixels = noise(12, 12, 0, 3)[..., 0]
+    piece = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"0"})
+    fields = result.build_example(piece, KEY)
+    assert fields["patches"].shape == (12, 16)
+    assert fields["patches"][3].tolist() == pixels[:4, :4].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"cls": b"1"}, r"sample 7 has 0 images \(\.cls\), not one"),
+        ({"png": b"no image", "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
+        ({"png": picture(noise(4, 4))[:90], "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
+        ({"png": picture(noise(4, 4)), "cls": b"5"}, r"class '5'.* are 0 to 4"),
+        ({"png": picture(noise(4, 4)), "cls": b"-1"}, r"class '-1'"),
+        ({"png": picture(noise(4, 4))}, r"has no \.cls"),
+    ],
+)
+def test_samples_that_cannot_be_used_are_named(files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(MegatfmError, match=message):
+        pack_in_memory(
+            [np.zeros(0, np.uint16)], PackingConfig(objective(), (40,), 0), first=7, members=[files]
+        )
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UsageError, match="choose 12 or 16"):
+        objective(size=14)
+    with pytest.raises(UsageError, match=r"choose data\.sequence_length=12"):
+        objective(rows=11)
+
+
+def test_random_pieces_are_pictures() -> None:
+    result = objective()
+    piece = result.random_piece(np.random.default_rng(1))
+    assert result.build_example(piece, KEY)["patches"][3:].any()

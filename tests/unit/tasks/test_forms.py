@@ -1,0 +1,193 @@
+"""Rows become framed tokens as transformers' tokenizers frame them; what can't is named by its row."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers as library
+import transformers
+from tokenizers import models, pre_tokenizers, processors
+
+from megatfm import tokenizers
+from megatfm.config import TaskConfig
+from megatfm.errors import UsageError
+from megatfm.tasks.corpus import prepare_corpus
+from megatfm.tasks.forms import RowEncoder, label_text, labels_of
+from megatfm.tasks.frames import frame_of, truncate_longest
+from megatfm.tokenizers import Tokenizer
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "it"]
+FRAMES: dict[str, tuple[list[str], Any]] = {
+    "bert": (["[CLS]", "[SEP]"], processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))),
+    "roberta": (["<s>", "</s>"], processors.RobertaProcessing(("</s>", 3), ("<s>", 2))),
+    "template": (
+        ["[CLS]", "[SEP]"],
+        processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] [CLS] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        ),
+    ),
+}
+
+
+def save_tokenizer(folder: Path, kind: str) -> Tokenizer:
+    marks, processor = FRAMES[kind]
+    vocabulary = ["[UNK]", "[PAD]", *marks, *WORDS]
+    built = library.Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, "[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    built.add_special_tokens(vocabulary[: 2 + len(marks)])
+    built.post_processor = processor
+    built.save(str(folder / "tokenizer.json"))
+    return tokenizers.load(folder / "tokenizer.json")
+
+
+def task(**values: Any) -> TaskConfig:
+    return TaskConfig.model_validate({"train": "x.csv", "labels": ["no", "yes"], **values})
+
+
+def rows_of(*rows: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [{"text": "the cat sat", "pair": "a mat", "label": "yes", **row} for row in rows]
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("length", [64, 9])
+def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool, length: int) -> None:
+    actual = save_tokenizer(tmp_path, kind)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    texts = ["the cat sat on a mat and saw it", "cat"], ["it sat", "the mat and the cat and it"]
+    rows = rows_of(*({"text": a, "pair": b} for a, b in zip(*texts, strict=True)))
+    config = task(text_pair="pair" if pair else None, too_long="truncate")
+    examples, _ = RowEncoder("x.csv", config, actual, length, True, 0).encode(rows)
+    for example, a, b in zip(examples, *texts, strict=True):
+        wanted = reference(
+            a,
+            b if pair else None,
+            truncation="longest_first",
+            max_length=length,
+            return_token_type_ids=True,
+        )
+        assert example.tokens.tolist() == wanted["input_ids"]
+        segments = (np.arange(len(example.tokens)) >= example.annotation.get("second", 99)).tolist()
+        if kind != "roberta":  # whose model has no segments
+            assert segments == [bool(value) for value in wanted["token_type_ids"]]
+
+
+def test_the_longer_text_is_cut_first() -> None:
+    first, second = np.arange(10), np.arange(100, 104)
+    for room in range(1, 15):
+        a, b = truncate_longest(first, second, room)
+        assert b is not None
+        assert len(a) + len(b) == min(room, 14)
+        assert a.tolist() == first[: len(a)].tolist()
+        assert abs(len(a) - len(b)) <= 1 or len(b) == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "message"),
+    [
+        ({"text": "  "}, {}, "row 2: column 'text' is empty"),
+        ({"text": None}, {}, "row 2: column 'text' is empty"),
+        ({"text": 3}, {}, "row 2: column 'text' is 3, not text"),
+        ({"label": "Yes"}, {}, "row 2: label 'Yes' is none of the task's.*there are: no, yes"),
+        ({"label": None}, {}, "row 2: label 'None' is none"),
+        ({"pair": ""}, {"text_pair": "pair"}, "row 2: column 'pair' is empty"),
+        ({}, {"text_pair": "other"}, "no column 'other', which task.text_pair names"),
+        ({"text": "cat " * 20}, {}, "row 2: has 22 tokens, more than data.sequence_length = 12"),
+    ],
+)
+def test_bad_rows_are_named(
+    tmp_path: Path, row: Mapping[str, Any], config: dict[str, Any], message: str
+) -> None:
+    tokenizer = save_tokenizer(tmp_path, "bert")
+    with pytest.raises(UsageError, match=f"x.csv.*{message}"):
+        RowEncoder("x.csv", task(**config), tokenizer, 12, True, 0).encode(rows_of({}, row))
+
+
+def test_no_room_for_text_is_said(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, "bert")
+    with pytest.raises(UsageError, match="sequence_length = 2: leaves no room"):
+        RowEncoder("x.csv", task(), tokenizer, 2, True, 0).encode(rows_of({}))
+
+
+def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
+    rows = [{"label": value} for value in ("10", 2, " 1 ", "-3", "b", True)]
+    assert labels_of(task(), rows) == ["-3", "1", "2", "10", "b", "true"]
+    assert label_text(False) == "false"
+    with pytest.raises(UsageError, match="column 'label' is empty"):
+        labels_of(task(), [{"label": ""}, {"label": None}])
+
+
+def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, "bert")
+    file = tmp_path / "x.csv"
+    file.write_text("text,label\nthe cat,yes\na mat,no\n")
+
+    def folder(config: TaskConfig, length: int = 16, *, with_labels: bool = True) -> Path:
+        return prepare_corpus(str(file), config, tokenizer, length, tmp_path, with_labels=with_labels).folder
+
+    first = folder(task())
+    stamp = (first / "manifest.json").stat().st_mtime_ns
+    assert folder(task(metric="f1")) == first
+    assert (first / "manifest.json").stat().st_mtime_ns == stamp
+    different = {folder(task(labels=["yes", "no"])), folder(task(), 12), folder(task(), with_labels=False)}
+    file.write_text("text,label\nthe cat,no\na mat,no\n")
+    assert len(different | {folder(task()), first}) == 5
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
+    built = library.Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "<s>": 2, "cat": 3}, "[UNK]"))
+    built.add_special_tokens(["[UNK]", "<s>", "</s>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UsageError, match="no tokens such as \\[CLS\\]"):
+        frame_of(tokenizers.load(tmp_path / "tokenizer.json"))
+
+
+def encode(
+    tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, carrier: int = 0, **values: Any
+) -> list:
+    tokenizer = save_tokenizer(tmp_path, "bert")
+    return RowEncoder("x", task(**values), tokenizer, length, True, carrier).encode(rows)[0]
+
+
+def test_a_decoder_reads_the_label_at_the_last_token(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, "bert")
+    (example,) = encode(tmp_path, rows_of({}), carrier=-1, text_pair="pair")
+    a, b = (tokenizer.encode(text).tolist() for text in ("the cat sat", "a mat"))
+    assert example.tokens.tolist() == [tokenizer.bos, *a, tokenizer.sep, *b, tokenizer.cls]
+    assert example.annotation == {"at": [7], "labels": [1], "second": 5}
+
+
+def test_numbers_and_many_labels(tmp_path: Path) -> None:
+    (half,) = encode(tmp_path, [{"text": "cat", "label": "-0.5"}], form="regression", labels=[])
+    assert half.annotation == {"at": [0], "labels": [[-0.5]]}
+    rows = [{"text": "cat", "label": label} for label in ("yes; no", ["no"], "", None)]
+    flags = [one.annotation["labels"][0] for one in encode(tmp_path, rows, form="multilabel")]
+    assert flags == [[1, 1], [1, 0], [0, 0], [0, 0]]
+    for label in ("much", "nan", "", None, True):
+        with pytest.raises(UsageError, match=r"x, row 1: column 'label' is .*: give a number"):
+            encode(tmp_path, [{"text": "cat", "label": label}], form="regression", labels=[])
+
+
+def test_a_tag_stands_at_the_first_piece_of_its_word(tmp_path: Path) -> None:
+    rows = [
+        {"text": ["the", "cat saw", "mat"], "label": ["no", "yes", "no"]},
+        {"text": "a cat", "label": "yes no"},
+    ]
+    first, second = encode(tmp_path, rows, form="tagging")
+    assert first.annotation == {"at": [1, 2, 4], "labels": [0, 1, 0]}
+    assert second.annotation == {"at": [1, 2], "labels": [1, 0]}
+    (cut,) = encode(tmp_path, rows[:1], 5, form="tagging", too_long="truncate")
+    assert cut.annotation == {"at": [1, 2], "labels": [0, 1]}
+    for bad, message in (
+        ({"label": ["no"]}, "has 3 words and 1 tags"),
+        ({"text": []}, "column 'text' is empty"),
+        ({"text": 4}, "column 'text' is 4, no list"),
+        ({"text": ["the", " ", "cat"]}, "word 2, '', makes no token"),
+    ):
+        with pytest.raises(UsageError, match=f"x, row 1: {message}"):
+            encode(tmp_path, [rows[0] | bad], form="tagging")
