@@ -40,6 +40,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the layout as a config, and a SLURM script beside it",
     )
+    parser.add_argument(
+        "--traced",
+        action="store_true",
+        help="hold the estimate against a rank's real step on an imaginary GPU",
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="with --traced: which rank (0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     add_trust_argument(parser)
 
@@ -62,6 +68,8 @@ def estimate_command(args: argparse.Namespace) -> int:
             print(json.dumps(as_dict(estimate), indent=2))
         else:
             _print(opened, estimate)
+        if args.traced:
+            _trace(args, opened, estimate)
     if args.write:
         _write(args, estimate)
     return 0 if estimate.fits else 1
@@ -95,6 +103,21 @@ def _nothing_fits(opened: "Estimator", result: "SearchResult") -> str:
     )
 
 
+def _trace(args: argparse.Namespace, opened: "Estimator", estimate: "Estimate") -> None:
+    """Trace a step of few micro-batches, and print it beside the estimate of the same."""
+    from megatfm.estimate.text import traced_lines, traced_table
+    from megatfm.estimate.traced import differences, enough_microbatches, overrides_of, run_trace
+
+    few = overrides_of(estimate.config, args.gpus, enough_microbatches(estimate))
+    keys = {word.partition("=")[0] for word in few}
+    overrides = [*(word for word in args.overrides if word.partition("=")[0] not in keys), *few]
+    traced = run_trace(args.config, overrides, args.gpus, args.rank)
+    same = opened.estimate(load_config(args.config, overrides).with_changes({"train.precision": "bf16"}))
+    print_table(traced_table(differences(same, traced), traced))
+    for line in traced_lines(traced):
+        print(line)
+
+
 def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
     """Write config and job script, and say how to start them."""
     from megatfm.estimate.write import launch_words, write_layout
@@ -118,9 +141,10 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
 
 
 def _print(opened: "Estimator", estimate: "Estimate") -> None:
+    from megatfm.estimate.failures import failure_line
     from megatfm.estimate.text import heading, memory_table, speed, time_table, traffic_table, verdict
 
-    for line in (*heading(estimate), verdict(estimate), *speed(estimate)):
+    for line in (*heading(estimate), verdict(estimate), *speed(estimate), failure_line(estimate)):
         print(line)
     print()
     for table in (memory_table(estimate), time_table(estimate), traffic_table(estimate)):

@@ -38,6 +38,7 @@ from megatfm.engines.state import ModuleState, StatefulOptimizer, TiedParameters
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import draw, iter_inits
 from megatfm.layers.output_head import LMHead
+from megatfm.ops.torch_private import is_fake
 from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import PIPELINE, DataAxes, Mesh, sort_axes
 from megatfm.parallel.pipeline_stages import Pipeline
@@ -235,17 +236,29 @@ def materialize(
 ) -> None:
     """Give meta tensors memory, not yet set: parameters in the compute dtype, their gradients in the parameters' stored
     dtype, or in `gradients`."""
-    for parameter in model.parameters():
+    for parameter in list(model.parameters()):
         real = nn.Parameter(
             torch.empty_like(parameter, dtype=precision.compute_dtype, device=device), parameter.requires_grad
         )
-        swap_tensors(parameter, real)  # in place, so that ties stay tied
+        if is_fake(real):  # torch swaps no tensor that has a shape alone
+            parameter = _replace_parameter(model, parameter, real)
+        else:
+            swap_tensors(parameter, real)  # in place, so that ties stay tied
         if precision.is_mixed:
             parameter.grad_dtype = gradients or precision.param_dtype
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             dtype = precision.param_dtype if buffer.is_floating_point() else buffer.dtype
             vars(module)["_buffers"][key] = torch.empty_like(buffer, dtype=dtype, device=device)
+
+
+def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Put a parameter in the place of another one wherever modules have it."""
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is old:
+                setattr(module, key, new)
+    return new
 
 
 @torch.no_grad()
@@ -261,6 +274,8 @@ def init_weights(
             placement = layout.buffers[name]
             parts = [ShardedTensor(tensor, placement.shape, placement.region[0])]
         for box in parts:
+            if is_fake(box.tensor):
+                continue  # a shape has no values
             sizes = tuple(box.tensor.shape)
             box.tensor.copy_(draw(initial, seed, name, box.global_shape, box.offsets, sizes, threads))
 

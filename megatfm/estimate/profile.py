@@ -263,7 +263,7 @@ class LocalModel:
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
         """Stand for `CrossEntropy.forward`."""
-        loss: Tensor = CrossEntropyStandIn.apply(self._note, hidden, weight, bias)
+        loss: Tensor = CrossEntropyStandIn.apply(self._note, self.tp > 1, hidden, weight, bias)
         return loss
 
     def _note_attention(

@@ -38,11 +38,15 @@ class AttentionStandIn(torch.autograd.Function):
         return None, *gradients, into_bias
 
 
+PASSES_OVER_PARTS = 4
+"""Times that the loss of a part of a vocabulary goes over the logits: maximum, exponentials, their sum, gradient."""
+
+
 class CrossEntropyStandIn(torch.autograd.Function):
     """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, which one kernel makes their gradient."""
 
     @staticmethod
-    def forward(ctx, note, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
+    def forward(ctx, note, is_cut, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
         rows, width = len(weight_WD), padded(len(weight_WD))
         chunk = max(
             LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT
@@ -53,7 +57,14 @@ class CrossEntropyStandIn(torch.autograd.Function):
             hidden = hidden_MD[start : start + chunk]
             logits = buffer[: len(hidden), :rows]
             torch.mm(hidden, weight_WD.T, out=logits)
-            note("cross_entropy", "pointwise", 0, (logits,), (logits,))
+            if is_cut:  # parts of a vocabulary are joined between passes over a copy in float32
+                values = logits.float()
+                for _ in range(PASSES_OVER_PARTS):
+                    note("cross_entropy", "pointwise", 0, (values,), (values,))
+                logits.copy_(values)
+                del values
+            else:
+                note("cross_entropy", "pointwise", 0, (logits,), (logits,))
             into_hidden[start : start + chunk] = logits @ weight_WD
             product = logits.T @ hidden
             into_weight = product if into_weight is None else into_weight.float().add_(product)
@@ -66,7 +77,7 @@ class CrossEntropyStandIn(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         into_hidden, into_weight = (saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors)
         into_bias = None if ctx.bias is None else torch.empty_like(ctx.bias)
-        return None, into_hidden, into_weight, into_bias
+        return None, None, into_hidden, into_weight, into_bias
 
 
 class ExpertsStandIn(torch.autograd.Function):

@@ -8,6 +8,7 @@ from megatfm.estimate.estimator import Estimate
 from megatfm.estimate.memory import RankMemory
 from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
+from megatfm.estimate.traced import Traced
 from megatfm.estimate.traffic import axes_of, in_node
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
 
@@ -235,3 +236,29 @@ def search_summary(result: SearchResult) -> list[str]:
     ]
     lines += [f"refused {count:,} times: {reason}" for reason, count in result.refused.most_common(3)]
     return lines
+
+
+def traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Table":
+    """What was modelled beside what the traced rank did."""
+    from rich.table import Table
+
+    facts = traced.facts
+    rank = f"Rank {facts['rank']} of {facts['world']:,} on an imaginary GPU"
+    title = f"{rank}, {facts['microbatches']} micro-batches, not compiled"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "modelled, GB", "traced, GB", "difference"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, modelled, seen in pairs:
+        share = f"{100 * (modelled / seen - 1):+.2f} %" if seen else "not sent"
+        table.add_row(name, f"{modelled / 1e9:,.3f}", f"{seen / 1e9:,.3f}", share)
+    return table
+
+
+def traced_lines(traced: Traced) -> list[str]:
+    """Lines of kernels, waits and the largest tensor of a traced step."""
+    facts = traced.facts
+    lines = [f"{sum(facts['kernels'].values()):,} kernels in {facts['seconds']:.0f} s of tracing"]
+    lines += [f"attention: {name.partition(': ')[2]}" for name in facts["kernels"] if "attention" in name]
+    lines += [f"the host waits {times} ×: {where}" for where, times in facts["waits"].items()]
+    lines += [f"a tensor of all pairs of tokens: {where}" for where in facts["all_pairs"]]
+    return [*lines, f"largest tensor: {facts['largest']}"]

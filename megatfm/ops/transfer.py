@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.ops.torch_private import weak_dictionary
+from megatfm.ops.torch_private import is_fake, weak_dictionary
 
 LINE_BYTES = 64
 """A processor's cache line and its widest register, at a multiple of which torch's memory begins."""
@@ -21,7 +21,11 @@ LINE_BYTES = 64
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether a tensor lies row by row from a multiple of 64 bytes on."""
-    return tensor.data_ptr() % LINE_BYTES == 0 and tensor.is_contiguous()
+    if is_fake(tensor):  # torch's own memory begins at such a multiple
+        start = tensor.storage_offset() * tensor.element_size()
+    else:
+        start = tensor.data_ptr()
+    return start % LINE_BYTES == 0 and tensor.is_contiguous()
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -46,7 +50,8 @@ def aligned_bytes(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
 
 
 def _buffer(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()
+    return storage._cdata if is_fake(tensor) else storage.data_ptr()
 
 
 _HOST_COPIES: Any = weak_dictionary()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatfm.ops.torch_private import is_fake
 from megatfm.parallel.collectives import (
     TensorParallelGroup,
     all_gather,
@@ -53,8 +54,7 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
     ) -> Tensor:
         leaving_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         arriving_PE = all_to_all(leaving_PE, [1] * ranks, [1] * ranks, group)
-        # The host's one read: it has to allocate what is received.
-        sent, received = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)]).tolist()
+        sent, received = _read_splits(leaving_PE, arriving_PE, len(rows_MD))
         leaving_MD = rows_MD[: sum(sent)]
         if meanwhile:
             arrived_RD = all_to_all_overlapped(meanwhile, leaving_MD, sent, received, group)
@@ -67,6 +67,17 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
         return F.pad(output_MD, (0, 0, 0, len(rows_MD) - len(output_MD)))
 
     return dispatch_run_combine
+
+
+def _read_splits(leaving_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank, and come from each: the host's one read, as it has to allocate what is received.
+    Of shapes without values: as many to each."""
+    counts_2P = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)]).cpu()
+    if is_fake(leaving_PE):
+        even = [rows // len(leaving_PE)] * len(leaving_PE)
+        return even, even
+    sent, received = counts_2P.tolist()
+    return sent, received
 
 
 def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,7 @@ USES = {
 }
 # Reads what `describe` counts, and runs a rank of a layout that does not exist.
 USES["megatfm.estimate"] = {*CORE, *TRAIN, "megatfm.describe"}
+USES["megatfm.imaginary"] = {*CORE, *TRAIN, "megatfm.verify"}
 BESIDE = {
     "megatfm.data_prep": {"megatfm.corpus", "megatfm.tokenizers", "megatfm.config"},
     # Steps that have a model read the text, which data_prep imports by name when a config asks for one.

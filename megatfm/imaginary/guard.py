@@ -1,0 +1,76 @@
+"""The device guard of the imaginary GPU: built with g++ on first use, kept beside other caches, loaded before torch.
+
+A CPU build of torch aborts where a "cuda" tensor needs a gradient, as it has no guard for that device. This one does
+nothing. This module must not import torch.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from megatfm.errors import MegatfmError
+
+log = logging.getLogger("megatfm")
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+INSTEAD = "leave --traced out: the modelled estimate needs no compiler"
+
+
+def load_guard() -> None:
+    """Load the guard, building it first where it has not been. Raises MegatfmError where it can't be, or comes too
+    late."""
+    if "torch" in sys.modules:
+        raise MegatfmError("the imaginary GPU must be loaded before torch: start it in a process of its own")
+    ctypes.CDLL(str(build_guard()))
+
+
+def build_guard(folder: Path | None = None) -> Path:
+    """Return the library for this torch, built if it is not there yet."""
+    folder = folder or cache_folder()
+    version = metadata.version("torch")
+    key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    library = folder / f"imaginary-{key}.so"
+    if library.exists():
+        return library
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise MegatfmError(
+            f"the imaginary GPU needs a C++ compiler, and there is no g++: install it, or {INSTEAD}"
+        )
+    log.info("building the imaginary GPU's device guard for torch %s (once, seconds): %s", version, library)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            _command(compiler, Path(temporary)), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            line = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise MegatfmError(f"the imaginary GPU's guard does not build with {compiler}: {line}; {INSTEAD}")
+        Path(temporary).replace(library)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return library
+
+
+def cache_folder() -> Path:
+    """Where what is built once lies."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatfm"
+
+
+def _command(compiler: str, target: Path) -> list[str]:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise MegatfmError("the imaginary GPU needs torch, which is not installed here")
+    torch = Path(spec.origin).parent
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch}/include", str(SOURCE), "-o", str(target)]
+    return [compiler, *flags, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]

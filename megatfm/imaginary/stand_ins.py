@@ -1,0 +1,63 @@
+"""Stand-ins for attention's kernels on the imaginary GPU: what they allocate and keep, and that they ran."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatfm.imaginary.device import ImaginaryGPU
+from megatfm.ops.attention import kernels
+
+FUSED = ("fused", "varlen", "flex")
+"""Kernels that hold no scores."""
+
+
+class _Fused(torch.autograd.Function):
+    """A fused kernel: keeps q, k, v, its output, in which heads of a token are neighbours, and a float32 a query."""
+
+    @staticmethod
+    def forward(ctx, q_BNTH, k_BKSH, v_BKSH, note):  # type: ignore[no-untyped-def]
+        rows, heads, length, _ = q_BNTH.shape
+        out_BNTV = q_BNTH.new_empty(rows, length, heads, v_BKSH.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(
+            q_BNTH, k_BKSH, v_BKSH, out_BNTV, q_BNTH.new_empty(rows, heads, length, dtype=torch.float32)
+        )
+        ctx.note = note
+        note()
+        return out_BNTV
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        ctx.note()
+        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
+
+
+@contextmanager
+def attention_by_shapes(gpu: ImaginaryGPU) -> Iterator[None]:
+    """Have attention's fused kernels replaced, and counted by the name of the kernel that a GPU would take."""
+    before = dict(kernels.STAND_INS)
+    kernels.STAND_INS.update({name: partial(_run, gpu, name) for name in FUSED})
+    try:
+        yield
+    finally:
+        kernels.STAND_INS.clear()
+        kernels.STAND_INS.update(before)
+
+
+def _run(gpu: ImaginaryGPU, name: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    def note() -> None:
+        gpu.kernels[gpu.phase, f"attention by {name}"] += 1
+
+    out: Tensor = _Fused.apply(q, k, v, note)
+    return _with_gradients(out, args)
+
+
+def _with_gradients(out: Tensor, args: Any) -> Tensor:
+    """Give what else has a gradient, as biases and sinks, a place in the graph."""
+    for extra in args:
+        if isinstance(extra, Tensor) and extra.requires_grad:
+            out = out + 0 * extra.sum().to(out.dtype)
+    return out

@@ -1,0 +1,44 @@
+"""Batches and steps of a traced rank."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatfm.config import Config
+from megatfm.engines.interface import Arrays, Engine
+from megatfm.imaginary.device import ImaginaryGPU
+from megatfm.verify.shrink import objective_for, random_batch
+from megatfm.verify.traffic import TrafficCounter
+
+if TYPE_CHECKING:
+    from megatfm.imaginary.trace import Trace
+
+
+def batches_of(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:
+    """A rank's micro-batches of a step: rows of one document, the same in each."""
+    share = config.train.global_batch // data_ranks // config.train.micro_batch
+    train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
+    rows = random_batch(config.model_copy(update={"train": train}), "one")
+    fields = {name: torch.from_numpy(values) for name, values in rows.items()}
+    return [dict(fields) for _ in range(min(share, microbatches or share))]
+
+
+def take_steps(
+    config: Config, engine: Engine, gpu: ImaginaryGPU, batches: list[Arrays], steps: int, found: "Trace"
+) -> None:
+    """Take steps, and note the last one."""
+    objective = objective_for(config)
+    for _ in range(steps):
+        gpu.kernels, gpu.waits, gpu.copies = Counter(), Counter(), Counter()
+        gpu.phase, gpu.peak = "passes", gpu.now
+        with TrafficCounter(engine.process_groups()) as traffic:
+            engine.forward_backward(batches, objective)
+            found.passes, gpu.phase, gpu.peak = gpu.peak, "optimizer", gpu.now
+            engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+        found.optimizer, found.at_rest = gpu.peak, gpu.now
+    found.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.flows()]
+    found.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}
+    found.waits, found.copies = dict(gpu.waits.most_common()), dict(gpu.copies.most_common())
+    found.all_pairs = dict(gpu.all_pairs)
+    found.largest = f"{gpu.largest[0]} bytes: {gpu.largest[1]}"

@@ -1,0 +1,55 @@
+"""Stand-ins for torch.cuda, with which a CPU build believes in a GPU: streams and events that order nothing.
+
+For a process of its own: nothing is put back.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatfm.imaginary.device import CUDA, PINNED
+
+
+class _Nothing:
+    """A stream, an event, or a context of either."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.device_index, self.stream_id, self.device_type = CUDA, 0, 0, 1
+
+    def __enter__(self) -> "_Nothing":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Nothing":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: True if name == "query" else None
+
+
+def install(name: str, capability: tuple[int, int]) -> None:
+    """Have torch.cuda tell of a device of this name. Dynamo, which looks at torch.cuda once, is imported before."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+    cuda: Any = torch.cuda
+    for key in ("Stream", "Event", "stream", "device"):
+        setattr(cuda, key, _Nothing)
+    cuda.current_stream = cuda.default_stream = lambda *args: _Nothing()
+    cuda.set_device = cuda.synchronize = cuda._lazy_init = lambda *args, **kwargs: None
+    cuda.is_available = cuda.is_initialized = lambda: True
+    cuda.device_count, cuda.current_device = lambda: 8, lambda: 0
+    cuda.get_device_capability, cuda.get_device_name = lambda *args: capability, lambda *args: name
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: None
+    tensor.pin_memory = _pin
+    torch._C._set_only_lift_cpu_tensors(True)  # Python lists become host tensors first
+
+
+def _pin(tensor: Tensor, *args: Any) -> Tensor:
+    copy = tensor.clone()
+    PINNED[copy] = True
+    return copy

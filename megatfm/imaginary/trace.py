@@ -1,0 +1,98 @@
+"""One rank's real steps on the imaginary GPU: memory by phase, traffic, kernels, and where the host waits.
+
+    python -m megatfm.imaginary CONFIG --world 1024 --rank 5 key=value
+
+A process of its own: the guard must be there before torch is.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class Trace:
+    """What a rank did. Bytes: built, of the device after the engine was built; passes, optimizer: the most at once in
+    them; at_rest: after the step. sent: [axis, collective, calls, bytes]. waits: place → times in the last step;
+    all_pairs: tensors of all pairs of tokens."""
+
+    config: str
+    rank: int
+    world: int
+    layout: str
+    microbatches: int
+    weights: int = 0
+    built: int = 0
+    passes: int = 0
+    optimizer: int = 0
+    at_rest: int = 0
+    sent: list[tuple[str, str, int, int]] = field(default_factory=list)
+    kernels: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, int] = field(default_factory=dict)
+    all_pairs: dict[str, int] = field(default_factory=dict)
+    largest: str = ""
+    seconds: float = 0.0
+
+
+def trace(
+    source: str, overrides: Sequence[str], world: int, rank: int, steps: int, microbatches: int | None
+) -> Trace:
+    """Take steps as one rank of `world`. microbatches: of a step, where fewer than the config's do.
+
+    Raises UsageError for a config or layout that can't be, and whatever the engine raises.
+    """
+    from megatfm.imaginary import torch_stubs
+
+    torch_stubs.install("NVIDIA H100 80GB HBM3", (9, 0))
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatfm.config import load_config
+    from megatfm.imaginary.device import CUDA, ImaginaryGPU
+    from megatfm.imaginary.stand_ins import attention_by_shapes
+    from megatfm.imaginary.step import batches_of, take_steps
+    from megatfm.parallel.mesh import build_mesh
+    from megatfm.train.build import build_engine
+
+    start = time.perf_counter()
+    config = load_config(source, [*overrides, "train.compile=false"])
+    precision = "bf16" if config.train.precision == "auto" else config.train.precision
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    mesh = build_mesh(config.parallel, world, "cuda")
+    gpu = ImaginaryGPU()
+    with gpu, attention_by_shapes(gpu):
+        engine = build_engine(config, mesh, CUDA, precision)
+        batches = batches_of(config, mesh.data_ranks, microbatches)
+        found = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.now)
+        found.weights = sum(box.tensor.nbytes for box in engine.weights().values())
+        take_steps(config, engine, gpu, batches, steps, found)
+    found.seconds = time.perf_counter() - start
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Print a trace as JSON."""
+    from megatfm.imaginary.guard import load_guard
+
+    load_guard()
+    from megatfm.errors import MegatfmError
+
+    parser = argparse.ArgumentParser(prog="python -m megatfm.imaginary", description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--microbatches", type=int)
+    args = parser.parse_intermixed_args(words)
+    try:
+        found = trace(args.config, args.overrides, args.world, args.rank, args.steps, args.microbatches)
+    except MegatfmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(asdict(found)))
+    return 0

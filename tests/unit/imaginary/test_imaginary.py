@@ -1,0 +1,112 @@
+"""Steps on the imaginary GPU, against executed ranks, the modelled estimate, and the budget of waits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatfm.config import Config, ParallelConfig, load_config, to_toml
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.estimator import estimator
+from megatfm.estimate.traced import Traced, differences, run_trace
+from megatfm.imaginary.guard import build_guard
+from megatfm.verify.rank_processes import _step
+from megatfm.verify.shrink import random_batch, shrink
+from tests.support.workers import Workers
+
+WAITS = {"engines/losses.py": 1, "engines/gradients.py": 2}
+"""Waits of the host in a step of a dense model, by file. The numbers may only fall."""
+
+
+def small(preset: str, parallel: ParallelConfig) -> Config:
+    config = load_config(preset, ["data.tokenizer=t", "data.train=d"])
+    config, _ = shrink(config.model_copy(update={"parallel": parallel}))
+    return config.with_changes({"train.precision": "bf16", "train.device": "auto"})
+
+
+def traced(config: Config, folder: Path, world: int, rank: int) -> Traced:
+    path = folder / "config.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    return run_trace(str(path), [], world, rank)
+
+
+def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
+    result = _step(config, random_batch(config, "one"), world_size)
+    return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
+
+
+@pytest.mark.parametrize(
+    ("preset", "parallel"),
+    [
+        ("llama3-8b", ParallelConfig(dp_shard=2, tp=2)),
+        ("mixtral-8x7b", ParallelConfig(dp_shard=2, pp=2, ep=2, zero=1)),
+    ],
+    ids=["llama zero3 × tp2", "mixtral zero1 × pp2 × ep2"],
+)
+def test_an_imaginary_rank_sends_what_a_real_one_does(
+    workers: Workers, tmp_path: Path, preset: str, parallel: ParallelConfig
+) -> None:
+    config = small(preset, parallel)
+    real = workers.run(executed, 4, config, 4)[3]
+    imaginary = traced(config, tmp_path, 4, 3).sent
+    exchanged = {key for key in real if key[1] == "all_to_all"}  # rows that travel depend on values
+    assert real.keys() == imaginary.keys()
+    assert {k: v for k, v in real.items() if k not in exchanged} == {
+        k: v for k, v in imaginary.items() if k not in exchanged
+    }
+
+
+def test_one_of_1024_ranks_is_as_modelled() -> None:
+    """Two blocks of Llama 3 70B at full width: bytes, traffic, and no tensor of all pairs of tokens."""
+    overrides = [
+        "model.n_layers=2",
+        "parallel.tp=8",
+        "parallel.dp_shard=128",
+        "train.global_batch=256",
+        "train.compile=false",
+    ]
+    found = run_trace("llama3-70b", overrides, 1024, 517)
+    config = load_config("llama3-70b", overrides)
+    with estimator(config, load_cluster("h100", 1024)) as opened:
+        pairs = differences(opened.estimate(opened.base), found)
+    assert len(pairs) == 6
+    for name, modelled, seen in pairs:
+        assert modelled == pytest.approx(seen, rel=0.04 if name == "peak" else 0.002), name
+    assert not found.facts["all_pairs"]
+    by_file: dict[str, int] = {}
+    for where, times in found.facts["waits"].items():
+        path = where.rpartition(" at ")[2].partition(":")[0]
+        by_file[path] = by_file.get(path, 0) + times
+    assert all(times <= WAITS.get(path, 0) * 2 for path, times in by_file.items()), by_file
+    assert any("attention by" in name for name in found.facts["kernels"])
+
+
+def test_what_can_not_be_traced() -> None:
+    with pytest.raises(UsageError, match="ranks 0 to 3"):
+        run_trace("gpt2-124m", [], 4, 4)
+    with pytest.raises(MegatfmError, match="does not fit 3 processes"):
+        run_trace("gpt2-124m", ["parallel.tp=2"], 3, 0)
+
+
+def test_the_guard_is_built_once_and_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(MegatfmError, match=r"no g\+\+: install it, or leave --traced out"):
+        build_guard(tmp_path)
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(MegatfmError, match="does not build"):
+        build_guard(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_guard_must_come_before_torch() -> None:
+    code = "import torch; from megatfm.imaginary.guard import load_guard; load_guard()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert "must be loaded before torch" in done.stderr
