@@ -27,7 +27,7 @@ import webdataset
 from PIL import Image
 
 from megatfm.config import ImagesConfig, ModelConfig
-from megatfm.config.objective import ClassificationObjective
+from megatfm.config.objective import ImageClassificationObjective
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data import images
@@ -67,7 +67,7 @@ def objective() -> Objective:
         "interpolation": "bilinear",
     }
     return build_objective(
-        ClassificationObjective(), model, None, (TOKENS,), ImagesConfig.model_validate(changes)
+        ImageClassificationObjective(), model, None, (TOKENS,), ImagesConfig.model_validate(changes)
     )
 
 

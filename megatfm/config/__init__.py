@@ -32,7 +32,7 @@ from megatfm.config.model_parts import (
 from megatfm.config.objective import (
     AnswersObjective,
     CausalObjective,
-    ClassificationObjective,
+    ImageClassificationObjective,
     MaskedImageObjective,
     MaskedObjective,
     NextSentenceObjective,
@@ -95,7 +95,7 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
-    "ClassificationObjective",
+    "ImageClassificationObjective",
     "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",

@@ -165,10 +165,10 @@ class ImageObjective(Section):
     """An objective whose inputs are images, without a tokenizer."""
 
 
-class ClassificationObjective(ImageObjective):
+class ImageClassificationObjective(ImageObjective):
     """Predict the class of each image, by the head `model.extra_heads.classifier`."""
 
-    name: Literal["classification"] = "classification"
+    name: Literal["image_classification"] = "image_classification"
 
 
 class MaskedImageObjective(ImageObjective):
@@ -200,7 +200,7 @@ ObjectiveConfig = Annotated[
     | ReplacedTokenObjective
     | TextClassificationObjective
     | AnswersObjective
-    | ClassificationObjective
+    | ImageClassificationObjective
     | MaskedImageObjective
     | PluginObjective,
     ByName(),

@@ -50,7 +50,7 @@ OBJECTIVES = {
     "xlnet": "permutation",
     "electra": "replaced_token",
     "discriminator": "replaced_token",
-    "hierarchical": "classification",
+    "hierarchical": "image_classification",
 }
 """The usual objective of each family."""
 DEFAULT_SEQUENCE_LENGTH = 512
@@ -87,7 +87,7 @@ def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     length = embedding.n_special_tokens + rows * columns
     images = {"size": max(rows, columns) * embedding.patch_size}
     kept = {"train": data["train"], "sequence_length": length, "images": images}
-    return {"objective": {"name": "classification"}, "data": kept}
+    return {"objective": {"name": "image_classification"}, "data": kept}
 
 
 def branching_config(config: Config, target: Path, step: int) -> Config:

@@ -138,7 +138,7 @@ def test_training_goes_on_at_another_resolution(tmp_path: Path, monkeypatch: pyt
     overrides = ["data.train=digits", "data.images.size=24", "data.sequence_length=37", "name=larger"]
     alone, _ = continue_from_config(tmp_path / "theirs", None, ["data.train=digits"])
     assert (alone.objective.name, alone.data.sequence_length, alone.data.images.size) == (
-        "classification",
+        "image_classification",
         17,
         16,
     )

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from megatfm.config import ImagesConfig, ModelConfig
-from megatfm.config.objective import ClassificationObjective
+from megatfm.config.objective import ImageClassificationObjective
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_size import upright_size
 from megatfm.corpus.writer import ShardWriter
@@ -43,7 +43,7 @@ def objective(row: int = TOKENS, **images: Any) -> Objective:
         }
     )  # fmt: skip
     section = ImagesConfig.model_validate({"size": SIZE, "transforms": TRANSFORMS, **images})
-    return build_objective(ClassificationObjective(), model, None, (row,), section)
+    return build_objective(ImageClassificationObjective(), model, None, (row,), section)
 
 
 def write(folder: Path, n: int, *, first: int = 0, damaged: int | None = None) -> Corpus:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megatfm.config import ClassificationObjective, ImagesConfig, ModelConfig
+from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConfig
 from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
@@ -26,8 +26,8 @@ ONE_PIECE = 2**40
 """Tokens of a caption are never cut into several pieces: each sample is one image."""
 
 
-@OBJECTIVES.register("classification")
-class Classification(Objective):
+@OBJECTIVES.register("image_classification")
+class ImageClassification(Objective):
     """The class of each image, in `labels` at its first token and −100 elsewhere; a sample's member "cls" holds it."""
 
     model_families = ("encoder", "hierarchical")
@@ -38,7 +38,7 @@ class Classification(Objective):
     def __init__(
         self,
         special: SpecialTokens | None,
-        config: ClassificationObjective,
+        config: ImageClassificationObjective,
         model: ModelConfig,
         row_lengths: tuple[int, ...],
         images: ImagesConfig,
@@ -61,7 +61,7 @@ class Classification(Objective):
         if self.mixing is not None:
             self.fields |= {"mixed_labels": Field(pad_value=IGNORE_INDEX), "label_weights": Field("float32")}
         self._for_evaluation = partial(
-            Classification, special, config, model, row_lengths, images, training=False
+            ImageClassification, special, config, model, row_lengths, images, training=False
         )
 
     def for_evaluation(self) -> Objective:
@@ -128,7 +128,7 @@ def _n_classes(model: ModelConfig) -> int:
     head: Any = model.extra_heads.get(HEAD)
     if head is None:
         raise UsageError(
-            f"objective.name = 'classification' needs a model with the head: add [model.extra_heads.{HEAD}] with "
+            f"objective.name = 'image_classification' needs a model with the head: add [model.extra_heads.{HEAD}] with "
             "n_classes"
         )
     return int(head.n_classes)

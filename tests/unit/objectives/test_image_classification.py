@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from megatfm.config import ImagesConfig, ModelConfig
-from megatfm.config.objective import ClassificationObjective
+from megatfm.config.objective import ImageClassificationObjective
 from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
@@ -39,7 +39,7 @@ def objective(rows: int = 40, size: int = 12, channels: int = 3, **images: Any) 
             "embedding.std": [0.5] * channels,
         }
     )
-    return build_objective(ClassificationObjective(), chosen, None, (rows,), section)
+    return build_objective(ImageClassificationObjective(), chosen, None, (rows,), section)
 
 
 def picture(pixels: np.ndarray, format_: str = "PNG", **options: Any) -> bytes:
@@ -130,7 +130,7 @@ def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter)
     section = ImagesConfig(size=12, crop_pct=1.0)
-    made = build_objective(ClassificationObjective(), network.config, None, (40,), section)
+    made = build_objective(ImageClassificationObjective(), network.config, None, (40,), section)
     measured = made.for_evaluation()
     how = PackingConfig(measured, (40,), 0)
     files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
