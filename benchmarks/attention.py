@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.wanted = lambda name: any(name.startswith(only) for only in args.only)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    keep_freed_memory()
+    keep_freed_memory(torch.device("cpu"))
     for where, figures in measure_parts(args):
         print(*where, json.dumps(figures), file=sys.stderr, flush=True)
         if path := common.dated(args.out, "attention.json"):

@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    keep_freed_memory()  # as in training
+    keep_freed_memory(torch.device("cpu"))  # as in training
     load = Path("/proc/loadavg")
     load_text = f", a load of {load.read_text().split()[0]} besides" if load.exists() else ""
     page = common.Page(

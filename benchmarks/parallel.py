@@ -287,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=common.output_folder, help="folder for DATE-parallel.md")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    keep_freed_memory()  # as in training
+    keep_freed_memory(torch.device("cpu"))  # as in training
     args.copy_rate = copy_rate()
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

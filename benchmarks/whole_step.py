@@ -148,7 +148,7 @@ def work(job: argparse.Namespace) -> None:
     """Take a step for each line read."""
     torch.set_num_threads(job.threads)
     if job.theirs != "plain":
-        keep_freed_memory()
+        keep_freed_memory(torch.device("cpu"))
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (job.rows, job.length + 1))
     compiled = job.state == "compiled"
