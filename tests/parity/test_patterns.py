@@ -61,10 +61,11 @@ def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[s
 
 
 def test_every_pattern_is_here() -> None:
+    """Beside full attention, and windows of images: test_image_layouts."""
     local = {
         section["attention.pattern"]["name"]
         for section in ({**model, **model.get("layer_type.near", {})} for model in PATTERN_MODELS.values())
         if "attention.pattern" in section
     }
     shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
-    assert shipped - {"full"} == local
+    assert shipped - {"full", "windows_2d"} == local

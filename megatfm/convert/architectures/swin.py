@@ -142,6 +142,7 @@ def read_swin_v2(hf_config: Json) -> ModelConfig:
         raise UsageError(
             f"config.json: pretrained_window_sizes = {windows}: give all of them, or zeros alone"
         )
+    _check_windows_by_config(hf_config)
     changes = {
         "attention.cosine": True,
         "position.name": "log_relative_2d",
@@ -150,6 +151,23 @@ def read_swin_v2(hf_config: Json) -> ModelConfig:
         "stages.merging_norm": "output",
     }
     return read_swin(hf_config, **changes)
+
+
+def _check_windows_by_config(hf_config: Json) -> None:
+    """Raise UsageError where windows differ: transformers' follow config.json's maps, rounded down, not the images."""
+    side, patch, window = (
+        square(hf_config, "image_size"),
+        square(hf_config, "patch_size"),
+        hf_config["window_size"],
+    )
+    for stage, depth in enumerate(hf_config["depths"]):
+        configured, padded = (side // patch) // 2**stage, -(-side // (patch * 2**stage))
+        is_shifted = window == configured and depth > 1
+        if configured != padded and (window > configured or is_shifted):
+            raise UsageError(
+                f"config.json: image_size = {side}: stage {stage} has a map of {padded}, but transformers takes "
+                f"windows for one of {configured}: give an image_size that {patch * 2**stage} divides"
+            )
 
 
 def write_swin_v2(config: ModelConfig) -> Json:

@@ -112,8 +112,13 @@ def write_vision(ours: ModelConfig, mapping: dict[str, str]) -> Json:
 
 
 def read_labels(theirs: Json, pool: str) -> Json:
-    """Our classifier; transformers has two classes where the file says none."""
-    n_classes = len(theirs["id2label"]) if theirs["id2label"] else theirs["num_labels"] or 2
+    """Our classifier; transformers has two classes where the file says none. Raises UsageError for two counts."""
+    names, count = theirs["id2label"], theirs["num_labels"]
+    if names and count is not None and count != len(names):
+        raise UsageError(
+            f"config.json: num_labels = {count}, but id2label has {len(names)}: take one of them out"
+        )
+    n_classes = len(names) if names else count or 2
     return {"extra_heads.classifier.n_classes": n_classes, "extra_heads.classifier.pool": pool}
 
 

@@ -126,6 +126,7 @@ DINOV2_KEYS = (
     KEYS
     | TRAINED
     | {
+        "patch_size": used(14, int, list),
         "layer_norm_eps": used(1e-6),
         "mlp_ratio": used(4, int, float),
         "layerscale_value": used(1.0),
@@ -173,7 +174,8 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
             **(write_labels(ours) if ours.extra_heads else {}),
         }
 
-    keys = DINOV2_KEYS | ({"num_register_tokens": used(4)} if registers else {})
+    more = {"num_register_tokens": used(4), "patch_size": used(16, int, list)}
+    keys = DINOV2_KEYS | (more if registers else {})
     register_architecture(
         name,
         Architecture(

@@ -144,12 +144,12 @@ def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> N
 
 
 def test_every_pattern_of_decoders_is_tried() -> None:
-    """Beside full attention, the decoder's default."""
+    """Beside full attention, the decoder's default, and patterns of encoders and images."""
     message = [
         option for kind in PATTERNS.values() for option in kind.items() if option[0].endswith("pattern")
     ]
     shipped = {name for name in SHIPPED.names() if SHIPPED.get(name).__module__.startswith("megatfm.")}
-    assert shipped - {"full", "longformer"} == {options["name"] for _, options in message}
+    assert shipped - {"full", "longformer", "windows_2d"} == {options["name"] for _, options in message}
     with pytest.raises(UsageError, match="choose family = 'encoder'"):
         build(ModelConfig.from_dotted(**SMALL, **{"attention.pattern": {"name": "longformer", "width": 2}}))
 

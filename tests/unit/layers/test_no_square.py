@@ -16,6 +16,8 @@ from megatfm.layers.initialisation import initialise
 from megatfm.layers.position import POSITIONS
 from megatfm.models import build
 from megatfm.ops.attention import block_plan, block_sparse, kernels, reference, tile
+from tests.support.images import pixels, to_batch
+from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
 
 SHORT, LONG = 2048, 4096
 """Tokens of a row; kernels take those of `kernels.LONG` and more for long."""
@@ -176,14 +178,38 @@ def test_scores_of_all_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert largest("xlnet", kind_of("xlnet", "xlnet"), "packed", SHORT).numel >= SHORT**2
 
 
+def largest_of_image(height: int, width: int, options: dict[str, Any]) -> Largest:
+    """Of a Swin's or MViT's pass and backward; height, width: of the image, in patches."""
+    model = build(ModelConfig.from_dotted(IMAGES | options)).train()
+    initialise(model, 7)
+    side = 4
+    batch = to_batch([pixels(height * side, width * side, seed=1)], side, 0, [[0]], labels=[1])
+    with Largest() as largest:
+        model(**batch).losses["classifier"].backward()
+    return largest
+
+
+IMAGES = SWIN_MODEL | {"d_model": 4, "stages.layers": (2, 1), "stages.heads": (1, 2), "ffn.d_ff": 4}
+
+
+@pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["swin", "swin v2"])
+def test_windows_of_an_image_are_all_that_is_multiplied(options: dict[str, Any]) -> None:
+    short, long = (largest_of_image(height, 64, options) for height in (SHORT // 64, LONG // 64))
+    assert long.numel < LONG**2 / 8, long.made_by
+    assert long.numel <= 3 * short.numel, long.made_by
+
+
 def test_every_part_is_tried() -> None:
     tried = [kind for kinds in FAMILIES.values() for kind in kinds.values()]
-    attention = {"gqa", *(kind.get("attention", {}).get("name", "gqa") for kind in tried)}
-    patterns = {kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried}
+    attention = {"gqa", "windowed", *(kind.get("attention", {}).get("name", "gqa") for kind in tried)}
+    patterns = {"windows_2d"} | {
+        kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried
+    }
     positions = {"rope", "learned", *(kind.get("position", {}).get("name", "rope") for kind in tried)}
     assert set(megatfm_s(ATTENTIONS)) <= attention
     assert set(megatfm_s(PATTERNS)) <= patterns
-    assert set(megatfm_s(POSITIONS)) <= positions
+    of_images = {"learned_2d", "sinusoidal_2d", "rope_2d", "relative_2d", "log_relative_2d", "relative_axes"}
+    assert set(megatfm_s(POSITIONS)) <= positions | of_images
 
 
 def megatfm_s(registry: Any) -> list[str]:
