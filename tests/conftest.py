@@ -1,6 +1,7 @@
-"""What all tests share: an environment without network and noise, and the worker processes."""
+"""Shared by all tests: an environment without network and noise, seeds, signals, and the worker processes."""
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,8 @@ settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("megatfm")
 
 
+SIGNAL_MASK = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+"""As the process started: fixtures of a module may block signals before a test begins."""
 CLUSTER = "tests/e2e/slurm/"
 INDEPENDENT = {"tests/parity/test_combinations.py"}
 """Files of many small tests that any process may run."""
@@ -71,6 +74,13 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
     """Seed a fixture by the test's name, or by its own place where it is made once for several tests."""
     owner = request.node.nodeid if fixturedef.scope == "function" else fixturedef.baseid
     seed_by_name(f"{owner} {fixturedef.argname}")
+
+
+@pytest.fixture(autouse=True)
+def unchanged_signal_mask() -> Iterator[None]:
+    """Restore the signals that a command in this process blocks: processes of later tests would inherit that."""
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, SIGNAL_MASK)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,7 +53,16 @@ def bash_script() -> str:
     ("line", "completions"),
     [
         ("la", ["launch"]),
-        ("launch quickst", ["quickstart", "quickstart-data", "quickstart-moe"]),
+        (
+            "launch quickst",
+            [
+                "quickstart",
+                "quickstart-data",
+                "quickstart-moe",
+                "quickstart-vision",
+                "quickstart-vision-data",
+            ],
+        ),
         ("launch --nproc 2 train.micro", ["train.micro_batch="]),
         ("launch x --reserv", ["--reservation"]),
         ("train optimizer.matrix_", ["optimizer.matrix_lr="]),

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, objective
+from megatfm.config.stages import IMAGE_OBJECTIVES
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.patterns.bigbird import BigBird
@@ -22,6 +23,7 @@ from megatfm.parallel.parallelize import refuse
 from megatfm.verify.shrink import random_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
 from tests.support.expert_models import EXPERT_MODELS
+from tests.support.image_models import IMAGE_MODELS, image_model_batch
 from tests.support.models import FAMILY_MODELS
 from tests.support.pattern_models import PATTERN_MODELS
 from tests.support.traffic import traffic_config
@@ -84,6 +86,7 @@ FAMILY = {
     "span_corruption": "t5",
     "ul2": "t5",
     "causal": "llama",
+    "answers": "llama",
     "prefix": "llama",
 }
 """Others train a BERT."""
@@ -98,6 +101,7 @@ def small(name: str) -> Config:
         "span_boundary": {"boundary": {}},
         "next_sentence": {"sentence": {}},
         "sentence_order": {"sentence": {}},
+        "text_classification": {"sentence": {"name": "text_classifier", "classes": 3}},
     }
     model = FAMILY_MODELS[FAMILY.get(name, "bert")]
     model = model.with_changes(
@@ -107,7 +111,12 @@ def small(name: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OBJECTIVES.names() if OBJECTIVES.get(name).__module__.startswith("megatfm.")]
+    "name",
+    [
+        name
+        for name in OBJECTIVES.names()
+        if OBJECTIVES.get(name).__module__.startswith("megatfm.") and name not in IMAGE_OBJECTIVES
+    ],
 )
 def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     config = small(name)
@@ -115,7 +124,19 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     with torch.device("meta"):
         model = build(config.model)
     refuse(model)
-    folded = is_folded(model, config.data.sequence_length)
+    compare_cuts(batch, folded=is_folded(model, config.data.sequence_length))
+
+
+def test_rows_of_images_are_cut_token_by_token() -> None:
+    compare_cuts(image_model_batch("class"), folded=False)
+    with torch.device("meta"):
+        model = build(IMAGE_MODELS["mae"])
+    with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
+        refuse(model)
+
+
+def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
+    """The parts of three ranks, put in order of their token indices, are the batch."""
     parts = [split_batch(batch, cast(ContextParallel, Here(rank, 3, folded))) for rank in range(3)]
     for field, values in batch.items():
         side = "encoder_" if field.startswith("encoder_") else ""

@@ -145,4 +145,4 @@ def test_every_pattern_is_here() -> None:
         for sections in MODELS.values()
     }
     shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
-    assert shipped <= actual
+    assert shipped - {"windows_2d"} <= actual  # windows of images: tests/parity/test_image_layouts.py
