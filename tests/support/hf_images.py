@@ -50,9 +50,11 @@ def write_pixels(folder: Path) -> None:
 def image_logits(model: Any, size: Any, *, is_megatfm: bool, name: str) -> Tensor:
     """Logits [1, classes] of one image, or last vectors [1, T, D] of a tower.
 
-    size: config.json's image_size, if it is one. name: one of HF_IMAGES.
+    size: config.json's image_size, which a ViT of transformers wants; a Swin takes any. name: one of HF_IMAGES.
     """
-    side = size if isinstance(size, int) and size > 0 else HF_IMAGES[name]["image_size"]
+    side = HF_IMAGES[name]["image_size"]
+    if isinstance(size, int) and size > 0 and not name.startswith("Swin"):
+        side = size
     image = pixels(side, side, seed=1)
     if not is_megatfm:
         mean, std = (torch.tensor(values)[:, None, None] for values in PIXELS.values())
