@@ -197,6 +197,7 @@ def _counts(description: "Description") -> list[Line]:
             f"{description.state_bytes:.3g} bytes a parameter: {copy}{weight} weight, {weight} gradient, {optimizer}",
         ),
         ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_sharing(description)}"),
+        *_of_another_engine(config),
         *_on_a_rank(config),
         ("activations", _activations(description)),
         *_without_warmup(description.config),
@@ -211,6 +212,18 @@ def _sharing(description: "Description") -> str:
     return (
         f"sharded over dp_shard but for {description.unsharded_bytes:.3g} bytes a parameter on each data rank"
     )
+
+
+def _of_another_engine(config: Config) -> list[Line]:
+    if config.parallel.engine == "native":
+        return []
+    uncounted = "buckets and offloading" if config.parallel.engine == "deepspeed" else "buffers"
+    return [
+        (
+            "",
+            f"counted as the native engine holds it; {uncounted} of {config.parallel.engine} are not counted",
+        )
+    ]
 
 
 def _on_a_rank(config: Config) -> list[Line]:

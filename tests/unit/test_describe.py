@@ -400,3 +400,11 @@ def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(torch.zeros(1, 7, 24))
     assert 2 * module_cost(module, TokenCounts(7)).matmul_macs == counter.get_total_flops()
+
+
+def test_another_engine_is_named_with_what_is_not_counted() -> None:
+    config = load_config("gpt2-124m", ["parallel.engine=deepspeed", "parallel.zero=2"])
+    text = "\n".join(value for _, value in to_lines(describe(config)))
+    assert (
+        "counted as the native engine holds it; buckets and offloading of deepspeed are not counted" in text
+    )
