@@ -168,6 +168,8 @@ class GQAAttentionConfig(ScaledAttention, HeadAttention):
     """RMSNorm on each head's queries and keys; or `"all_heads"`, on those of all heads together (OLMoE)."""
     bias: bool = False
     """Biases in the projections."""
+    key_bias: bool | None = None
+    """A bias in the projection of keys; left out, as `bias` says."""
     sinks: bool = False
     """A learned score for each head that takes part in the softmax without a key (gpt-oss)."""
 

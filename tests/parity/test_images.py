@@ -9,6 +9,7 @@ from transformers.models.clip import modeling_clip
 from transformers.models.deit import modeling_deit
 from transformers.models.dinov2 import modeling_dinov2
 from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers
+from transformers.models.dinov3_vit import modeling_dinov3_vit
 from transformers.models.siglip import modeling_siglip
 from transformers.models.vit import modeling_vit
 
@@ -21,6 +22,7 @@ MODULES = (
     modeling_deit,
     modeling_dinov2,
     modeling_dinov2_with_registers,
+    modeling_dinov3_vit,
     modeling_siglip,
     modeling_clip,
 )
@@ -56,6 +58,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "position.antialias": True,
     },
     "SiglipVisionModel": {"embedding.n_class_tokens": 0, "ffn.activation": "gelu_tanh"},
+    "DINOv3ViTModel": {
+        "embedding.n_register_tokens": 2,
+        "position": {"name": "rope_2d", "normalized": True},
+        "attention.key_bias": False,
+        "ffn.activation": "swiglu",
+        "layer_scale": 1.0,
+    },
     "CLIPVisionModel": {"embedding.norm": True, "embedding.bias": False, "ffn.activation": "quick_gelu"},
 }
 PRESETS = [f"vit-{size}" for size in ("ti16", "s16", "s32", "b16", "b32", "l16", "l32", "h14")]
@@ -79,12 +88,15 @@ def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
     """A classifier's logits and loss, or a tower's last vectors; then every gradient."""
-    config, figures = ModelConfig.from_dotted(COMMON | MODELS[name]), Figures()
+    common = {
+        key: value for key, value in COMMON.items() if "position" not in MODELS[name] or "position" not in key
+    }
+    config, figures = ModelConfig.from_dotted(common | MODELS[name]), Figures()
     both = pair(config, dtype, among=[name])
     images = [pixels(*SIZES[size], seed=seed) for seed in range(3)]
     labels, n_special = [1, 4, 0], config.embedding.n_special_tokens
     batch = to_batch(images, SIDE, n_special, [[0], [1], [2]], labels=labels if config.extra_heads else None)
-    options = {} if name.startswith("Dinov2") else {"interpolate_pos_encoding": True}
+    options = {} if name.lower().startswith("dino") else {"interpolate_pos_encoding": True}
     expected = both.theirs(pixel_values=normalised(images, config, dtype), **options)
     if config.extra_heads:
         loss = both.ours(**batch).losses["classifier"] / 3

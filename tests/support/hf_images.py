@@ -27,6 +27,7 @@ HF_IMAGES: dict[str, dict[str, Any]] = {
     "DeiTForImageClassification": SMALL_VIT,
     "Dinov2ForImageClassification": SMALL_DINO | {"layerscale_value": 1e-5, "use_mask_token": False},
     "Dinov2WithRegistersForImageClassification": SMALL_DINO | {"num_register_tokens": 2},
+    "DINOv3ViTModel": SMALL_VIT | {"num_register_tokens": 2, "use_gated_mlp": True, "hidden_act": "silu"},
     "SiglipVisionModel": SMALL_VIT | {"vision_use_head": False},
     "CLIPVisionModel": SMALL_VIT,
     "SwinForImageClassification": SMALL_SWIN,

@@ -40,7 +40,7 @@ IMAGE_MODELS = {
     "rotary": ModelConfig.from_dotted(
         {key: value for key, value in COMMON.items() if key != "position.grid"}
         | HEAD
-        | {"position.name": "rope_2d", "extra_heads.classifier.pool": "mean"}
+        | {"position.name": "rope_2d", "attention.key_bias": False, "extra_heads.classifier.pool": "mean"}
     ),
     "mae": ModelConfig.from_dotted(
         COMMON | {"family": "masked_autoencoder", "pixel_decoder.d_model": 12, "pixel_decoder.n_layers": 2,

@@ -15,6 +15,7 @@ from megatfm.config import (
     LearnedPosition2dConfig,
     ModelConfig,
     PatchEmbeddingConfig,
+    Rope2dConfig,
     require_variant,
 )
 from megatfm.convert.hf_config import Json, Key, ignored, used
@@ -24,6 +25,9 @@ from megatfm.errors import UsageError
 
 HALF = (0.5, 0.5, 0.5)
 """Mean and deviation of ViT's and SigLIP's pixels."""
+
+USUAL_SIZE = 224
+"""Side of the images that is stored where positions fit any size."""
 
 KEYS: dict[str, Key] = {
     "hidden_size": used(768),
@@ -73,7 +77,10 @@ def read_vision(theirs: Json, mean: Sequence[float], std: Sequence[float], **oth
 
     others: what differs. Raises UsageError for what we lack.
     """
-    side = square(theirs, "image_size") // square(theirs, "patch_size")
+    position: Json = {"position.name": "learned_2d"}
+    if "position.name" not in others:
+        side = square(theirs, "image_size") // square(theirs, "patch_size")
+        position["position.grid"] = (side, side)
     trained = read_mapped(theirs, {k: v for k, v in TRAINED_MAPPING.items() if k in theirs})
     common = {
         **read_mapped(theirs, COMMON_MAPPING),
@@ -87,24 +94,27 @@ def read_vision(theirs: Json, mean: Sequence[float], std: Sequence[float], **oth
         "embedding.patch_size": square(theirs, "patch_size"),
         "embedding.mean": tuple(theirs["image_mean"] or mean),
         "embedding.std": tuple(theirs["image_std"] or std),
-        "position.name": "learned_2d",
-        "position.grid": (side, side),
         "lm_head.name": "none",
         "init.name": "bert",
     }
-    return ModelConfig.from_dotted(common | others)
+    return ModelConfig.from_dotted(common | position | others)
 
 
 def write_vision(ours: ModelConfig, mapping: dict[str, str]) -> Json:
     """The reverse of `read_vision`."""
     embedding = require_variant(ours.embedding, PatchEmbeddingConfig, "model.embedding")
-    position = require_variant(ours.position, LearnedPosition2dConfig, "model.position")
-    if position.grid[0] != position.grid[1]:
-        raise UsageError(f"model.position.grid = {list(position.grid)}: transformers has square tables alone")
+    side = USUAL_SIZE // embedding.patch_size
+    if not isinstance(ours.position, Rope2dConfig):
+        position = require_variant(ours.position, LearnedPosition2dConfig, "model.position")
+        if position.grid[0] != position.grid[1]:
+            raise UsageError(
+                f"model.position.grid = {list(position.grid)}: transformers has square tables alone"
+            )
+        side = position.grid[0]
     return {
         **write_mapped(ours, COMMON_MAPPING | mapping),
         "hidden_act": activation_to_hf(ours.ffn.activation),
-        "image_size": position.grid[0] * embedding.patch_size,
+        "image_size": side * embedding.patch_size,
         "patch_size": embedding.patch_size,
         "image_mean": list(embedding.mean),
         "image_std": list(embedding.std),
@@ -148,6 +158,8 @@ class VisionNames:
     head: Sequence[WeightMapping] = field(default_factory=list)
     unused: str = ""
     """A token that their class has and none of its passes uses, written as zeros."""
+    unused_dims: tuple[int, ...] = (1,)
+    """Its dims before the width."""
 
 
 def special_tokens(names: VisionNames) -> WeightMapping:
@@ -157,7 +169,7 @@ def special_tokens(names: VisionNames) -> WeightMapping:
     unused = (f"{names.prefix}{names.unused}",) if names.unused else ()
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        zeros = [torch.zeros_like(tensors[0][:1])] * len(unused)
+        zeros = [tensors[0].new_zeros(*names.unused_dims, tensors[0].shape[1])] * len(unused)
         return [*(part[None] for part in tensors[0].split(sizes)), *zeros]
 
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -205,7 +217,13 @@ def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]
     return [
         *([special_tokens(names)] if names.special else []),
         *convolution(f"{prefix}{names.patches}", embedding),
-        position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight")),
+        *(
+            []
+            if isinstance(config.position, Rope2dConfig)
+            else [
+                position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight"))
+            ]
+        ),
         *per_layer(config.n_layers, "encoder.layers.", f"{prefix}{names.layers}", names.block),
         *rename_linear("encoder.norm", f"{prefix}{names.final_norm}", bias=True),
         *(names.head if config.extra_heads else []),

@@ -1,4 +1,4 @@
-"""Vision transformers with classifiers: ViT, DeiT, DINOv2 with and without registers.
+"""Vision transformers: ViT, DeiT, DINOv2 with and without registers, each with a classifier or without, and DINOv3.
 
 Files are in the spelling of the hub (`encoder.layer.0.attention.attention.query`); that of transformers 5 in memory
 (`layers.0.attention.q_proj`) is read, too.
@@ -7,7 +7,7 @@ Files are in the spelling of the hub (`encoder.layer.0.attention.attention.query
 from collections.abc import Sequence
 from functools import partial
 
-from megatfm.config import ModelConfig, PatchEmbeddingConfig, require_variant
+from megatfm.config import GQAAttentionConfig, ModelConfig, PatchEmbeddingConfig, require_variant
 from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.vision import (
@@ -24,7 +24,8 @@ from megatfm.convert.architectures.vision import (
     write_vision,
 )
 from megatfm.convert.hf_config import Json, ignored, supported_values, used
-from megatfm.convert.weight_mapping import rename, rename_linear
+from megatfm.convert.hf_values import GATED, activation_from_hf, activation_to_hf, read_mapped
+from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear
 from megatfm.errors import UsageError
 
 HUB_ATTENTION = [
@@ -199,4 +200,113 @@ register_dinov2(
     "Dinov2WithRegistersModel",
     "dinov2_with_registers",
     registers=True,
+)
+
+
+# DINOv3: rotary positions, keys without a bias, always a backbone alone
+
+DINOV3_KEYS = {
+    **{key: KEYS[key] for key in KEYS.keys() - {"id2label", "num_labels", "label2id", "image_size"}},
+    "initializer_range": used(0.02),
+    "attention_dropout": used(0.0),
+    "hidden_size": used(384),
+    "intermediate_size": used(1536),
+    "num_attention_heads": used(6),
+    "layer_norm_eps": used(1e-5),
+    "rope_theta": used(100.0),
+    "query_bias": supported_values(True),
+    "key_bias": used(default=False),
+    "value_bias": supported_values(True),
+    "proj_bias": supported_values(True),
+    "mlp_bias": supported_values(True),
+    "layerscale_value": used(1.0),
+    "drop_path_rate": used(0.0),
+    "use_gated_mlp": used(default=False),
+    "num_register_tokens": used(0),
+    "apply_layernorm": supported_values(True),
+    **ignored("image_size", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"),
+    **ignored("out_features", "out_indices", "stage_names", "reshape_hidden_states"),
+}
+"""Rotary positions are for images of any size; their random shifts in training are left out."""
+DINOV3_MAPPING = {
+    "initializer_range": "init.std",
+    "attention_dropout": "attention.dropout",
+    "intermediate_size": "ffn.d_ff",
+    "layerscale_value": "layer_scale",
+    "drop_path_rate": "drop_path",
+    "rope_theta": "position.theta",
+    "num_register_tokens": "embedding.n_register_tokens",
+}
+
+
+def read_dinov3(theirs: Json) -> ModelConfig:
+    """Our config of a DINOv3 backbone."""
+    return read_vision(
+        theirs,
+        IMAGENET_MEAN,
+        IMAGENET_STD,
+        **read_mapped(theirs, DINOV3_MAPPING),
+        **{
+            "position.name": "rope_2d",
+            "position.normalized": True,
+            "attention.key_bias": theirs["key_bias"],
+            "ffn.activation": activation_from_hf(theirs["hidden_act"], gated=theirs["use_gated_mlp"]),
+        },
+    )
+
+
+def write_dinov3(ours: ModelConfig) -> Json:
+    """The reverse of `read_dinov3`."""
+    attention = require_variant(ours.attention, GQAAttentionConfig, "model.attention")
+    is_gated = ours.ffn.activation in GATED.values()
+    activation = activation_to_hf(ours.ffn.activation, gated=is_gated)
+    plain = ours.with_changes({"ffn.activation": activation_from_hf(activation)})
+    return {
+        **write_vision(plain, DINOV3_MAPPING),
+        "key_bias": attention.bias if attention.key_bias is None else attention.key_bias,
+        "use_gated_mlp": is_gated,
+    }
+
+
+def dinov3_rules(config: ModelConfig) -> list[WeightMapping]:
+    """Table of a DINOv3 backbone's tensors."""
+    attention = require_variant(config.attention, GQAAttentionConfig, "model.attention")
+    has_key_bias = attention.bias if attention.key_bias is None else attention.key_bias
+    is_gated = config.ffn.activation in GATED.values()
+    block = [
+        *rename_linear("attn.wq", "attention.q_proj", bias=True),
+        *rename_linear("attn.wk", "attention.k_proj", bias=has_key_bias),
+        *rename_linear("attn.wv", "attention.v_proj", bias=True),
+        *rename_linear("attn.wo", "attention.o_proj", bias=True),
+        *rename_linear("attn_residual.norm", "norm1", bias=True),
+        rename("attn_residual.branch.layer_scale.weight", "layer_scale1.lambda1"),
+        *rename_linear("ffn_residual.norm", "norm2", bias=True),
+        *(rename_linear("ffn.w_gate", "mlp.gate_proj", bias=True) if is_gated else []),
+        *rename_linear("ffn.w_up", "mlp.up_proj", bias=True),
+        *rename_linear("ffn.w_down", "mlp.down_proj", bias=True),
+        rename("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
+    ]
+    names = VisionNames(
+        "",
+        "layer.",
+        block,
+        patches="embeddings.patch_embeddings",
+        final_norm="norm",
+        unused="embeddings.mask_token",
+        unused_dims=(1, 1),
+    )
+    return vision_rules(names, config)
+
+
+register_architecture(
+    "DINOv3ViTModel",
+    Architecture(
+        "dinov3_vit",
+        DINOV3_KEYS,
+        read_dinov3,
+        write_dinov3,
+        dinov3_rules,
+        legacy_names=((r"^model\.layer\.", "layer."),),
+        fingerprint={"embedding.name": "patches", "position.name": "rope_2d"},
+    ),
 )

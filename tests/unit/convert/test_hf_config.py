@@ -179,6 +179,8 @@ IDLE = {
     "chunk_size_feed_forward": 3,
     "summary_activation": "tanh",
     "classifier_pooling": "mean",
+    "pos_embed_shift": 0.5,
+    "pos_embed_jitter": 1.5,
 }
 """Values that transformers takes, of keys in which it doesn't take any."""
 PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num_labels", "auto_map"}

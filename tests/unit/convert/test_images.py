@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "DeiTForImageClassification": {},
     "Dinov2ForImageClassification": {"mlp_ratio": 2, "layerscale_value": 1e-5, "use_mask_token": False},
     "Dinov2WithRegistersForImageClassification": {"mlp_ratio": 2, "num_register_tokens": 2},
+    "DINOv3ViTModel": {"num_register_tokens": 2, "key_bias": True},
     "SiglipVisionModel": {"vision_use_head": False},
     "CLIPVisionModel": {},
 }
@@ -61,10 +62,12 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(expected)
+    any_size = {"image_size": 224} if name == "DINOv3ViTModel" else {}
+    assert hf_config_of(loaded) == hf_config_of(expected) | any_size
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in PIXELS} == PIXELS
-    assert written["size"] == {"height": 16, "width": 16}
+    side = any_size.get("image_size", 16)
+    assert written["size"] == {"height": side, "width": side}
     image = pixels(16, 16, seed=1)
     assert torch.equal(answers(with_fresh_memory(loaded), image), answers(expected, image))
     for folder in ("theirs", "ours"):
@@ -78,7 +81,9 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         if name == "CLIPVisionModel":  # whose last norm transformers keeps for the class token
             wanted = expected.post_layernorm(wanted)
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
-    if name.startswith("Dinov2WithRegisters"):  # whose mask token transformers always has, and no pass uses
+    if name.startswith(
+        ("Dinov2WithRegisters", "DINOv3")
+    ):  # whose mask token transformers always has, and no pass uses
         return
     original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     prefix = "" if original.keys() == back.keys() else "vision_model."
