@@ -54,9 +54,9 @@ class Job:
         if self.gpus_per_node < 0:
             raise UsageError(f"--gpus-per-node {self.gpus_per_node}: it must be 0 (no GPUs) or more")
         counts = {"nodes": self.min_nodes, "processes": self.nproc_per_node, "tasks": self.array_size}
-        for what, count in {**counts, "links of the chain": self.chain_length}.items():
+        for subject, count in {**counts, "links of the chain": self.chain_length}.items():
             if count < 1:
-                raise UsageError(f"number of {what} is {count}: it must be at least 1")
+                raise UsageError(f"number of {subject} is {count}: it must be at least 1")
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
             raise UsageError(f"--nodes {self.min_nodes}-{self.max_nodes}: the least number comes first")
         if self.gpus_per_node and self.nproc_per_node != self.gpus_per_node:

@@ -70,15 +70,15 @@ class Troubles:
 
     def has(self, path: Path) -> bool:
         """Whether there is any in the last part of a file, or was when it was looked at before."""
-        seen, has_error = self._seen.get(path, (0, False))
+        n_read, has_error = self._seen.get(path, (0, False))
         try:
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                if size < seen:
-                    seen, has_error = 0, False
-                if not has_error and size > seen:
+                if size < n_read:
+                    n_read, has_error = 0, False
+                if not has_error and size > n_read:
                     # The line in which the last look ended is looked at again.
-                    file.seek(max(0, size - TAIL_BYTES, seen - LINE_BYTES))
+                    file.seek(max(0, size - TAIL_BYTES, n_read - LINE_BYTES))
                     has_error = (
                         ERROR_PATTERN.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace"))
                         is not None

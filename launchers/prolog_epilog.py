@@ -108,7 +108,7 @@ def prolog(args: argparse.Namespace) -> int:
             )
         )
     attempt = restarts.begin(Attempt(now, group, job, _restart(), nodes))
-    number = sum(one.submission == group for one in restarts.attempts)
+    number = sum(earlier.submission == group for earlier in restarts.attempts)
     log(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
     if spent := restarts.restart_limit_reason(group, args.max_restarts):
         # Reached when SLURM itself requeued the job, so that nobody could say so before.
@@ -145,21 +145,21 @@ def epilog(args: argparse.Namespace) -> int:
     if begun is None:
         raise MegatfmError(f"{args.run / RESTARTS}: nothing is noted of job {job}: was the file removed?")
     code = args.code
-    asked = args.asked or (
+    is_requested = args.asked or (
         "USR1" if code == 128 + signal.SIGUSR1 else ""
     )  # of which a rank died while it started
-    if code in (EXIT_OK, EXIT_REQUEUE) or asked:  # asked to stop, it may have done its last step
+    if code in (EXIT_OK, EXIT_REQUEUE) or is_requested:  # asked to stop, it may have done its last step
         has_finished = finished(args.run, load_config(args.config).train.steps)
         code = EXIT_OK if has_finished else code or EXIT_FAILED
-    attempt = replace(begun, ended=time.time(), code=code, asked=bool(asked))
+    attempt = replace(begun, ended=time.time(), code=code, asked=bool(is_requested))
     if code in FINAL_EXIT_REASONS:
         restarts.end(replace(attempt, asked=False, reason=FINAL_EXIT_REASONS[code]))
         log(f"the run ended with {code}: {FINAL_EXIT_REASONS[code]}")
         if code in (EXIT_OK, EXIT_USAGE, NO_PROGRESS):
             _cancel_later_chain_jobs(args.run, job)
         return int(code)
-    if asked or code == EXIT_REQUEUE:
-        attempt = replace(attempt, reason=f"stopped by {asked or 'a signal'}")
+    if is_requested or code == EXIT_REQUEUE:
+        attempt = replace(attempt, reason=f"stopped by {is_requested or 'a signal'}")
     else:
         following = restarts.next_attempt(begun)
         cause = find_failure_cause(args.log, args.run, begun.time, following.time if following else None)
@@ -178,11 +178,11 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
     job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
     note, submitted = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
     previous, work = read_json(note, {}), prep_progress(args.run)
-    same = isinstance(previous, dict) and (
+    is_same_job = isinstance(previous, dict) and (
         previous.get("job"),
         previous.get("work"),
     ) == (submitted, work)
-    stops = 1 + (previous["stops"] if same and isinstance(previous.get("stops"), int) else 0)
+    stops = 1 + (previous["stops"] if is_same_job and isinstance(previous.get("stops"), int) else 0)
     atomic_write(note, json.dumps({"job": submitted, "work": work, "stops": stops}) + "\n")
     if stops > (MAX_STOPS_WITHOUT_PROGRESS if work else UNSEEN_STOPS):
         log(
@@ -233,11 +233,11 @@ def _exclude(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, str]) 
             *hosts,
             *(scheduler.expand_nodelist(of_site) if of_site != "(null)" else ()),
         }
-        left = scheduler.usable_nodes(record.get("Partition", "")) - excluded
+        free_nodes = scheduler.usable_nodes(record.get("Partition", "")) - excluded
         needed = int(re.match(r"\d+", record.get("NumNodes", "1"))[0])  # type: ignore[index]
-        if len(left) < needed:
+        if len(free_nodes) < needed:
             log(
-                f"{', '.join(hosts)}: failed twice, but only {len(left)} other nodes are usable: not excluded"
+                f"{', '.join(hosts)}: failed twice, but only {len(free_nodes)} other nodes are usable: not excluded"
             )
             return
         for job in jobs:
@@ -308,8 +308,8 @@ def find_failure_cause(
         return FailureCause(lost[1], None, f"node {lost[1]} failed")
     if refused := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
         # srun then kills the tasks that did start, on nodes that are in order.
-        how = "; ".join(f"node {node} could not start its tasks: {why}" for node, why in refused.items())
-        return FailureCause(next(iter(refused)) if len(refused) == 1 else None, None, how)
+        reasons = "; ".join(f"node {node} could not start its tasks: {why}" for node, why in refused.items())
+        return FailureCause(next(iter(refused)) if len(refused) == 1 else None, None, reasons)
     tasks = list(_SRUN.finditer(text))
     guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
     if not guilty and len({match[1] for match in tasks}) > 1:

@@ -226,20 +226,22 @@ class AttemptLog:
         """Note how an attempt ended; returns it with the step that it came to."""
         ended = replace(attempt, step=latest_checkpoint_step(self.run))
         self.attempts = [
-            ended if (other.job, other.time) == (attempt.job, attempt.time) else other
-            for other in self._read()
+            ended if (stored.job, stored.time) == (attempt.job, attempt.time) else stored
+            for stored in self._read()
         ]
         self._save()
         return ended
 
     def unfinished_attempt(self, submission: str) -> Attempt | None:
         """The last attempt of a submission if nobody has noted its end."""
-        last = next((one for one in reversed(self.attempts) if one.submission == submission), None)
+        last = next(
+            (attempt for attempt in reversed(self.attempts) if attempt.submission == submission), None
+        )
         return last if last and last.ended is None else None
 
     def attempt_of_job(self, job: str, restart: int) -> Attempt | None:
         """The attempt of one start of a job, whatever came after it: its script may outlive the next one's begin."""
-        attempts = [one for one in self.attempts if (one.job, one.restart) == (job, restart)]
+        attempts = [attempt for attempt in self.attempts if (attempt.job, attempt.restart) == (job, restart)]
         return attempts[-1] if attempts else None
 
     def next_attempt(self, attempt: Attempt) -> Attempt | None:
@@ -258,7 +260,7 @@ class AttemptLog:
         reason = f"{why} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
         if failures <= max_restarts:
             return f"{reason}: they need more time to start and save, by more --time or a lower stop_seconds"
-        last = next((one.reason for one in reversed(self.attempts) if one.is_failure), "")
+        last = next((attempt.reason for attempt in reversed(self.attempts) if attempt.is_failure), "")
         return reason + (f"; the last: {last}" if last else "")
 
     def count_without_progress(self, submission: str) -> tuple[int, int]:
@@ -273,8 +275,8 @@ class AttemptLog:
 
     def faulty_hosts(self, now: float) -> list[str]:
         """Hosts on which the run failed twice or more of late."""
-        recent = [one for one in self.attempts if one.time > now - HOST_FAILURE_WINDOW_S]
-        counts = Counter(one.failed_host for one in recent if one.failed_host)
+        recent = [attempt for attempt in self.attempts if attempt.time > now - HOST_FAILURE_WINDOW_S]
+        counts = Counter(attempt.failed_host for attempt in recent if attempt.failed_host)
         return sorted(host for host, count in counts.items() if count >= MAX_HOST_FAILURES)
 
     def _read(self) -> list[Attempt]:
@@ -308,4 +310,4 @@ _ATTEMPT = TypeAdapter(Attempt)
 
 def dump(attempts: Sequence[Attempt]) -> str:
     """The text of the file of restarts: indented JSON, an object for each."""
-    return json.dumps([asdict(one) for one in attempts], indent=1) + "\n"
+    return json.dumps([asdict(attempt) for attempt in attempts], indent=1) + "\n"

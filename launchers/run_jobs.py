@@ -175,20 +175,21 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
                 f"{run}: can't tell whether job {number} still waits or runs ({state.reason}): try again, or where "
                 f"SLURM answers; give this one another name; or, if that job is surely gone, delete {run / LAUNCH}"
             )
-        what = "evaluates this run" if job.kind == "evaluate" else "is of this run"
+        purpose = "evaluates this run" if job.kind == "evaluate" else "is of this run"
         doing = "runs" if state.name == "RUNNING" else f"is in the queue ({state.name})"
         end = number if job.kind == "evaluate" else shlex.quote(str(run))
         other_name = "" if job.kind == "evaluate" else ", or give this one another name"
         raise UsageError(
-            f"{run}: job {number} {what}, and {doing}: wait for it, or end it with `megatfm cancel {end}`{other_name}"
+            f"{run}: job {number} {purpose}, and {doing}: wait for it, or end it with "
+            f"`megatfm cancel {end}`{other_name}"
         )
     return list(evaluations)
 
 
 def check_no_process(run: Path) -> None:
     """Refuse a run that a process of this machine has launched. Raises LockedError."""
-    if other := launcher_process(run):
-        raise LockedError(f"{run}: process {other.pid} runs this already: wait for it or give another name")
+    if process := launcher_process(run):
+        raise LockedError(f"{run}: process {process.pid} runs this already: wait for it or give another name")
 
 
 def launcher_process(run: Path) -> psutil.Process | None:
@@ -198,10 +199,10 @@ def launcher_process(run: Path) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(int(number_of(launch_record, "pid") or 0))
-        same = (
+        is_same_job = (
             abs(process.create_time() - (number_of(launch_record, "started") or 0)) < 1
         )  # else the number was used again
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        return process if is_same_job and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
         return None
 
@@ -237,9 +238,9 @@ def cancel(run: Path) -> str:
 
     Raises UsageError if there is nothing to end.
     """
-    done, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
+    cancelled, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
     if jobs:
-        done.append(_scancel(jobs))
+        cancelled.append(_scancel(jobs))
     if process := launcher_process(run):
         try:
             process.send_signal(signal.SIGTERM)
@@ -249,10 +250,10 @@ def cancel(run: Path) -> str:
             ) from None
         except psutil.NoSuchProcess:
             pass  # ended at this moment
-        done.append(f"told process {process.pid} to save and stop")
-    if not done:
+        cancelled.append(f"told process {process.pid} to save and stop")
+    if not cancelled:
         raise UsageError(f"{run}: {_why_nothing_runs(run)}")
-    return ", ".join(done)
+    return ", ".join(cancelled)
 
 
 def cancel_job_id(number: str) -> str:

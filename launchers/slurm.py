@@ -291,12 +291,12 @@ class SlurmLauncher:
     def _print_summary(self, job: Job, jobs: list[str]) -> None:
         run, numbers = job.run_dir, ", ".join(jobs)
         if job.kind == "prep":
-            what = f"{job.array_size} tasks"
+            size = f"{job.array_size} tasks"
         else:
             nodes = f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes)
-            what = f"{job.world_size} processes on {nodes} nodes"
+            size = f"{job.world_size} processes on {nodes} nodes"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
-        print(f"job{'s' * (len(jobs) > 1)} {numbers} {'are' if len(jobs) > 1 else 'is'} queued: {what}")
+        print(f"job{'s' * (len(jobs) > 1)} {numbers} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
         print(f"  state    megatfm status {run}")
         print(f"  log      megatfm logs -f {run}    ({log})")
         if job.kind == "train":

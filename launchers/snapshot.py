@@ -80,10 +80,10 @@ def collect_code(plugins: Sequence[str]) -> Snapshot:
             _add(name, path, roots)
     files: dict[str, Path] = {}
     for name, root in roots.items():
-        taken = [root] if root.is_file() else sorted(_walk(root))
+        paths = [root] if root.is_file() else sorted(_walk(root))
         if name != "megatfm":
-            _check_size(name, root, taken)
-        files |= {str(path.relative_to(root.parent)): path for path in taken}
+            _check_size(name, root, paths)
+        files |= {str(path.relative_to(root.parent)): path for path in paths}
     return Snapshot(dict(sorted(files.items())))
 
 
@@ -127,10 +127,10 @@ def code_origin() -> dict[str, object]:
     origin: dict[str, object] = {"megatfm": version.__version__, "copied_from": str(root)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for key, words in {"commit": ("rev-parse", "HEAD"), "changed": ("status", "--porcelain")}.items():
-            done = subprocess.run(
+            result = subprocess.run(
                 ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
             )
-            origin[key] = done.stdout.splitlines() if key == "changed" else done.stdout.strip()
+            origin[key] = result.stdout.splitlines() if key == "changed" else result.stdout.strip()
     return origin
 
 

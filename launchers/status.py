@@ -98,7 +98,9 @@ def run_status(run: Path) -> RunStatus:
     step = int(reached) if reached is not None and math.isfinite(reached) else None
     seconds = [value for record in records if (value := number_of(record, "step_seconds")) is not None]
     speeds = [value for record in records if (value := number_of(record, "tokens_per_second")) is not None]
-    left = (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
+    seconds_left = (
+        (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
+    )
     detail = f"{events[0].get('event')}: {events[0].get('detail')}" if events else ""
     return RunStatus(
         run=run,
@@ -108,7 +110,7 @@ def run_status(run: Path) -> RunStatus:
         steps=steps,
         loss=number_of(last, "loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        seconds_left=None if state.is_over or state.is_unknown else left,
+        seconds_left=None if state.is_over or state.is_unknown else seconds_left,
         restarts=_restarts(run),
         checkpoint=latest_checkpoint_step(run),
         event=detail,
@@ -137,7 +139,7 @@ def _steps(run: Path) -> int | None:
 def _restarts(run: Path) -> int:
     """Restarts of the last submission."""
     attempts = AttemptLog(run).attempts
-    return sum(one.submission == attempts[-1].submission for one in attempts) - 1 if attempts else 0
+    return sum(attempt.submission == attempts[-1].submission for attempt in attempts) - 1 if attempts else 0
 
 
 def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
@@ -152,10 +154,10 @@ def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
 def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
     """Whether the holder of a run's lock lives: its process here, or whoever moves the file from another machine."""
     if holder.get("host") == socket.gethostname():
-        taken, pid = number_of(holder, "time"), number_of(holder, "pid")
+        lock_time, pid = number_of(holder, "time"), number_of(holder, "pid")
         try:
             # One that began after the lock was taken got the number of a dead one.
-            return pid is not None and psutil.Process(int(pid)).create_time() < (taken or math.inf) + 1
+            return pid is not None and psutil.Process(int(pid)).create_time() < (lock_time or math.inf) + 1
         except (psutil.Error, ValueError, OverflowError):
             return False
     try:

@@ -224,11 +224,11 @@ class _Children:
     def _failure_message(self, name: str) -> str:
         code = self.codes.get(name)
         if code is None:
-            how = "stopped, and never continued"
+            ending = "stopped, and never continued"
         else:
-            how = f"exit code {code}" if code >= 0 else _signal_name(-code)
+            ending = f"exit code {code}" if code >= 0 else _signal_name(-code)
         n_others = len(self.children) - 1
-        line = f"megatfm: {name} failed first ({how})" + (", so the others were ended" if n_others else "")
+        line = f"megatfm: {name} failed first ({ending})" + (", so the others were ended" if n_others else "")
         log = next(child.log for child in self.children if child.name == name)
         if log is None:
             return line
@@ -263,11 +263,14 @@ def _signal_name(number: int) -> str:
 def _before_exec(child: Child) -> Callable[[], None]:
     """Make the hook that runs before exec: it blocks stop signals, and has the kernel end the child with us (Linux)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent, held = os.getpid(), (signal.SIGUSR1, signal.SIGTERM) if child.blocks_stop_signals else ()
+    parent, blocked_signals = (
+        os.getpid(),
+        (signal.SIGUSR1, signal.SIGTERM) if child.blocks_stop_signals else (),
+    )
 
     def prepare() -> None:
-        if held:
-            signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        if blocked_signals:
+            signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
         if libc:
             libc.prctl(PR_SET_PDEATHSIG, int(child.parent_death_signal))
         if os.getppid() != parent:  # killed before the line above

@@ -208,11 +208,11 @@ def _misfit(job: Job, on_nodes: bool) -> str | None:
 
 def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
     """Numbers of nodes or processes near the wanted one that would do."""
-    per_unit, wanted = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
+    per_unit, n_processes = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
     near: Iterator[int] = (
         count
         for distance in range(1, 64)
-        for count in (wanted - distance, wanted + distance)
+        for count in (n_processes - distance, n_processes + distance)
         if count > 0 and layout_error(config, count * per_unit) is None
     )
     fitting = next(near, None)

@@ -103,12 +103,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The namespace with all overrides; exits with code 2 for a word that is neither a flag nor an override."""
-        parsed, left = self.parse_known_args(args, namespace)
+        parsed, unparsed = self.parse_known_args(args, namespace)
         overrides = getattr(parsed, "overrides", None)
-        unknown = [word for word in left if overrides is None or not _is_override(word)]
+        unknown = [word for word in unparsed if overrides is None or not _is_override(word)]
         if unknown:
             key, equals, value = unknown[0].lstrip("-").partition("=")
-            after = left[left.index(unknown[0]) + 1 :]
+            after = unparsed[unparsed.index(unknown[0]) + 1 :]
             value = value if equals else next(iter(after), "…")
             hint = f": settings have no dashes: {key}={value}" if overrides is not None and "." in key else ""
             if unknown[0].partition("=")[0] in OF_LAUNCH and hasattr(parsed, "source"):
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
         if overrides is not None:
             from megatfm.registry import refuse_repeats
 
-            parsed.overrides = [*overrides, *left]
+            parsed.overrides = [*overrides, *unparsed]
             try:
                 refuse_repeats(parsed.overrides)
             except UsageError as error:

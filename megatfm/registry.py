@@ -69,12 +69,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _closest(word: str, known: Sequence[str]) -> str | None:
     """Near is what differs in signs and capitals alone, begins as the word does, begins it, or is spelled almost so."""
     bare = {name: _letters(name) for name in known}
-    wanted = _letters(word)
-    if len(wanted) >= SHORTEST:
-        ahead = [name for name in known if bare[name].startswith(wanted)]
-        behind = [name for name in known if len(bare[name]) >= SHORTEST and wanted.startswith(bare[name])]
-        if ahead or behind:
-            return min(ahead, key=lambda name: len(bare[name])) if ahead else max(behind, key=len)
+    letters = _letters(word)
+    if len(letters) >= SHORTEST:
+        longer = [name for name in known if bare[name].startswith(letters)]
+        shorter = [name for name in known if len(bare[name]) >= SHORTEST and letters.startswith(bare[name])]
+        if longer or shorter:
+            return min(longer, key=lambda name: len(bare[name])) if longer else max(shorter, key=len)
     near = difflib.get_close_matches(word, known, n=1)
     return near[0] if near else None
 
@@ -142,9 +142,9 @@ def add_plugin_folders(packages: Iterable[str], folders: Sequence[Path]) -> None
     for name in {package.partition(".")[0] for package in packages}:
         if not name or name in sys.modules or importlib.util.find_spec(name) is not None:
             continue
-        there = (
+        exists = (
             folder for folder in folders if (folder / f"{name}.py").is_file() or (folder / name).is_dir()
         )
-        if (folder := next(there, None)) is not None:
+        if (folder := next(exists, None)) is not None:
             sys.path.append(str(folder.resolve()))
             importlib.invalidate_caches()

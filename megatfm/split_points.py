@@ -56,7 +56,7 @@ def live_fields(split_points: Sequence[SplitPoint], index: int) -> dict[str, Car
     read: set[str] = set()
     for point in reversed(split_points[index:]):
         read = (read - set(point.writes)) | set(point.reads)
-    written: dict[str, CarrySpec] = {}
+    written_names: dict[str, CarrySpec] = {}
     for point in split_points[:index]:
-        written |= point.writes
-    return {name: written[name] for name in sorted(read) if name in written}
+        written_names |= point.writes
+    return {name: written_names[name] for name in sorted(read) if name in written_names}

@@ -3,8 +3,8 @@
 A word is a run of letters and digits with their marks (vowel signs, accents), without case, after NFKC (Unicode
 Standard Annex 15) and without what isn't seen: format characters, Arabic and Hebrew vowel points, the elongating
 kashida. `_` separates. Of scripts that have no spaces, a Han character and a kana are words of their own; Thai, Lao,
-Khmer, Burmese and their kin are cut where a hash of the two neighbouring characters says so, every fourth place on the
-average: so a word has about as many characters as the languages' own, and depends on its surroundings alone.
+Khmer, Burmese and related scripts are cut where a hash of the two neighbouring characters says so, every fourth place
+on the average: so a word has about as many characters as the languages' own, and depends on its surroundings alone.
 
 A word's hash is that of its UTF-8 bytes, eight at a time; an n-gram's hash combines those of its words in their order.
 All are 64 bits wide. The minima of a signature are rensa's.
@@ -29,7 +29,7 @@ _SPACE = ord(" ")
 _WORDS = bytes(
     byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() else _SPACE for byte in range(256)
 )
-# What a character is.
+# Kinds of characters.
 _SEPARATES, _IN_WORD, _IS_WORD, _IN_LONG, _UNSEEN = range(5)
 # Blocks of scripts without spaces (Unicode 15): those of which a character is a word, and those of which several are.
 # fmt: off
@@ -51,12 +51,12 @@ _PLANES = ((0, 0x323B0), (0xE0000, 0xE0200))
 """Code points that have anything but private and unassigned ones."""
 _FIRST, _SECOND, _BASE = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
 _27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
-# Of the eight bytes at a place, those of a word that has 0 … 8 bytes left (little-endian).
+# Masks for the eight bytes at a place, of which 0 … 8 belong to the word (little-endian).
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
 
 def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hashes of all words of all texts, in their order, and where each text's begin: [texts + 1]."""
+    """Return the hashes of all words of all texts in order, and the first hash of each text: [texts + 1]."""
     encoded = [_encode(text) for text in texts]
     # Eight bytes of space after the end, as a word's last eight bytes may be read beyond it.
     joined = b" ".join([*encoded, b" " * 8]).translate(_WORDS)

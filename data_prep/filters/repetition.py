@@ -79,7 +79,7 @@ class _Runs:
         self._keep(np.bincount(self._code))
 
     def grow(self) -> None:
-        """To runs of one word more."""
+        """Lengthen the runs by one word."""
         self.n += 1
         begins = np.flatnonzero(self._at[1:] == self._at[:-1] + 1)
         pairs = self._code[begins] * len(self._ends) + self._code[begins + 1]
@@ -95,7 +95,7 @@ class _Runs:
         self._keep(np.bincount(numbers))
 
     def top_is_over(self, n: int, limit: float) -> bool:
-        """Whether the most frequent run of `n` words has more characters in all."""
+        """Whether all occurrences of the most frequent run of `n` words have more than `limit` characters."""
         while self.n < n:
             if self._top_at_most(n) <= limit:
                 return False
@@ -103,7 +103,7 @@ class _Runs:
         return self.top_characters() > limit
 
     def repeated_are_over(self, n: int, limit: float) -> bool:
-        """Whether runs of `n` words that came before have more characters in all."""
+        """Whether repeated runs of `n` words have more than `limit` characters in total."""
         return not self.cover_at_most(n, limit) and self.repeated_characters() > limit
 
     def cover_at_most(self, n: int, limit: float) -> bool:
@@ -137,9 +137,9 @@ class _Runs:
         return length
 
     def _keep(self, times: Integers) -> None:
-        """The places whose run occurs more than once, given how often each run does."""
-        again = times[self._code] > 1
-        self._at, self._code = self._at[again], self._code[again]
+        """Keep only the places whose run occurs more than once. times: of each run."""
+        is_repeated = times[self._code] > 1
+        self._at, self._code = self._at[is_repeated], self._code[is_repeated]
         self._times = times[self._code]
         self._stretches = None
 
@@ -151,7 +151,7 @@ class _Runs:
 
     def _covered(self, n: int) -> int:
         """Characters of all words that may lie in a repeated run of `n` words."""
-        if self._stretches is None:  # of places that follow one another
+        if self._stretches is None:  # of consecutive places
             breaks = np.flatnonzero(self._at[1:] != self._at[:-1] + 1)
             first = np.append(self._at[:1], self._at[breaks + 1])
             last = np.append(self._at[breaks], self._at[-1:])

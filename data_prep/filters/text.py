@@ -47,8 +47,8 @@ REPAIR = ftfy.TextFixerConfig(
     normalization=None,
     explain=False,
 )
-# What ftfy's fixers look for besides mojibake: control characters of both kinds, line breaks other than \n, halves of
-# surrogate pairs. A line without these that does not look like mojibake is one that ftfy leaves alone.
+# Characters that ftfy's fixers look for besides mojibake: control characters of both kinds, line breaks other than \n,
+# halves of surrogate pairs. A line without these that does not look like mojibake is one that ftfy leaves alone.
 _ODD = re.compile(f"[{re.escape(''.join(map(chr, CONTROL_CHARS)))}\r\x80-\x9f\u2028\u2029\ud800-\udfff]")
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
@@ -76,7 +76,7 @@ class FixUnicode:
 
 
 def fix_text(text: str) -> str:
-    """The text as `ftfy.fix_text` would give it back, the same object if that is equal.
+    """Return `ftfy.fix_text(text)`, as the same object if nothing changed.
 
     ftfy repairs line by line, each by itself, so it is only asked for the lines that it could change.
     """
@@ -174,8 +174,8 @@ def _sample_windows(text: str, characters: int) -> str:
 
 
 class _Identifier(LanguageIdentifier):  # type: ignore[misc]
-    """The library's own, with the same results to the last bit, but for its two slow places: n-grams are found at all
-    bytes of a text at once, and weights are stored as the numbers that are added up."""
+    """py3langid's identifier with the same results to the last bit, without its two slow places: n-grams are found at
+    all bytes of a text at once, and weights are stored as the numbers that are added up."""
 
     nb_ptc: Any
 

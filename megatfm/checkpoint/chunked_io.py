@@ -142,15 +142,15 @@ class DirectFileWriter(FileWriter):
         super().write(self._buffer[aligned : self._buffered].data)
 
     def _write_blocks(self, blocks: np.ndarray) -> None:
-        done = 0
+        n_written = 0
         try:
-            done = os.write(self._fd, blocks.data) if len(blocks) else 0
+            n_written = os.write(self._fd, blocks.data) if len(blocks) else 0
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        if done < len(blocks):  # what is left may not be whole blocks, or the filesystem can't
+        if n_written < len(blocks):  # what is left may not be whole blocks, or the filesystem can't
             _disable_direct_io(self._fd)
-            super().write(blocks[done:].data)
+            super().write(blocks[n_written:].data)
 
 
 class FileReader:
@@ -202,21 +202,21 @@ class DirectFileReader(FileReader):
 
     def _read_chunk(self, buffer: memoryview, offset: int) -> int:
         """Read a chunk, which is less than the buffer only where the file ends; returns its bytes."""
-        done, usual = 0, False
-        while done < len(buffer):
+        n_read, usual = 0, False
+        while n_read < len(buffer):
             try:
-                got = os.preadv(self._fd, [buffer[done:]], offset + done)
+                n_bytes = os.preadv(self._fd, [buffer[n_read:]], offset + n_read)
             except OSError as error:
                 if error.errno != errno.EINVAL or usual:
                     raise
             else:
-                if not got:
+                if not n_bytes:
                     break
-                done += got
-            if done < len(buffer):  # what is left may not be whole blocks, or the filesystem can't
+                n_read += n_bytes
+            if n_read < len(buffer):  # what is left may not be whole blocks, or the filesystem can't
                 _disable_direct_io(self._fd)
                 usual = True
-        return done
+        return n_read
 
 
 def open_reader(fd: int, size: int, direct: bool) -> FileReader:

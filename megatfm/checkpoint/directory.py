@@ -107,11 +107,11 @@ def _check_share_of_files(path: Path, raw: bytes) -> str | None:
     """Return what is wrong with the files that this rank reads, or None."""
     try:
         content = file_format.parse_metadata(path, raw)
-        mine = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
+        own_names = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
         reader.verify_files(
             path,
             content,
-            mine,
+            own_names,
             file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0,
         )
     except MegatfmError as error:

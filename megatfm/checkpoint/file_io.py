@@ -143,16 +143,16 @@ class HashedFile:
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes, of which there must be enough."""
-        done = 0
+        n_read = 0
         with naming("read", self._path):
-            while done < target.nbytes:
-                got = self._source.read_into(target[done:])
-                if not got:
-                    at = self.size - self.remaining + done
+            while n_read < target.nbytes:
+                n_bytes = self._source.read_into(target[n_read:])
+                if not n_bytes:
+                    at = self.size - self.remaining + n_read
                     raise MegatfmError(f"cannot read {self._path}: it shrank to {at} bytes while it was read")
-                self._hash.update(target[done : done + got])
-                done += got
-        self.remaining -= done
+                self._hash.update(target[n_read : n_read + n_bytes])
+                n_read += n_bytes
+        self.remaining -= n_read
 
     def read(self, size: int) -> memoryview:
         """The next bytes, in memory of their own."""

@@ -71,7 +71,7 @@ class NodeTopology:
 
     def ranks_on(self, node: int) -> list[int]:
         """The ranks of a node."""
-        return [rank for rank, its in enumerate(self.node_of_rank) if its == node]
+        return [rank for rank, node_of in enumerate(self.node_of_rank) if node_of == node]
 
     @property
     def replicated_node(self) -> int:
@@ -130,7 +130,7 @@ def save_local(
     def encode() -> tuple[bytes, list[list[str]]]:
         assert plan.global_metadata is not None
         content = build_metadata(step, state, plan.global_metadata, per_rank)
-        return file_format.encode_metadata(content), [list(written.files) for written in per_rank]
+        return file_format.encode_metadata(content), [list(files.files) for files in per_rank]
 
     raw, files = object_collectives.run_on_rank_0(action, encode, group)
     entries = file_format.parse_metadata(staging_dir, raw).files
@@ -168,7 +168,7 @@ class LocalCheckpoint:
 
 def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
     """Return the newest checkpoint of which every file is intact on some node; reads each byte. A collective."""
-    mine = object_collectives.run_on_all_ranks(
+    local_step = object_collectives.run_on_all_ranks(
         "node-local checkpoints not read",
         lambda: _scan_local_dir(nodes) if nodes.is_node_leader else {},
         nodes.group,
@@ -176,7 +176,7 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
     nodes_by_checkpoint: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for rank, steps_of_node in enumerate(object_collectives.all_gather(mine, nodes.group)):
+    for rank, steps_of_node in enumerate(object_collectives.all_gather(local_step, nodes.group)):
         for key, files in steps_of_node.items():
             for file in files:
                 nodes_by_checkpoint[key][file].append(nodes.node_of_rank[rank])
@@ -322,30 +322,30 @@ def _send(path: Path, entry: FileEntry, receiver: int, group: Group, problems: l
 
 def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Generator[Tensor, None, None]:
     """Yield the bytes of a file, or anything from where it can't be read on."""
-    chunk, left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
+    chunk, bytes_left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
     try:
         with file_io.HashedFile(path) as file:
-            while left:
-                message = chunk[:left]
+            while bytes_left:
+                message = chunk[:bytes_left]
                 file.read_into(message.numpy().data)
                 yield message
-                left -= len(message)
+                bytes_left -= len(message)
     except MegatfmError as error:
         problems.append(error)
-    while left:
-        yield chunk[:left]
-        left -= min(left, MESSAGE_BYTES)
+    while bytes_left:
+        yield chunk[:bytes_left]
+        bytes_left -= min(bytes_left, MESSAGE_BYTES)
 
 
 def _receive(path: Path, entry: FileEntry, sender: int, group: Group, problems: list[MegatfmError]) -> None:
-    left = entry.bytes
+    bytes_left = entry.bytes
 
     def parts() -> Iterator[memoryview]:
-        nonlocal left
-        while left:
-            part = torch.empty(min(MESSAGE_BYTES, left), dtype=torch.uint8)
+        nonlocal bytes_left
+        while bytes_left:
+            part = torch.empty(min(MESSAGE_BYTES, bytes_left), dtype=torch.uint8)
             dist.recv(part, sender, group)
-            left -= len(part)
+            bytes_left -= len(part)
             yield part.numpy().data
 
     arriving = parts()

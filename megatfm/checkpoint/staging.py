@@ -173,8 +173,8 @@ class _CopyQueue:
 
     def finish_interrupted(self) -> None:
         """Copy what was begun and interrupted; nobody else is at it any more."""
-        for part, done in zip(self._parts, self._done, strict=True):
-            if not done:
+        for part, event in zip(self._parts, self._done, strict=True):
+            if not event:
                 _copy(*part)
 
 

@@ -112,8 +112,10 @@ def _trace(args: argparse.Namespace, opened: "Estimator", estimate: "Estimate") 
     keys = {word.partition("=")[0] for word in few}
     overrides = [*(word for word in args.overrides if word.partition("=")[0] not in keys), *few]
     traced = run_trace(args.config, overrides, args.gpus, args.rank)
-    same = opened.estimate(load_config(args.config, overrides).with_changes({"train.precision": "bf16"}))
-    print_table(traced_table(differences(same, traced), traced))
+    bf16_estimate = opened.estimate(
+        load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
+    )
+    print_table(traced_table(differences(bf16_estimate, traced), traced))
     for line in traced_lines(traced):
         print(line)
 
@@ -130,14 +132,14 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
     launcher, job = cli.build_launch(parser.parse_args([*words, "--dry-run"]))
-    written = [args.write]
+    names = [args.write]
     for name, text in launcher.render(job).items():
         path = args.write.with_name(
             f"{args.write.stem}.{name}" if "." in name else f"{args.write.stem}.sbatch"
         )
         atomic_write(path, text)
-        written.append(path)
-    print(f"written: {', '.join(map(str, written))}; start it with: megatfm launch {' '.join(words)}")
+        names.append(path)
+    print(f"written: {', '.join(map(str, names))}; start it with: megatfm launch {' '.join(words)}")
 
 
 def _print(opened: "Estimator", estimate: "Estimate") -> None:

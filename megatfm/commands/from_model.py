@@ -108,12 +108,12 @@ def _model(path: Path) -> dict[str, Any]:
     return model
 
 
-def _check_tokenizer(config: Config, wanted: Path | None, source: Path) -> None:
+def _check_tokenizer(config: Config, corpus_tokenizer: Path | None, source: Path) -> None:
     """Raise UsageError unless the text was prepared with the tokenizer of the model's training."""
-    if wanted is None or config.data.tokenizer is None:
+    if corpus_tokenizer is None or config.data.tokenizer is None:
         return
-    if tokenizers.load(config.data.tokenizer).hash != tokenizers.load(wanted).hash:
+    if tokenizers.load(config.data.tokenizer).hash != tokenizers.load(corpus_tokenizer).hash:
         raise UsageError(
             f"data.tokenizer = {config.data.tokenizer}: not the tokenizer of {source}: prepare the text with that one, "
-            f"tokenizer.file={wanted}"
+            f"tokenizer.file={corpus_tokenizer}"
         )

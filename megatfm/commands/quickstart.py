@@ -47,7 +47,7 @@ def quickstart_command(args: argparse.Namespace) -> int:
     overrides = [*defaults, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
-    shown = os.path.relpath(run_dir)
+    run_path = os.path.relpath(run_dir)
     launch = ["launch", "quickstart", "--nproc", str(args.nproc), *overrides]
 
     _run_subprocess("Prepare the corpus", ["prep", "quickstart-data", *prep])
@@ -57,10 +57,10 @@ def quickstart_command(args: argparse.Namespace) -> int:
     _run_subprocess("Resume from the checkpoint", launch)
     for seed in ("0", "1"):
         _run_in_process(
-            "Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed]
+            "Sample", ["generate", run_path, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed]
         )
-    _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--baselines"])
-    _run_in_process("Write the report", ["report", shown])
+    _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", run_path, "--baselines"])
+    _run_in_process("Write the report", ["report", run_path])
     _summary(config, run_dir, time.monotonic() - start)
     return 0
 
@@ -115,8 +115,8 @@ def _print_command(title: str, words: Sequence[str]) -> None:
     console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
 
 
-def _failed(words: Sequence[str], how: str, code: int) -> MegatfmError:
-    failed = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(words)}` {how}")
+def _failed(words: Sequence[str], outcome: str, code: int) -> MegatfmError:
+    failed = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(words)}` {outcome}")
     failed.exit_code = code
     return failed
 
@@ -167,10 +167,10 @@ def _summary(config: Config, run_dir: Path, seconds: float) -> None:
         table.add_row(label, os.path.relpath(path))
     console.print()
     console.print(table)
-    shown = os.path.relpath(run_dir)
+    run_path = os.path.relpath(run_dir)
     console.print("\n[bold]Next[/bold]")
     for command in (
-        f"megatfm generate {shown} --prompt 'class ' --temperature 0.6",
+        f"megatfm generate {run_path} --prompt 'class ' --temperature 0.6",
         "megatfm verify quickstart parallel.tp=2",
         "megatfm launch quickstart --slurm --nodes 2 --gpus-per-node 1 --time 1:00:00 --dry-run",
     ):

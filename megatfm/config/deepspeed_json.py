@@ -259,9 +259,9 @@ def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
         if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
             continue
         if key in fixed:
-            source, wanted = fixed[key]
-            if not _matches(value, wanted):
-                wrong[f"{key} = {json.dumps(value)}"] = _conflict(source, wanted)
+            source, expected = fixed[key]
+            if not _matches(value, expected):
+                wrong[f"{key} = {json.dumps(value)}"] = _conflict(source, expected)
         elif known:
             if not (_is_disabled(tuned, key) or (value in DISABLED_VALUES and known not in FIXED_VALUES)):
                 wrong[known] = f": {UNSUPPORTED_KEYS[known]}"
@@ -275,16 +275,16 @@ def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
     return merged
 
 
-def _matches(value: Any, wanted: Any) -> bool:
-    if wanted is ANY_VALUE or value == wanted:
+def _matches(value: Any, expected: Any) -> bool:
+    if expected is ANY_VALUE or value == expected:
         return True
-    return isinstance(wanted, tuple) and value in wanted
+    return isinstance(expected, tuple) and value in expected
 
 
-def _conflict(source: str, wanted: Any) -> str:
+def _conflict(source: str, expected: Any) -> str:
     """A key of ours with its value, or words that say it."""
-    shown = wanted[0] if isinstance(wanted, tuple) else wanted
-    return f", but {source}" if " " in source else f", but {source} = {json.dumps(shown)}"
+    value = expected[0] if isinstance(expected, tuple) else expected
+    return f", but {source}" if " " in source else f", but {source} = {json.dumps(value)}"
 
 
 def _is_disabled(values: Json, key: str) -> bool:

@@ -184,10 +184,10 @@ def check_pipeline(config: "Config") -> None:
         )
 
 
-def split_backward_conflict(schedule: str, key: str, value: object, other: object) -> str:
+def split_backward_conflict(schedule: str, key: str, value: object, other_value: object) -> str:
     """Say why a setting can't be had under a schedule that splits backward passes, and what to set."""
     return (
         f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
         f"would repeat: "
-        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
+        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other_value!r}"
     )

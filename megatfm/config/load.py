@@ -91,10 +91,10 @@ def _check_command(
     path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]
 ) -> None:
     """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
-    other = next(known for known in COMMAND_OF if known is not config_class)
+    matching_class = next(known for known in COMMAND_OF if known is not config_class)
     unknown = [key for key in values if key not in config_class.model_fields]
-    if unknown and all(key in other.model_fields for key in values):
-        command, right_command = COMMAND_OF[config_class], COMMAND_OF[other]
+    if unknown and all(key in matching_class.model_fields for key in values):
+        command, right_command = COMMAND_OF[config_class], COMMAND_OF[matching_class]
         required = [key for key, field in config_class.model_fields.items() if field.is_required()]
         raise UsageError(
             f"{path_or_preset}: is a config of `megatfm {right_command}`, with {', '.join(unknown)}; "
@@ -225,15 +225,15 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
         return f"{key}.name: unknown or missing; choose one of {choices}{more}"
-    shown = repr(value)
-    shown = f"{shown[:80]}…" if len(shown) > 100 else shown
+    text = repr(value)
+    text = f"{text[:80]}…" if len(text) > 100 else text
     if sections_of(section, place[-1]):
         message = "this is a section"
     elif first["type"] in ("list_type", "tuple_type"):
         message = "this is a list"
     elif first["type"] == "missing":
         message = "has too few elements"
-    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
+    return f"{key} = {text}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
 
 
 def _locate(
@@ -290,8 +290,8 @@ def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
     if parts := sections_of(section, key):
         return f"; for example {'.'.join(place)} = {_inline(parts[0])}"
     default = field.get_default(call_default_factory=True, validated_data={})
-    shown = list(default) if isinstance(default, tuple) else default
-    return "" if field.is_required() or default is None else f"; the default is {shown!r}"
+    value = list(default) if isinstance(default, tuple) else default
+    return "" if field.is_required() or default is None else f"; the default is {value!r}"
 
 
 def _inline(section: type[BaseModel]) -> str:

@@ -53,8 +53,8 @@ def choose_variant(options: Sequence[type[BaseModel]], name: Any) -> type[BaseMo
     if not options:
         return None
     by_name = {name_of(option): option for option in options}
-    wanted = name if isinstance(name, str) else name_of(options[0])
-    return by_name.get(wanted, by_name.get(PydanticUndefined, options[0]))
+    type_name = name if isinstance(name, str) else name_of(options[0])
+    return by_name.get(type_name, by_name.get(PydanticUndefined, options[0]))
 
 
 def type_of(config_class: type[BaseModel], values: Mapping[str, Any], path: Sequence[str]) -> Any:

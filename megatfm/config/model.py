@@ -267,8 +267,11 @@ class ModelConfig(Section):
         parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
-            other = self.type_config(kind)
-            for part, divided in (("attention", other.attention.tp_dims), ("ffn", other.ffn.tp_dims)):
+            kind_config = self.type_config(kind)
+            for part, divided in (
+                ("attention", kind_config.attention.tp_dims),
+                ("ffn", kind_config.ffn.tp_dims),
+            ):
                 sizes |= {
                     f"layer_type.{kind}.{part}.{key}": n
                     for key, n in divided.items()
@@ -283,9 +286,9 @@ class ModelConfig(Section):
             return self.tp_dims
         sizes = {key: n for key, n in self.tp_dims.items() if not key.endswith("n_experts")}
         kinds = {"": self, **{f"layer_type.{kind}.": self.type_config(kind) for kind in self.layer_type}}
-        for place, one in kinds.items() if expert_tp == "by_channel" else ():
-            if "n_experts" in one.ffn.tp_dims:
-                sizes[f"{place}ffn.d_ff"] = one.ffn.d_ff
+        for place, kind_config in kinds.items() if expert_tp == "by_channel" else ():
+            if "n_experts" in kind_config.ffn.tp_dims:
+                sizes[f"{place}ffn.d_ff"] = kind_config.ffn.d_ff
         return sizes
 
     @property

@@ -152,8 +152,8 @@ class TokenizerConfig(Section):
             name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
         ]
         if self.file is not None and len(changed) > 1:
-            other = next(name for name in changed if name != "file")
-            raise ValueError(f"file = {self.file!r} is used as it is: leave out tokenizer.{other}, or file")
+            key = next(name for name in changed if name != "file")
+            raise ValueError(f"file = {self.file!r} is used as it is: leave out tokenizer.{key}, or file")
         for option, kind in (("pretokenizer", "byte-bpe"), ("lowercase", "wordpiece")):
             if option in changed and self.kind != kind:
                 raise ValueError(

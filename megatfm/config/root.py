@@ -114,11 +114,11 @@ class Config(Section):
                 f"{steps}: choose at most {steps}"
             )
         if isinstance(schedule, WSDSchedule):
-            left = 1 - schedule.warmup_steps / steps
-            if schedule.decay_ratio > left:
+            remaining_share = 1 - schedule.warmup_steps / steps
+            if schedule.decay_ratio > remaining_share:
                 raise ValueError(
                     f"lr_schedule.decay_ratio = {schedule.decay_ratio:g} leaves no room for lr_schedule.warmup_steps = "
-                    f"{schedule.warmup_steps} of train.steps = {steps}: choose at most {left:g}"
+                    f"{schedule.warmup_steps} of train.steps = {steps}: choose at most {remaining_share:g}"
                 )
 
     def _check_micro_batch(self) -> None:

@@ -45,9 +45,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def nearest_divisor(number: int, wanted: int) -> int:
+def nearest_divisor(number: int, target: int) -> int:
     """The divisor of a number that is nearest to another; of two, the smaller."""
-    return min(divisors(number), key=lambda d: (abs(d - wanted), d))
+    return min(divisors(number), key=lambda d: (abs(d - target), d))
 
 
 class LacksOptionError(UsageError, AttributeError):
@@ -90,8 +90,8 @@ class Section(BaseModel):
         """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
-            if field and (wanted := _number_in_place_of_bool(value, field.annotation)):
-                raise ValueError(f"{key} = {json.dumps(value)}: {wanted}")
+            if field and (type_name := _number_in_place_of_bool(value, field.annotation)):
+                raise ValueError(f"{key} = {json.dumps(value)}: {type_name}")
         return values
 
     @model_validator(mode="before")
@@ -190,9 +190,9 @@ def _merge_into_variant(
         return _merge_into_section(section, changes)
     variant = next((v for v in variants if name_of(v) in (name, PydanticUndefined)), None)
     common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
-    kept = {key: getattr(section, key) for key in common}
+    common_values = {key: getattr(section, key) for key in common}
     annotations = {key: field.annotation for key, field in variant.model_fields.items()} if variant else {}
-    return _merge_into_table(kept, changes, annotations)
+    return _merge_into_table(common_values, changes, annotations)
 
 
 def variants_of(annotation: Any) -> list[type[BaseModel]]:
@@ -256,13 +256,13 @@ def unflatten(keys: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def deep_merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge tables key by key at every depth; where both have a value, `other` wins."""
-    both = dict(one)
-    for key, value in other.items():
-        old = both.get(key)
-        both[key] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return both
+def deep_merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Merge tables key by key at every depth; where both have a value, `override` wins."""
+    merged = dict(base)
+    for key, value in override.items():
+        old = merged.get(key)
+        merged[key] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -272,10 +272,10 @@ def require_variant(section: Section, kind: type[AnySection], key: str) -> AnySe
     """A section as the variant whose options a part reads. Raises UsageError where the config has another."""
     if isinstance(section, kind):
         return section
-    wanted = kind.model_fields["name"].default
+    name = kind.model_fields["name"].default
     raise UsageError(
-        f"{key}.name = {getattr(section, 'name', None)!r}: this needs {wanted!r}"
-        if isinstance(wanted, str)
+        f"{key}.name = {getattr(section, 'name', None)!r}: this needs {name!r}"
+        if isinstance(name, str)
         else f"{key}.name = {getattr(section, 'name', None)!r} lacks the options that this needs"
     )
 

@@ -216,15 +216,15 @@ def format_error(error: Exception) -> str:
 def config_differences(config: ModelConfig, back: ModelConfig) -> list[str]:
     """Values of our config that did not come back, as `key = value`."""
     by_layer = bool(config.layer_types or back.layer_types)
-    wanted, restored = (
+    expected, restored = (
         functional_config(config, by_layer=by_layer),
         functional_config(back, by_layer=by_layer),
     )
-    keys = [*wanted, *(key for key in restored if key.startswith("extra_heads.") and key not in wanted)]
+    keys = [*expected, *(key for key in restored if key.startswith("extra_heads.") and key not in expected)]
     return [
-        f"model.{key} = {wanted.get(key)!r}"
+        f"model.{key} = {expected.get(key)!r}"
         for key in keys
-        if not _is_close(wanted.get(key), restored.get(key))
+        if not _is_close(expected.get(key), restored.get(key))
     ]
 
 

@@ -86,8 +86,8 @@ def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     rows, columns = position.grid
     length = embedding.n_special_tokens + rows * columns
     images = {"size": max(rows, columns) * embedding.patch_size}
-    kept = {"train": data["train"], "sequence_length": length, "images": images}
-    return {"objective": {"name": "image_classification"}, "data": kept}
+    data_config = {"train": data["train"], "sequence_length": length, "images": images}
+    return {"objective": {"name": "image_classification"}, "data": data_config}
 
 
 def branching_config(config: Config, target: Path, step: int) -> Config:
@@ -118,7 +118,7 @@ UNTRAINABLE = {
 
 
 def config_comment(
-    name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
+    name: str, arguments: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
 ) -> str:
     """Comment at the top of config.toml; how: arguments with which `megatfm train` goes on."""
     if family in UNTRAINABLE:
@@ -126,7 +126,7 @@ def config_comment(
         return f"{first_line}\n# {UNTRAINABLE[family]}.\n\n"
     return (
         f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: train\n"
-        f"# on from its weights with `megatfm train {how}`.\n\n"
+        f"# on from its weights with `megatfm train {arguments}`.\n\n"
     )
 
 
@@ -152,10 +152,10 @@ def convert(
     source, target = Path(source), Path(target)
     check_is_new(target)
     if (is_hf_folder(source) or is_electra_folder(source)) == (to == "hf"):
-        other = "megatfm" if to == "hf" else "hf"
+        source_format = "megatfm" if to == "hf" else "hf"
         if to == "megatfm":
             _check_is_ours(source)
-        raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
+        raise UsageError(f"{source}: is in that format already: use --to {source_format}, or copy it")
     with new_folder(target) as partial:
         if to == "hf":
             return _to_hf(source, partial, shard_bytes, trust_plugins)
@@ -187,8 +187,8 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         ) from None
     import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
     tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
-    kept = state.get("origin")
-    origin = kept if isinstance(kept, dict) else {}
+    stored_origin = state.get("origin")
+    origin = stored_origin if isinstance(stored_origin, dict) else {}
     parts = exported_models(config.model, origin.get("name"))
     stored = checkpoint.names(path)
     tensors = {
@@ -198,7 +198,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     }
     _check_names(path, tensors, config.model)
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
-    written, summary, broken = set[str](), list[str](), list[str]()
+    written_names, summary, broken = set[str](), list[str](), list[str]()
     chosen = [f"{path}: the best checkpoint of the run"] * (config.task is not None and path != source)
     for part in parts:
         place = folder / part.folder
@@ -221,28 +221,28 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         write_preprocessor(place, hf_config)
         write_json(place / CONFIG, hf_config)
         file_io.sync_folder(place)
-        written |= set(order)
+        written_names |= set(order)
         summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
-    if left := sorted(tensors.keys() - written):
-        notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
+    if unwritten := sorted(tensors.keys() - written_names):
+        notes.append(f"left out, for transformers has no place for it: {', '.join(unwritten)}")
     return ["; ".join(summary), *chosen, *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     opened = open_folder(source)
     shapes = meta_shapes(opened.config)
-    kept, notes = tokenizer_files.to_megatfm(
+    tokenizer_file, notes = tokenizer_files.to_megatfm(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
     length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
-    config = starting_config(target, opened.config, kept, length)
+    config = starting_config(target, opened.config, tokenizer_file, length)
     provenance: dict[str, JsonValue] = {"origin": {"name": opened.name}}
     if isinstance(opened, HfFolder):
-        written = opened.architecture.config_to_hf(opened.config)
-        provenance["origin"] = tokenizer_files.record_origin(source, opened.name, opened.json, written)
-        if kept:
-            tokenizer = tokenizers.load(folder / kept)
-            files = tokenizers.tokenizer_files(folder / kept)
+        hf_config = opened.architecture.config_to_hf(opened.config)
+        provenance["origin"] = tokenizer_files.record_origin(source, opened.name, opened.json, hf_config)
+        if tokenizer_file:
+            tokenizer = tokenizers.load(folder / tokenizer_file)
+            files = tokenizers.tokenizer_files(folder / tokenizer_file)
             provenance["begins"] = [*tokenizer_files.bos_prefix_ids(source, files, tokenizer)]
             provenance["stop"] = [*tokenizer_files.eos_token_id_of(source, opened.json, tokenizer)]
     state: dict[str, JsonValue] = {
@@ -250,7 +250,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         "step": 0,
         "megatfm": __version__,
         "config": config.model_dump(mode="json"),
-        "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
+        "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
     }
     checkpoint.write_checkpoint_from_iterator(
         folder / "checkpoints", 0, _with_model_prefix(opened, shapes), state
@@ -314,22 +314,22 @@ def _with_model_prefix(
 
 
 def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
-    wanted = meta_shapes(config)
-    if differing := set(names) ^ wanted.keys():
+    expected = meta_shapes(config)
+    if differing := set(names) ^ expected.keys():
         name = min(differing)
         raise MegatfmError(
-            f"{path}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
-            "the model that its config describes: open it with the version and plugins that wrote it"
+            f"{path}: {name} is {'not ' * (name in expected)}in the checkpoint, but {'not ' * (name not in expected)}"
+            "in the model that its config describes: open it with the version and plugins that wrote it"
         )
 
 
 def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -> None:
     """RoBERTa counts its positions from the padding token's id, so that the tokenizer must have that one."""
-    wanted, tokenizer_pad = hf_config.get("pad_token_id"), ids.get("pad_token_id")
-    if wanted is not None and tokenizer_pad is not None and wanted != tokenizer_pad:
+    config_pad, tokenizer_pad = hf_config.get("pad_token_id"), ids.get("pad_token_id")
+    if config_pad is not None and tokenizer_pad is not None and config_pad != tokenizer_pad:
         raise UsageError(
             f"transformers would count positions from {tokenizer_pad}, the padding token of the tokenizer, on, but "
-            f"this model has model.position.offset = {int(str(wanted)) + 1}: train with model.position.offset = "
+            f"this model has model.position.offset = {int(str(config_pad)) + 1}: train with model.position.offset = "
             f"{int(str(tokenizer_pad)) + 1}, or 0 for a BERT"
         )
 

@@ -54,10 +54,10 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
     opened = UniversalFolder(source, like)
     step = opened.step()
     with new_folder(target) as partial:
-        kept, notes = tokenizer_files.to_megatfm(Path(like), partial)
+        tokenizer_file, notes = tokenizer_files.to_megatfm(Path(like), partial)
         length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
         config = convert.branching_config(
-            convert.starting_config(target, opened.config, kept, length), target, step
+            convert.starting_config(target, opened.config, tokenizer_file, length), target, step
         )
         state: dict[str, JsonValue] = {
             "step": step,
@@ -67,13 +67,13 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "megatfm": __version__,
             "converted_from": opened.name,
             "config": config.model_dump(mode="json"),
-            "tokenizer": tokenizers.load(partial / kept).hash if kept else None,
+            "tokenizer": tokenizers.load(partial / tokenizer_file).hash if tokenizer_file else None,
         }
         checkpoint.write_checkpoint_from_iterator(
             partial / "checkpoints", step, opened.state_tensors(step), state
         )
-        how = "THIS_FILE data.train=CORPUS/train name=NEW"
-        header = convert.config_comment(f"{opened.name} of DeepSpeed", how).encode()
+        arguments = "THIS_FILE data.train=CORPUS/train name=NEW"
+        header = convert.config_comment(f"{opened.name} of DeepSpeed", arguments).encode()
         file_io.write_file(partial / "config.toml", [memoryview(header + to_toml(config).encode())])
     summary = f"{opened.name}, {len(meta_shapes(opened.config))} tensors with Adam's state of step {step}"
     return [summary, *opened.notes, *notes]

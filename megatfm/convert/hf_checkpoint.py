@@ -186,12 +186,12 @@ def read_pixels(folder: Path) -> dict[str, Any]:
     return {key: values[key] for key in PIXELS if key in values}
 
 
-def write_preprocessor(folder: Path, theirs: dict[str, Any]) -> None:
+def write_preprocessor(folder: Path, preprocessor: dict[str, Any]) -> None:
     """Move mean and deviation of pixels out of a config.json-to-be, where it has them, into a file of their own."""
-    pixels = {key: theirs.pop(key) for key in PIXELS if key in theirs}
+    pixels = {key: preprocessor.pop(key) for key in PIXELS if key in preprocessor}
     if not pixels:
         return
-    side = {"height": theirs["image_size"], "width": theirs["image_size"]}
+    side = {"height": preprocessor["image_size"], "width": preprocessor["image_size"]}
     steps = {
         "do_resize": True,
         "size": side,

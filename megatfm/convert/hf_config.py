@@ -32,8 +32,10 @@ class Key:
         """Raise UsageError for a value of another kind, or one with which we don't compute the same."""
         if is_present and self.allowed is None and self.kinds and not _is_one(value, self.kinds):
             raise UsageError(f"config.json: {name} = {_shown(value)} is no {_kind(self.kinds)}")
-        if self.allowed is not None and not any(_same(value, one) for one in self.allowed):
-            only = " or ".join(repr(one) for one in self.allowed)
+        if self.allowed is not None and not any(
+            _same(value, allowed_value) for allowed_value in self.allowed
+        ):
+            only = " or ".join(repr(allowed_value) for allowed_value in self.allowed)
             absent = "" if is_present else " (it is not there, which means that)"
             raise UsageError(f"config.json: {name} = {_shown(value)} is not supported, only {only}{absent}")
 
@@ -158,8 +160,8 @@ def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+def _same(value: Any, allowed_value: Any) -> bool:
+    return bool(value == allowed_value) and isinstance(value, bool) == isinstance(allowed_value, bool)
 
 
 def _kind(kinds: tuple[type, ...]) -> str:

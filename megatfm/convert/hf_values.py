@@ -138,16 +138,16 @@ def rope_of_layer_type(
         raise UsageError(
             f"config.json: rope_parameters.{kind}.rope_theta and {older_theta}: take out one of them"
         )
-    one = {
+    mapping = {
         "rope_parameters": table,
         "rope_scaling": None,
         "rope_theta": config[older_theta],
         "original_max_position_embeddings": None,
         "max_position_embeddings": config["max_position_embeddings"],
     }
-    if one["rope_theta"] is None and "rope_theta" not in table:
-        one["rope_theta"] = theta
-    read = rope_from_hf(one)
+    if mapping["rope_theta"] is None and "rope_theta" not in table:
+        mapping["rope_theta"] = theta
+    read = rope_from_hf(mapping)
     scaling: RopeScaling | None = read["position.scaling"]
     return {
         "name": "rope",

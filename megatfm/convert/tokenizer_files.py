@@ -32,7 +32,7 @@ COMPANION_FILES = (
 
 
 def to_hf(
-    checkpoint: Path, config: Config, folder: Path, wanted: str | None
+    checkpoint: Path, config: Config, folder: Path, tokenizer_file: str | None
 ) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a run, or of a checkpoint's config; returns notes, and keys of config.json.
 
@@ -45,9 +45,9 @@ def to_hf(
     if place is None or not place.is_file():
         return [f"no tokenizer: there is none in {run}, nor at {place or 'data.tokenizer'}"], {}
     opened = tokenizers.load(place)
-    if wanted is None:
+    if tokenizer_file is None:
         return [f"no tokenizer: {checkpoint.name} was saved without one; {place} may be another"], {}
-    if opened.hash != wanted:
+    if opened.hash != tokenizer_file:
         raise UsageError(
             f"{place}: not the tokenizer that {checkpoint.name} was trained with, so that ids would mean other text: "
             f"put that one into {run}"
@@ -144,17 +144,17 @@ LABELS = ("id2label", "label2id")
 ADD_BOS_KEY = "add_bos_token"
 
 
-def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Json:
-    """Record what a checkpoint keeps of the folder that its model came from, also through training on.
+def record_origin(source: Path, name: str, hf_config: Json, written_config: Json) -> Json:
+    """Return the parts of a Hugging Face folder that a checkpoint keeps, also through further training.
 
-    config: special ids, names of labels and dropout rates of config.json where `written`, our own export, says another;
-    generation: what generation_config.json holds, if there is one. Raises MegatfmError.
+    config: special ids, names of labels and dropout rates of config.json that differ in `written_config`, our own
+    export; generation: the content of generation_config.json, if there is one. Raises MegatfmError.
     """
     differing = {
-        key: {"theirs": value, "ours": written.get(key)}
+        key: {"theirs": value, "ours": written_config.get(key)}
         for key, value in hf_config.items()
         if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
-        and (key not in written or written[key] != value)
+        and (key not in written_config or written_config[key] != value)
     }
     file = source / GENERATION
     return {
@@ -164,10 +164,14 @@ def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Js
     }
 
 
-def restore_origin(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
-    """Return the values that `record_origin` kept, but for those that our config, `written`, has changed since."""
-    kept = origin.get("config", {})
-    return {key: values["theirs"] for key, values in kept.items() if written.get(key) == values["ours"]}
+def restore_origin(origin: Mapping[str, Any], written_config: Mapping[str, Any]) -> Json:
+    """Return the values that `record_origin` kept, without those that changed since in `written_config`, our config."""
+    origin_config = origin.get("config", {})
+    return {
+        key: values["theirs"]
+        for key, values in origin_config.items()
+        if written_config.get(key) == values["ours"]
+    }
 
 
 def eos_token_id_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:

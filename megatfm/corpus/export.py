@@ -181,7 +181,7 @@ def _tars(corpus: Corpus, out: Path) -> str:
     options: dict[str, Any] = {"compress": False, "pack": False}
     with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
         for sample in _samples(corpus):
-            kept = (sample.source, sample.text_bytes, sample.members, sample.metadata)
-            writer.add(sample.key, sample.tokens, *kept)
+            fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
+            writer.add(sample.key, sample.tokens, *fields)
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"

@@ -149,8 +149,8 @@ class RemoteFolder:
                 raise OSError(f"what arrived is not what was sent, {path.stat().st_size} bytes")
             return _file(name, info)
 
-        sent: RemoteFile = with_retries(self.url, name, send, verb="written")
-        return sent
+        remote_file: RemoteFile = with_retries(self.url, name, send, verb="written")
+        return remote_file
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -263,13 +263,13 @@ def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
     """List what web pages link to below a URL, or the file at it. The library would follow links that lead upwards."""
     if not _is_page(first := fs.info(root)):
         return {root: first}
-    files, folders, seen = {}, [f"{root.rstrip('/')}/"], set()
+    files, folders, visited = {}, [f"{root.rstrip('/')}/"], set()
     while folders:
         folder = folders.pop()
         for link in fs.ls(folder, detail=False):
-            if link in seen or "?" in link or not link.startswith(folder) or link == folder:
+            if link in visited or "?" in link or not link.startswith(folder) or link == folder:
                 continue
-            seen.add(link)
+            visited.add(link)
             if link.endswith("/"):
                 folders.append(link)
             else:

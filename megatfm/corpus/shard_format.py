@@ -111,14 +111,14 @@ def decode_sample(
 
 def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
     """The tar members of two or more documents without files, padded to whole tar blocks."""
-    tokens = np.concatenate([one.tokens for one in documents])
-    fields = [dict(one.metadata) for one in documents]
+    tokens = np.concatenate([document.tokens for document in documents])
+    fields = [dict(document.metadata) for document in documents]
     meta = {
-        "bytes": [one.text_bytes for one in documents],
+        "bytes": [document.text_bytes for document in documents],
         **({"fields": fields} if any(fields) else {}),
-        "keys": [one.key for one in documents],
-        "sources": [one.source for one in documents],
-        "tokens": [len(one.tokens) for one in documents],
+        "keys": [document.key for document in documents],
+        "sources": [document.source for document in documents],
+        "tokens": [len(document.tokens) for document in documents],
     }
     key = documents[0].key
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()

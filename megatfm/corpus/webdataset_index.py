@@ -94,10 +94,10 @@ def _check_names(paths: list[Path]) -> None:
     """Raise a UsageError if two shards would have one index."""
     owners: dict[str, Path] = {}
     for path in paths:
-        other = owners.setdefault(_index_name(path), path)
-        if other != path:
+        owner = owners.setdefault(_index_name(path), path)
+        if owner != path:
             raise UsageError(
-                f"{path}: {other.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
+                f"{path}: {owner.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
                 "delete it if it is a copy"
             )
 
@@ -206,19 +206,19 @@ def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
     packed = b""
     while packed or (packed := file.read(CHUNK)):
         unpack = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-        parts, size, taken = list[bytes](), 0, 0
+        parts, size, n_packed = list[bytes](), 0, 0
         try:
             while not unpack.eof:
                 if not packed and not (packed := file.read(CHUNK)):
                     raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
                 parts.append(unpack.decompress(packed[:CHUNK]))
-                taken, packed, size = taken + len(packed[:CHUNK]), packed[CHUNK:], size + len(parts[-1])
+                n_packed, packed, size = n_packed + len(packed[:CHUNK]), packed[CHUNK:], size + len(parts[-1])
                 if size > MAX_FRAME_BYTES:
                     raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
         packed = unpack.unused_data + packed
-        yield taken - len(unpack.unused_data), b"".join(parts)
+        yield n_packed - len(unpack.unused_data), b"".join(parts)
 
 
 def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:

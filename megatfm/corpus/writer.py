@@ -134,10 +134,10 @@ class ShardWriter:
             shards=tuple(self._shards),
             provenance=dict(provenance),
         )
-        kept = {name for shard in self._shards for name in (shard.file, shard.index.file)}
+        current_files = {name for shard in self._shards for name in (shard.file, shard.index.file)}
         with disk_errors_as_megatfm_errors(self.folder):
             for path in self.folder.iterdir():
-                if path.name not in kept and _OWN_FILE_NAME.fullmatch(path.name):
+                if path.name not in current_files and _OWN_FILE_NAME.fullmatch(path.name):
                     path.unlink()
             fsync_directory(self.folder)
         manifest.save(self.folder)
@@ -202,10 +202,10 @@ class _PendingSample(NamedTuple):
 class _OpenShard:
     """The shard in progress: one frame in memory, the ones before it in the file."""
 
-    def __init__(self, folder: Path, number: int, how: _ShardOptions) -> None:
+    def __init__(self, folder: Path, number: int, options: _ShardOptions) -> None:
         self._index_path = folder / f"shard-{number:06d}.index.zst"
-        self._file = AtomicFile(folder / f"shard-{number:06d}.tar{'.zst' if how.compress else ''}")
-        self._how = how
+        self._file = AtomicFile(folder / f"shard-{number:06d}.tar{'.zst' if options.compress else ''}")
+        self._how = options
         # The checksum lets a reader notice damage in the one frame that it reads.
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
         self._frame: list[_PendingSample] = []

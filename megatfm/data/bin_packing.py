@@ -70,15 +70,15 @@ def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[
     shares = lengths / np.array(capacities)
     rows = np.empty(len(lengths), np.int64)
     room = np.tile(np.array(capacities, np.int64), (len(lengths), 1))
-    left = np.full(len(lengths), float(len(capacities)))
+    free = np.full(len(lengths), float(len(capacities)))
     n_rows = 0
     for piece in np.argsort(-shares.max(axis=1), kind="stable").tolist():
         fits = np.flatnonzero((room[:n_rows] >= lengths[piece]).all(axis=1))
-        row = int(fits[left[fits].argmin()]) if len(fits) else n_rows
+        row = int(fits[free[fits].argmin()]) if len(fits) else n_rows
         n_rows = max(n_rows, row + 1)
         rows[piece] = row
         room[row] -= lengths[piece]
-        left[row] -= shares[piece].sum()
+        free[row] -= shares[piece].sum()
     return rows
 
 
@@ -132,11 +132,11 @@ def _group(
     return best[1], best[2]
 
 
-def _first(cumulative_lengths: Volumes, begin: int, wanted: NDArray[np.int64]) -> int:
+def _first(cumulative_lengths: Volumes, begin: int, targets: NDArray[np.int64]) -> int:
     """The first end at which blocks from `begin` have as many tokens as wanted, on one side; or the end of all."""
     sides = range(cumulative_lengths.shape[1])
     ends = [
-        int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + wanted[side]))
+        int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + targets[side]))
         for side in sides
     ]
     return min(max(begin + 1, min(ends)), len(cumulative_lengths) - 1)

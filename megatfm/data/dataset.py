@@ -197,23 +197,23 @@ class PackedDataset:
 
     def locate_rows(self, positions: Sequence[int | None]) -> list[RowSources]:
         """Return the packed blocks of which the row at each position is made, and which row of each."""
-        asked = np.array([-1 if at is None else at for at in positions], np.int64)
-        slots = iter(self.order.slots(asked[asked >= 0]))
+        requested = np.array([-1 if at is None else at for at in positions], np.int64)
+        slots = iter(self.order.slots(requested[requested >= 0]))
         return [self._padding if at is None else self._locate(next(slots)) for at in positions]
 
     def _locate(self, slot: RowSlot) -> RowSources:
         epoch, block, _, begin = slot
-        number, held = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
-        if isinstance(held, BinPackedRows):
-            return [(held.row(number), 0)]
+        number, block_data = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
+        if isinstance(block_data, BinPackedRows):
+            return [(block_data.row(number), 0)]
         head, length = self.order.carry_length(begin), self.sequence_length
-        parts = [(held, number + (head > 0))]
+        parts = [(block_data, number + (head > 0))]
         at, end = begin + int(self._plan.sizes[block]), begin + head + (number + 1) * length
         while at < min(end, self.order.size):
             block = self.order.block_at(epoch, at)
-            held = self._block(epoch, block, at)
-            assert isinstance(held, PackedBlock)
-            parts.append((held, 0))
+            block_data = self._block(epoch, block, at)
+            assert isinstance(block_data, PackedBlock)
+            parts.append((block_data, 0))
             at += int(self._plan.sizes[block])
         return parts
 
@@ -225,11 +225,11 @@ class PackedDataset:
 
     def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
         """A block, or group of blocks, of which a row is asked for."""
-        held = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
-        if next(held.n_requests) == held.n_rows:
+        block_data = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
+        if next(block_data.n_requests) == block_data.n_rows:
             # So that the next block gets its memory, since fresh memory is slow.
             self._cache.evict((epoch, block))
-        return held.packed
+        return block_data.packed
 
     def _open(self, epoch: int, block: int, begin: int) -> _CachedBlock:
         packed = self._pack(epoch, block, self.order.carry_length(begin))
@@ -247,14 +247,14 @@ class PackedDataset:
             size = packed.n_rows
         else:
             first = block
-            held = read_block(self.corpus, block, self._blank(block, block + 1), needs_members)
+            block_data = read_block(self.corpus, block, self._blank(block, block + 1), needs_members)
             order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
-            packed = pack_chunked(held, self._packing, epoch=epoch, order=order, carry_length=head)
+            packed = pack_chunked(block_data, self._packing, epoch=epoch, order=order, carry_length=head)
             size = packed.sides[0].bounds[-1]
         if size != planned:
-            what = "tokens" if groups is None else "rows"
+            unit = "tokens" if groups is None else "rows"
             raise MegatfmError(
-                f"{self.corpus.folder}: block {first} makes {size} {what}, its plan says {planned}: delete the folder "
+                f"{self.corpus.folder}: block {first} makes {size} {unit}, its plan says {planned}: delete the folder "
                 ".plans in it"
             )
         return packed

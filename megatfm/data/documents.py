@@ -148,7 +148,7 @@ def decode_block(corpus: Corpus, block: int, needs_members: bool) -> Read:
     """A block, read, with the files of its documents if they are needed."""
     if needs_members:
         samples = corpus.read_block_samples(block)
-        return Read([one.tokens for one in samples], [one.members for one in samples])
+        return Read([sample.tokens for sample in samples], [sample.members for sample in samples])
     return Read([tokens for _, tokens in corpus.read_block(block)], None)
 
 

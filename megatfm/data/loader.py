@@ -135,9 +135,9 @@ class DataLoader(Iterator[list[Fields]]):
         positions = np.repeat(np.arange(first, first + n_rows), parts)
         self.row_positions = np.split(positions, len(step))
         self.wait_seconds += perf_counter() - start
-        taken = self._ahead.popleft().global_batch
-        self.position += taken
-        self.step_tokens = taken * self.rows.row_tokens
+        global_batch = self._ahead.popleft().global_batch
+        self.position += global_batch
+        self.step_tokens = global_batch * self.rows.row_tokens
         self._prefetch()
         return step
 
@@ -146,9 +146,9 @@ class DataLoader(Iterator[list[Fields]]):
         while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
             stage = self.batch_schedule.stage(self._next_step)
             share = stage.global_batch // self._ranks
-            asked = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
+            row_range = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
             self._ahead.append(
-                _PrefetchedStep(stage.global_batch, asked, self._executor.submit(self._read, asked))
+                _PrefetchedStep(stage.global_batch, row_range, self._executor.submit(self._read, row_range))
             )
             self._next_position += stage.global_batch
             self._next_step += 1
@@ -183,16 +183,18 @@ class DataLoader(Iterator[list[Fields]]):
     ) -> None:
         self.close()
 
-    def _holders(self, asked: _RowRange) -> int:
-        return min(asked.rows, self._readers.count)
+    def _holders(self, row_range: _RowRange) -> int:
+        return min(row_range.rows, self._readers.count)
 
-    def _read(self, asked: _RowRange) -> Fields | None:
+    def _read(self, row_range: _RowRange) -> Fields | None:
         """The rows that this reader fetches, a run of them, so that from step to step it reads the same streams; None
         where there are fewer rows than readers."""
-        reader, n_readers = self._readers.rank, self._holders(asked)
+        reader, n_readers = self._readers.rank, self._holders(row_range)
         if reader >= n_readers:
             return None
-        begin, end = (asked.first + asked.rows * number // n_readers for number in (reader, reader + 1))
+        begin, end = (
+            row_range.first + row_range.rows * number // n_readers for number in (reader, reader + 1)
+        )
         return self._workers.rows(
             [None if self.stop is not None and at >= self.stop else at for at in range(begin, end)]
         )
@@ -273,8 +275,8 @@ def split_rows(rows: Fields, parts: int) -> Fields:
     documents, positions = cut["documents"], cut["positions"]
     real = documents != PAD_DOCUMENT_ID
     first = np.where(real, documents, np.iinfo(np.int64).max).min(axis=1, keepdims=True)
-    same = real & (documents == documents[:, :1])
-    cut["positions"] = np.where(same, positions - positions[:, :1], positions)
+    is_first_document = real & (documents == documents[:, :1])
+    cut["positions"] = np.where(is_first_document, positions - positions[:, :1], positions)
     cut["documents"] = np.where(real, documents - first, PAD_DOCUMENT_ID)
     return cut
 

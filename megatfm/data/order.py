@@ -46,8 +46,8 @@ class BatchSchedule:
         """Return the first position of a step (from 0), where nothing was skipped before."""
         position = 0
         for stage in self.warmup:
-            taken = min(step, stage.steps)
-            position, step = position + taken * stage.global_batch, step - taken
+            n_steps = min(step, stage.steps)
+            position, step = position + n_steps * stage.global_batch, step - n_steps
         return position + step * self.global_batch
 
     @property

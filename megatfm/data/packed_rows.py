@@ -213,7 +213,7 @@ def collate(rows: Sequence[RowSources]) -> Fields:
 
 def pack_chunked(
     documents: DocumentSource,
-    how: PackingConfig,
+    packing: PackingConfig,
     *,
     epoch: int = 0,
     order: Callable[[int], NDArray[np.int64]] | None = None,
@@ -224,18 +224,18 @@ def pack_chunked(
     order: for n documents a permutation [n] in which they are joined. carry_length: how much is the end of a row of
     the block before.
     """
-    pieces = split_documents(documents.lengths, how.objective, documents.first, how.seed)
+    pieces = split_documents(documents.lengths, packing.objective, documents.first, packing.seed)
     blank = documents.is_quarantined
     if order:
         pieces = pieces.take(order(len(pieces)))
-    join = batch_build_of(how.objective)
+    join = batch_build_of(packing.objective)
     if join and blank is None:
         joined = build_batch(join, pieces, documents)
-        return concat_and_chunk(joined, pieces.lengths[:, 0], None, how, carry_length)
-    built = build_sequences(how, pieces, documents, epoch)
+        return concat_and_chunk(joined, pieces.lengths[:, 0], None, packing, carry_length)
+    sequences = build_sequences(packing, pieces, documents, epoch)
     blank = None if blank is None else blank[pieces.documents]
-    fields = {name: np.concatenate([one[name] for one in built]) for name in built[0]}
-    return concat_and_chunk(fields, pieces.lengths[:, 0], blank, how, carry_length)
+    fields = {name: np.concatenate([one[name] for one in sequences]) for name in sequences[0]}
+    return concat_and_chunk(fields, pieces.lengths[:, 0], blank, packing, carry_length)
 
 
 def concat_and_chunk(
@@ -250,8 +250,8 @@ def concat_and_chunk(
     Documents of length 0 take no place, and no number in a row. carry_length: how much is the end of a row of the block
     before; then that is row 0.
     """
-    (length,), kept = packing.row_lengths, lengths > 0
-    starts = [0, *np.cumsum(lengths[kept]).tolist()]
+    (length,), is_filled = packing.row_lengths, lengths > 0
+    starts = [0, *np.cumsum(lengths[is_filled]).tolist()]
     total = starts[-1]
     heads = [0] if 0 < carry_length < total else []
     plain, typed = split_plain_fields(fields, packing)
@@ -260,7 +260,7 @@ def concat_and_chunk(
         typed=typed,
         starts=starts,
         bounds=[*heads, *range(carry_length if heads else 0, total, length), total],
-        blank=None if blank is None else blank[kept].tolist(),
+        blank=None if blank is None else blank[is_filled].tolist(),
         fills=packing.fills(plain),
         length=length,
         as_one_document=packing.attend_across_documents,
@@ -271,12 +271,12 @@ def concat_and_chunk(
 class BinPackedRows:
     """The rows of a group of blocks, each of which is built when it is asked for, so that little is in memory."""
 
-    def __init__(self, documents: DocumentSource, how: PackingConfig, epoch: int) -> None:
-        self._documents, self._how, self._epoch = documents, how, epoch
+    def __init__(self, documents: DocumentSource, packing: PackingConfig, epoch: int) -> None:
+        self._documents, self._how, self._epoch = documents, packing, epoch
         lengths, first = documents.lengths, documents.first
         sizes = lambda: documents.image_sizes  # noqa: E731
-        pieces = split_documents(lengths, how.objective, first, how.seed, sizes).without_empty()
-        rows = assign_rows(how.objective, pieces.lengths, how.row_lengths)
+        pieces = split_documents(lengths, packing.objective, first, packing.seed, sizes).without_empty()
+        rows = assign_rows(packing.objective, pieces.lengths, packing.row_lengths)
         order = np.argsort(rows, kind="stable")
         self._pieces: ChunkTable = pieces.take(order)
         self._bounds = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
@@ -308,32 +308,32 @@ class BinPackedRows:
         first, after = self._bounds[[begin, end]].tolist()
         pieces = self._pieces.take(np.arange(first, after))
         rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
-        built = build_sequences(self._how, pieces, self._documents, self._epoch)
+        sequences = build_sequences(self._how, pieces, self._documents, self._epoch)
         blank = self._documents.is_quarantined
         of_pieces = None if blank is None else blank[pieces.documents]
-        return lay_out_rows(built, pieces, rows, of_pieces, self._how)
+        return lay_out_rows(sequences, pieces, rows, of_pieces, self._how)
 
 
 def lay_out_rows(
-    built: Sequence[Mapping[str, NDArray[Any]]],
+    sequences: Sequence[Mapping[str, NDArray[Any]]],
     pieces: ChunkTable,
     rows: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
-    how: PackingConfig,
+    packing: PackingConfig,
 ) -> PackedBlock:
     """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
     order = np.argsort(rows, kind="stable")
     firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
-    sides, prefixes = [], how.objective.field_prefixes
-    for side, length in enumerate(how.row_lengths):
-        names = [name for name in built[0] if prefix_index(name, prefixes) == side]
+    sides, prefixes = [], packing.objective.field_prefixes
+    for side, length in enumerate(packing.row_lengths):
+        names = [name for name in sequences[0] if prefix_index(name, prefixes) == side]
         fields = {
-            name: (np.stack if how.field(name).per == "row" else np.concatenate)(
-                [built[number][name] for number in order.tolist()]
+            name: (np.stack if packing.field(name).per == "row" else np.concatenate)(
+                [sequences[number][name] for number in order.tolist()]
             )
             for name in names
         }
-        plain, typed = split_plain_fields(fields, how)
+        plain, typed = split_plain_fields(fields, packing)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
         sides.append(
             RowStore(
@@ -342,9 +342,9 @@ def lay_out_rows(
                 starts=starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
                 blank=None if blank is None else blank[order].tolist(),
-                fills=how.fills(plain, side),
+                fills=packing.fills(plain, side),
                 length=length,
-                as_one_document=how.attend_across_documents,
+                as_one_document=packing.attend_across_documents,
             )
         )
     return PackedBlock(tuple(sides))
@@ -352,7 +352,7 @@ def lay_out_rows(
 
 def pack_in_memory(
     documents: Sequence[NDArray[Any]],
-    how: PackingConfig,
+    packing: PackingConfig,
     *,
     first: int = 0,
     order: Callable[[int], NDArray[np.int64]] | None = None,
@@ -363,17 +363,17 @@ def pack_in_memory(
     order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
     files that belong to each.
     """
-    held = InMemoryDocuments(documents, first, members)
-    if how.objective.max_tokens is None:
-        return pack_chunked(held, how, order=order)
-    return BinPackedRows(held, how, 0).all_rows()
+    source = InMemoryDocuments(documents, first, members)
+    if packing.objective.max_tokens is None:
+        return pack_chunked(source, packing, order=order)
+    return BinPackedRows(source, packing, 0).all_rows()
 
 
 def split_plain_fields(
-    fields: Mapping[str, NDArray[Any]], how: PackingConfig
+    fields: Mapping[str, NDArray[Any]], packing: PackingConfig
 ) -> tuple[dict[str, NDArray[np.integer]], dict[str, TypedField]]:
     """Integers [total], in at most 32 bits, and all other fields. Raises a MegatfmError if an integer doesn't fit."""
-    known = {name: how.field(name) for name in fields}
+    known = {name: packing.field(name) for name in fields}
     plain = {
         name
         for name, field in known.items()

@@ -153,10 +153,10 @@ class _Planner:
         self.corpus, self.objective, self.row_lengths, self.seed = corpus, objective, row_lengths, seed
 
     def plan_chunked(self) -> PackingPlan:
-        built = np.concatenate(
+        chunk_rows = np.concatenate(
             [np.add.reduceat(pieces.lengths[:, 0], starts[:-1]) for _, starts, pieces in self._planned()]
         )
-        total, length = int(built.sum()), self.row_lengths[0]
+        total, length = int(chunk_rows.sum()), self.row_lengths[0]
         if total < length:
             raise UsageError(
                 f"{self.corpus.folder}: its {self.corpus.n_samples} documents make {total} tokens, too few for one "
@@ -164,7 +164,7 @@ class _Planner:
                 + (f", or set data.sequence_length to at most {total}" if total else "")
             )
         padding = 1 - total / (-(-total // length) * length)
-        return PackingPlan(built, None, padding, tuple(self._padding_warning(padding)))
+        return PackingPlan(chunk_rows, None, padding, tuple(self._padding_warning(padding)))
 
     def plan_bin_packed(self) -> PackingPlan:
         blocks, folder = self.corpus.blocks, self.corpus.folder
@@ -172,11 +172,11 @@ class _Planner:
         texts = np.zeros(len(blocks), np.int64)
         total = dropped = without_partner = 0
         for begin, starts, pieces in self._planned():
-            kept = pieces.lengths.any(axis=1)
-            self._check_lengths(pieces.take(np.flatnonzero(kept)))
+            is_filled = pieces.lengths.any(axis=1)
+            self._check_lengths(pieces.take(np.flatnonzero(is_filled)))
             volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(pieces.lengths, starts[:-1])
             texts[begin + 1 : begin + len(starts)] = self._count_texts(begin, starts, pieces)
-            total, dropped = total + int(kept.sum()), dropped + int((~kept).sum())
+            total, dropped = total + int(is_filled.sum()), dropped + int((~is_filled).sum())
         if not total:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"

@@ -297,23 +297,23 @@ class PartnerDocuments:
 
 
 def build_sequences(
-    how: PackingConfig, pieces: ChunkTable, documents: DocumentSource, epoch: int
+    packing: PackingConfig, pieces: ChunkTable, documents: DocumentSource, epoch: int
 ) -> list[Fields]:
     """Build the sequence of each piece of documents.
 
     Documents in quarantine become padding of the same length; they are nobody's partners. Raises a MegatfmError that
     names the sample whose sequence is not what was planned and declared.
     """
-    built, objective, first = [], how.objective, documents.first
+    sequences, objective, first = [], packing.objective, documents.first
     blank = (
         np.zeros(len(documents), np.bool_) if documents.is_quarantined is None else documents.is_quarantined
     )
     partners = np.flatnonzero((documents.lengths > 0) & ~blank)
     for document, start, end, number, planned_lengths in pieces.iter_chunks():
         if blank[document] and objective.fields is not None:
-            built.append(_declared_padding(objective, planned_lengths))
+            sequences.append(_declared_padding(objective, planned_lengths))
             continue
-        key = PieceKey(how.seed, epoch, first + document, number)
+        key = PieceKey(packing.seed, epoch, first + document, number)
         tokens = documents[document][start:end]
         partner_documents = PartnerDocuments(documents, partners, document)
         chunk = DocumentChunk(tokens, partner_documents, documents.members(document))
@@ -324,20 +324,22 @@ def build_sequences(
             raise MegatfmError(f"{place} {error}{remedy}") from error
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
-        _check_lengths(how, fields, planned_lengths, first + document)
+        _check_lengths(packing, fields, planned_lengths, first + document)
         if blank[document]:
-            fields = {name: how.field(name).filled(len(field)) for name, field in fields.items()}
-        built.append(fields)
-    return built
+            fields = {name: packing.field(name).filled(len(field)) for name, field in fields.items()}
+        sequences.append(fields)
+    return sequences
 
 
-def _check_lengths(how: PackingConfig, fields: Fields, planned_lengths: Sequence[int], sample: int) -> None:
-    sides = how.objective.field_prefixes
-    of_tokens = {name: values for name, values in fields.items() if how.field(name).per == "tokens"}
+def _check_lengths(
+    packing: PackingConfig, fields: Fields, planned_lengths: Sequence[int], sample: int
+) -> None:
+    sides = packing.objective.field_prefixes
+    of_tokens = {name: values for name, values in fields.items() if packing.field(name).per == "tokens"}
     if any(len(values) != planned_lengths[prefix_index(name, sides)] for name, values in of_tokens.items()):
         built_lengths = {name: len(values) for name, values in of_tokens.items()}
-        wanted = ", ".join(map(str, planned_lengths))
-        raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {wanted}")
+        planned = ", ".join(map(str, planned_lengths))
+        raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {planned}")
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:
@@ -352,10 +354,10 @@ def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sampl
         inner = values.shape[1:] if field.per == "tokens" else values.shape
         if values.dtype != field.dtype or inner != field.shape:
             length = "n, " if field.per == "tokens" else ""
-            wanted = f"{field.dtype} [{length}{', '.join(map(str, field.shape))}]"
+            expected = f"{field.dtype} [{length}{', '.join(map(str, field.shape))}]"
             raise MegatfmError(
                 f"the objective built sample {sample} with {name!r} = {values.dtype} {list(values.shape)}, but its "
-                f"`fields` say {wanted}"
+                f"`fields` say {expected}"
             )
     return arrays
 

@@ -50,8 +50,8 @@ class ShuffledDocuments(Iterator[Numbered]):
 
     def _epoch(self) -> Iterator[Numbered]:
         """Iterate over the rest of the epoch in which `position` is."""
-        epoch, done = divmod(self.position, len(self.order))
-        turns, first = divmod(done, self.order.streams)
+        epoch, n_drawn = divmod(self.position, len(self.order))
+        turns, first = divmod(n_drawn, self.order.streams)
         ahead = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
         streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
         while True:

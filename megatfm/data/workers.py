@@ -52,14 +52,14 @@ class RowWorkers:
                 self._start()
             processes, pipes = self._processes, self._pipes
         bounds = np.linspace(0, len(positions), len(processes) + 1).astype(int).tolist()
-        asked = []
+        requests = []
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             if begin < end:
                 with contextlib.suppress(OSError):  # of a worker that died, which its answer tells
                     pipes[number].send(list(positions[begin:end]))
-                asked.append(number)
+                requests.append(number)
         # All are heard, also after an error, so that the next call finds no old answers.
-        answers = [_answer(number, processes[number], pipes[number]) for number in asked]
+        answers = [_answer(number, processes[number], pipes[number]) for number in requests]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

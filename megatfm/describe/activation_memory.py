@@ -129,18 +129,18 @@ def _measured(config: Config) -> tuple[int, int]:
         for path, block in model.named_modules()
         if block in set(transformer_blocks(model))
     }
-    seen, sums = dict[Hashable, tuple[int, int, Any]](), {"whole": 0, "inputs": 0, "largest": 0}
+    by_kind, sums = dict[Hashable, tuple[int, int, Any]](), {"whole": 0, "inputs": 0, "largest": 0}
 
     def measured(block: nn.Module, forward: Callable[..., Any], x_BTD: Tensor, *args: Any) -> Any:
         kind = paths[block], type(block), getattr(block, "kind", None), x_BTD.shape
         # The first of its kind may make what the others share, such as a mask: the second one stands for the rest.
-        times, n_bytes, result = seen.get(kind, (0, 0, None))
+        times, n_bytes, result = by_kind.get(kind, (0, 0, None))
         if times < 2:
-            kept = SavedTensors(model)
-            with kept.counted():
+            saved_tensors = SavedTensors(model)
+            with saved_tensors.counted():
                 result = forward(x_BTD, *args)
-            times, n_bytes = times + 1, kept.bytes
-        seen[kind] = times, n_bytes, result
+            times, n_bytes = times + 1, saved_tensors.bytes
+        by_kind[kind] = times, n_bytes, result
         sums["whole"] += n_bytes
         sums["largest"] = max(sums["largest"], n_bytes)
         sums["inputs"] += x_BTD.nbytes

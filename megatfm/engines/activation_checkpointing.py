@@ -97,8 +97,8 @@ def _within(context: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in SAVED_OPS or _name(operator) in SAVED_OP_NAMES
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = operator in SAVED_OPS or _name(operator) in SAVED_OP_NAMES
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _name(operator: Any) -> str:

@@ -47,8 +47,8 @@ class DeferredReads:
         """Have the device copy all that wait to the host: a read then waits for that, and for nothing asked later."""
         values = torch.cat([values for values, _ in self._waiting])
         if values.device.type != "cpu":
-            sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = sent.copy_(values, non_blocking=True)
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = buffer.copy_(values, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record()
         places = [values.numel() for values, _ in self._waiting]

@@ -45,12 +45,12 @@ class OwnedTensors:
 
     def gather(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Blocks held everywhere → the full tensors owned here."""
-        sent = [self._pack(blocks, owner) for owner in range(self.ranks)]
+        send_buffers = [self._pack(blocks, owner) for owner in range(self.ranks)]
         received = [[name for name in self.full if self._sends(name, source)] for source in range(self.ranks)]
         sizes = [
             sum(_numel(self.boxes[name][source]) for name in names) for source, names in enumerate(received)
         ]
-        flat = self._exchange(sent, sizes)
+        flat = self._exchange(send_buffers, sizes)
         full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
         for source, names in enumerate(received):
             pieces = flat[source].split([_numel(self.boxes[name][source]) for name in names])
@@ -65,14 +65,16 @@ class OwnedTensors:
 
     def scatter(self) -> None:
         """Set all ranks' blocks from the owners' full copies."""
-        sent = []
+        send_buffers = []
         for target in range(self.ranks):
             parts = [
                 _view(tensor, self.boxes[name][target]).reshape(-1) for name, tensor in self.full.items()
             ]
-            sent.append(self._cat(parts))
+            send_buffers.append(self._cat(parts))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
-        flat = self._exchange(sent, [sum(self.local[name].numel() for name in names) for names in owned])
+        flat = self._exchange(
+            send_buffers, [sum(self.local[name].numel() for name in names) for names in owned]
+        )
         for names, values in zip(owned, flat, strict=True):
             pieces = values.split([self.local[name].numel() for name in names])
             for name, piece in zip(names, pieces, strict=True):
@@ -83,19 +85,23 @@ class OwnedTensors:
         return boxes.index(boxes[rank]) == rank
 
     def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
-        mine = [name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)]
-        return self._cat([blocks[name].reshape(-1) for name in mine])
+        own_names = [
+            name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)
+        ]
+        return self._cat([blocks[name].reshape(-1) for name in own_names])
 
     def _cat(self, parts: list[Tensor]) -> Tensor:
         first = next(iter(self.local.values()))
         return torch.cat(parts) if parts else first.new_empty(0)
 
-    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
+    def _exchange(self, send_buffers: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
         if self.ranks == 1:
-            return tuple(sent)
-        flat = torch.cat(sent)
+            return tuple(send_buffers)
+        flat = torch.cat(send_buffers)
         received = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in sent], group=self.group)
+        dist.all_to_all_single(
+            received, flat, sizes, [part.numel() for part in send_buffers], group=self.group
+        )
         return received.split(sizes)
 
 
@@ -142,9 +148,9 @@ class TorchOptimizer:
         # By torch's own protocol (`torch.amp.GradScaler`): `found_inf` on the device, of which a step makes no step.
         self.can_skip = self.optimizer is None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._counted: list[dict[str, Any]] = []  # counters as they were before the last step
-        built = self.optimizer.param_groups if self.optimizer else []
+        param_groups = self.optimizer.param_groups if self.optimizer else []
         self.options: dict[str, dict[str, Any]] = {
-            name: options for (names, _), options in zip(groups, built, strict=True) for name in names
+            name: options for (names, _), options in zip(groups, param_groups, strict=True) for name in names
         }
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:

@@ -222,9 +222,9 @@ class PipelineForwardBackward:
         """Gradients of what came in, to the stage before."""
         backward_group: Carry = {}
         for name in sorted(stage.inputs_with_grad):
-            taken = passing.takes[name]
-            shares = [g for g in (taken.grad, passing.passthrough_gradients.get(name)) if g is not None]
-            backward_group[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(taken)
+            field_names = passing.takes[name]
+            shares = [g for g in (field_names.grad, passing.passthrough_gradients.get(name)) if g is not None]
+            backward_group[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(field_names)
         passing.takes = {}
         if stage.index - 1 in self._stages:
             step.gradients[stage.index - 1, i] = PendingReceive(backward_group, [])
@@ -258,26 +258,26 @@ class PipelineForwardBackward:
     def _send(
         self, fields: Mapping[str, CarrySpec], carry: Carry, to: int, group: ProcessGroup
     ) -> list[tuple[dist.Work, Tensor]]:
-        peer, sent = self._pipeline.stages[to].rank, []
-        for name, one in fields.items():
+        peer, works = self._pipeline.stages[to].rank, []
+        for name, spec in fields.items():
             tensor = carry[name].contiguous()
-            if tensor.dtype != (wanted := self._dtype_of(one)):
+            if tensor.dtype != (dtype := self._dtype_of(spec)):
                 raise MegatfmError(
-                    f"{name} goes to the next pipeline stage in {tensor.dtype}, and that takes it in {wanted}: have "
-                    f"the part that makes it return {wanted}"
+                    f"{name} goes to the next pipeline stage in {tensor.dtype}, and that takes it in {dtype}: have "
+                    f"the part that makes it return {dtype}"
                 )
             work = dist.isend(tensor, group=group, group_dst=peer)
             assert work is not None
-            sent.append((work, tensor))
-        return sent
+            works.append((work, tensor))
+        return works
 
     def _receive(
         self, fields: Mapping[str, CarrySpec], batch: Batch, origin: int, group: ProcessGroup
     ) -> PendingReceive:
         peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
-        for name, one in fields.items():
-            shape = activation_shape(one, batch, self._pipeline.sequence_shards)
-            carry[name] = torch.empty(shape, dtype=self._dtype_of(one), device=self._device)
+        for name, spec in fields.items():
+            shape = activation_shape(spec, batch, self._pipeline.sequence_shards)
+            carry[name] = torch.empty(shape, dtype=self._dtype_of(spec), device=self._device)
             work = dist.irecv(carry[name], group=group, group_src=peer)
             assert work is not None
             works.append(work)

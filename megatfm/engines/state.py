@@ -73,8 +73,8 @@ class TrainState:
                 for full_name, (dtype, shape) in stored.items():
                     if full_name.startswith(prefix):
                         # On the device scalars too: a fused optimizer's step count lies beside the weights.
-                        held = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
-                        value = torch.zeros(held if shape else (), dtype=dtype, device=block.device)
+                        state_shape = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
+                        value = torch.zeros(state_shape if shape else (), dtype=dtype, device=block.device)
                         state[full_name] = self._stored(optimizer, name, value)
         scale = self._loss_scale.state() if self._loss_scale else {}
         return state | {name: value for name, value in scale.items() if name in stored}
@@ -226,9 +226,9 @@ class ModuleState:
         if self._mesh.size(PIPELINE) == 1:
             return statistics
         return {
-            path: one
+            path: options
             for stage_statistics in self._mesh.gather_objects(statistics, (PIPELINE,))
-            for path, one in stage_statistics.items()
+            for path, options in stage_statistics.items()
         }
 
     def _totals(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:

@@ -116,11 +116,11 @@ def draw(
 
 def _draw_rows(
     initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...],
-    kept: tuple[slice, ...], target: NDArray[np.float32],
+    region: tuple[slice, ...], target: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Draws the rows of a block of this shape in their order, up to the last that is kept, and puts those into
     `target`. What is drawn anew in a truncated distribution comes after all rows, so that there all are drawn."""
-    (rows, *columns), width = kept, prod(shape[1:])
+    (rows, *columns), width = region, prod(shape[1:])
     step = max(1, PIECE // max(width, 1))
     beyond: list[NDArray[np.int64]] = []
     is_truncated = isinstance(initial, TruncatedNormal)
@@ -139,9 +139,9 @@ def _draw_rows(
         values = generator.standard_normal(len(again), dtype=np.float32)
         places = np.unravel_index(again, shape)
         is_kept = np.all(
-            [(at >= x.start) & (at < x.stop) for at, x in zip(places, kept, strict=True)], axis=0
+            [(at >= x.start) & (at < x.stop) for at, x in zip(places, region, strict=True)], axis=0
         )
-        target[tuple(at[is_kept] - x.start for at, x in zip(places, kept, strict=True))] = values[is_kept]
+        target[tuple(at[is_kept] - x.start for at, x in zip(places, region, strict=True))] = values[is_kept]
         again = again[np.abs(values) > 2]
     if not isinstance(initial, Uniform):
         target *= np.float32(initial.std)

@@ -35,12 +35,12 @@ class MapSequence(SequenceMetadata):
     @classmethod
     def of(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
         """Return the same tokens, as images of a size."""
-        made = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
-        made.grid = sequence.grid
-        if made.documents is None and made.images_per_row > 1:
-            numbers_T = torch.arange(made.length, device=made.positions.device) // prod(size)
-            made.documents = numbers_T.expand(made.positions.shape)
-        return made
+        token_map = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
+        token_map.grid = sequence.grid
+        if token_map.documents is None and token_map.images_per_row > 1:
+            numbers_T = torch.arange(token_map.length, device=token_map.positions.device) // prod(size)
+            token_map.documents = numbers_T.expand(token_map.positions.shape)
+        return token_map
 
     def shrunk(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
         """Return that of smaller maps of the same images; a token's document is that of its first larger one.
@@ -98,10 +98,10 @@ def map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
     is_padding_N = (size_N2 == 1).all(-1)
     if not ((size_N2 == largest_2).all(-1) | is_padding_N).all():
         sizes = size_N2[~is_padding_N].unique(dim=0)
-        shown = ", ".join(f"{h} × {w}" for h, w in sizes[:3].tolist())
+        size_list = ", ".join(f"{h} × {w}" for h, w in sizes[:3].tolist())
         raise UsageError(
-            f"a batch of images of {len(sizes)} sizes ({shown} patches), and model.family = 'hierarchical' takes one: "
-            "set data.images.size, or choose family = 'encoder'"
+            f"a batch of images of {len(sizes)} sizes ({size_list} patches), and model.family = 'hierarchical' takes "
+            "one: set data.images.size, or choose family = 'encoder'"
         )
     rows, columns = largest_2.tolist()
     return int(rows), int(columns)

@@ -96,6 +96,6 @@ def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tupl
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_length * plain / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return plain * kept + plain / scaling.factor * (1 - kept)
+    kept_share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_share = kept_share.clamp(0, 1)
+    return plain * kept_share + plain / scaling.factor * (1 - kept_share)

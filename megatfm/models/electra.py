@@ -103,9 +103,14 @@ class Electra(Model):
                 )
         if self.discriminator is not None:
             assert corrupted_tokens is not None  # sampled here, or by a stage before
-            kept = {name: field for name, field in batch.items() if name in self.discriminator.accepted}
-            kept |= {"tokens": corrupted_tokens, "replaced": _replaced(batch, corrupted_tokens)}
-            output = self.discriminator(**kept, hidden=hidden)
+            discriminator_batch = {
+                name: field for name, field in batch.items() if name in self.discriminator.accepted
+            }
+            discriminator_batch |= {
+                "tokens": corrupted_tokens,
+                "replaced": _replaced(batch, corrupted_tokens),
+            }
+            output = self.discriminator(**discriminator_batch, hidden=hidden)
             hidden, losses = output.hidden, add_by_name(losses, output.losses or {})
         carry = {"generator_hidden": generator_hidden, "corrupted_tokens": corrupted_tokens}
         return self.output(batch, hidden, losses, carry=carry)

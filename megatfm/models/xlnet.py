@@ -260,22 +260,22 @@ class TwoStreamBlock(nn.Module):
         x_BTD: Tensor,
         g_BQD: Tensor | None,
         table_RD: Tensor,
-        content: QueryStream | None,
-        query: QueryStream | None,
+        content_stream: QueryStream | None,
+        query_stream: QueryStream | None,
     ) -> tuple[Tensor | None, Tensor | None] | BlockOutput:
         """The content and the query stream after the block, each where it goes through."""
         extras = AuxiliaryCollector()
-        seen = self.attn.seen(self.attn_residual.input_norm(x_BTD), table_RD)
+        keys_values = self.attn.content_keys_values(self.attn_residual.input_norm(x_BTD), table_RD)
 
         def run_stream(y_BQD: Tensor | None, stream: QueryStream | None) -> Tensor | None:
             if y_BQD is None or stream is None:
                 return None
-            z_BQD = self.attn(self.attn_residual.input_norm(y_BQD), seen, stream)
+            z_BQD = self.attn(self.attn_residual.input_norm(y_BQD), keys_values, stream)
             y_BQD = self.attn_residual.add(y_BQD, z_BQD, stream.sequence)
             z_BQD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(y_BQD), stream.sequence))
             return self.ffn_residual.add(y_BQD, z_BQD, stream.sequence)
 
-        outputs = run_stream(x_BTD, content), run_stream(g_BQD, query)
+        outputs = run_stream(x_BTD, content_stream), run_stream(g_BQD, query_stream)
         return extras.wrap(outputs)
 
 

@@ -273,10 +273,10 @@ def build_objective(
             f"tokens of the decoder's, for example data.target_length={max(8, row_lengths[0] // 4)}"
         )
     terms = auxiliary_losses(model)
-    if taken := terms.keys() & objective.loss_weights.keys():
+    if duplicates := terms.keys() & objective.loss_weights.keys():
         raise UsageError(
-            f"a part of the model adds a term {min(taken)!r} to the loss, and objective.name = {config.name!r} has one "
-            "of that name: give the part's another"
+            f"a part of the model adds a term {min(duplicates)!r} to the loss, and objective.name = {config.name!r} "
+            "has one of that name: give the part's another"
         )
     return cast(Objective, ObjectiveWithAuxiliaryLosses(objective, terms)) if terms else objective
 

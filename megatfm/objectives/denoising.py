@@ -96,8 +96,8 @@ def corrupted_lengths(n_tokens: Ints, rate: float, mean_span: float, two_sides: 
     for pieces of fewer than two tokens."""
     noise, spans = count_noise_spans(np.maximum(n_tokens, 2), rate, mean_span)
     inputs, target_tokens = n_tokens - noise + spans, noise + spans
-    both = [inputs + 1, target_tokens + 1] if two_sides else [inputs + target_tokens]
-    return np.where(n_tokens[:, None] >= 2, np.stack(both, axis=1), 0)
+    lengths = [inputs + 1, target_tokens + 1] if two_sides else [inputs + target_tokens]
+    return np.where(n_tokens[:, None] >= 2, np.stack(lengths, axis=1), 0)
 
 
 def corrupt_spans(
@@ -239,8 +239,8 @@ class Denoisers(Objective):
         """Return the lengths of sequences that denoiser `number` makes of texts, [texts, 1 or 2]."""
         mode, mean_span, rate = DENOISERS[number]
         if mode == "S":
-            both = [cuts + 1, n_tokens - cuts + 1] if self.is_encoder_decoder else [n_tokens]
-            lengths = np.where(n_tokens[:, None] >= 2, np.stack(both, axis=1), 0)
+            side_lengths = [cuts + 1, n_tokens - cuts + 1] if self.is_encoder_decoder else [n_tokens]
+            lengths = np.where(n_tokens[:, None] >= 2, np.stack(side_lengths, axis=1), 0)
         else:
             lengths = corrupted_lengths(n_tokens, rate, mean_span, self.is_encoder_decoder)
         if self.mode_token[mode] is not None:

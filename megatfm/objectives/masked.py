@@ -97,16 +97,16 @@ def choose_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
     order = np.argsort(random, kind="stable")
     total = np.cumsum(lengths[order])
     first = int(np.searchsorted(total, budget, side="right"))
-    chosen, left = order[:first].tolist(), budget - int(total[first - 1] if first else 0)
+    chosen, tokens_left = order[:first].tolist(), budget - int(total[first - 1] if first else 0)
     for word in order[first:]:
-        if left == 0:
+        if tokens_left == 0:
             break
-        if lengths[word] <= left:
+        if lengths[word] <= tokens_left:
             chosen.append(word)
-            left -= int(lengths[word])
-    taken = np.zeros(len(starts), bool)
-    taken[chosen] = True
-    return np.flatnonzero(np.repeat(taken, lengths))
+            tokens_left -= int(lengths[word])
+    is_chosen = np.zeros(len(starts), bool)
+    is_chosen[chosen] = True
+    return np.flatnonzero(np.repeat(is_chosen, lengths))
 
 
 def replace_masked(original: Ints, which: Floats, draw: Floats, masking: Masking) -> Ints:
@@ -155,8 +155,8 @@ class Masked(Objective):
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        shown, targets = self.masking(piece.tokens, masking_key(key, "masked", self.config.static))
-        return single_segment_example(shown, targets, self.cls, self.sep)
+        inputs, targets = self.masking(piece.tokens, masking_key(key, "masked", self.config.static))
+        return single_segment_example(inputs, targets, self.cls, self.sep)
 
 
 IS_NEXT, IS_RANDOM = 0, 1
@@ -197,12 +197,12 @@ class SentencePair(Objective):
     def two_segment_example(self, a: TokenArray, b: TokenArray, label: int, key: PieceKey) -> Example:
         """Return the sequence of two segments; marks are never masked."""
         text = np.concatenate([a, b])
-        shown, wanted = self.masking(text, masking_key(key, self.config.name, self.config.static))
+        inputs, targets = self.masking(text, masking_key(key, self.config.name, self.config.static))
         n, cut = len(text) + 3, len(a) + 1
         fields: Example = {
             name: np.full(n, IGNORE, np.int64) for name in ("tokens", "targets", "sentence_targets")
         }
-        for name, values in (("tokens", shown), ("targets", wanted)):
+        for name, values in (("tokens", inputs), ("targets", targets)):
             fields[name][1:cut], fields[name][cut + 1 : -1] = values[: len(a)], values[len(a) :]
         fields["tokens"][[0, cut, -1]] = self.cls, self.sep, self.sep
         fields["sentence_targets"][0] = label
@@ -233,14 +233,14 @@ class NextSentence(SentencePair):
             return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
         # A document that could stand for half of the piece, if there is one.
         enough = np.flatnonzero(lengths >= min(int(lengths.max()), n // 2))
-        other = int(enough[randint_below(len(enough), choice)])
-        least = max(1, n - int(lengths[other]))
+        other_document = int(enough[randint_below(len(enough), choice)])
+        least = max(1, n - int(lengths[other_document]))
         cut = least + int(randint_below(n - least, at))
         if label < 0.5:
             return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
-        first = int(randint_below(int(lengths[other]) - (n - cut) + 1, start))
+        first = int(randint_below(int(lengths[other_document]) - (n - cut) + 1, start))
         return self.two_segment_example(
-            tokens[:cut], partners.tokens(other)[first : first + n - cut], IS_RANDOM, key
+            tokens[:cut], partners.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
         )
 
 
@@ -370,8 +370,8 @@ class ReplacedToken(Objective):
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
-        shown, targets = self.masking(tokens, masking_key(key, "replaced_token"))
-        fields = single_segment_example(shown, targets, self.cls, self.sep)
+        inputs, targets = self.masking(tokens, masking_key(key, "replaced_token"))
+        fields = single_segment_example(inputs, targets, self.cls, self.sep)
         original = fields["tokens"].copy()
         original[1:-1] = tokens
         return fields | {"original": original}

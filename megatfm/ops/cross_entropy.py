@@ -75,11 +75,11 @@ def cross_entropy(
     """
     chunk = chunk or default_chunk(hidden_MD, len(weight_WD))
     # A function knows of a parameter that it requires gradients, and not whether any are wanted.
-    wanted = tuple(
+    needs_grad = tuple(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
     return _ChunkedCrossEntropy.apply(
-        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, wanted, losses_M
+        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, needs_grad, losses_M
     )
 
 
@@ -109,7 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         vocab_start: int,
         all_gather: AllGather | None,
-        wanted: tuple[bool, bool, bool],
+        needs_grad: tuple[bool, bool, bool],
         losses_M: Tensor | None,
     ) -> Tensor:
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
@@ -117,7 +117,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # oneDNN's bf16 products with AMX read on in a row beyond its end, and multiply by zero what is there.
         buffer[:, vocabulary:] = 0
         total = hidden_MD.new_zeros((), dtype=precise)
-        of_hidden, of_weight, of_bias = wanted
+        of_hidden, of_weight, of_bias = needs_grad
         hidden_gradient = torch.empty_like(hidden_MD) if of_hidden else None
         weight_gradient = None
         bias_gradient = torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and of_bias else None
@@ -147,9 +147,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # One factor for the whole sum: scaling afterwards is exact up to rounding. Where they lie, unless they are kept
         # for another backward pass: on a CPU, memory for as much again costs more than the product.
-        kept = keeps_graph()
+        is_graph_kept = keeps_graph()
         scaled = (
-            None if saved is None else torch.mul(saved, gradient.to(saved.dtype), out=None if kept else saved)
+            None
+            if saved is None
+            else torch.mul(saved, gradient.to(saved.dtype), out=None if is_graph_kept else saved)
             for saved in ctx.saved_tensors
         )
         return *scaled, None, None, None, None, None, None, None
@@ -241,8 +243,8 @@ def _chunk(
     overwritten."""
     counted = targets_M1 != IGNORE
     local = targets_M1 - vocab_start
-    held = (local >= 0) & (local < logits.shape[1])
-    local = local.where(held, 0)
+    is_local = (local >= 0) & (local < logits.shape[1])
+    local = local.where(is_local, 0)
     slope = None
     if variant.softcap:
         logits = torch.tanh(logits / variant.softcap)
@@ -250,7 +252,7 @@ def _chunk(
         logits *= variant.softcap
     largest = logits.amax(1, keepdim=True)
     logits -= largest
-    local_statistics = [largest, logits.gather(1, local) * held, held.to(logits.dtype)]
+    local_statistics = [largest, logits.gather(1, local) * is_local, is_local.to(logits.dtype)]
     if variant.smoothing:
         local_statistics += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
     exponentials = logits.exp_()
@@ -273,7 +275,7 @@ def _chunk(
     gradient = exponentials.mul_(counted * (largest - top).exp() / normaliser)
     if variant.smoothing:
         gradient -= spread * counted
-    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (held & counted).to(gradient.dtype))
+    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (is_local & counted).to(gradient.dtype))
     if slope is not None:
         gradient *= slope
     return losses.where(counted, 0), gradient

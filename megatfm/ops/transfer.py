@@ -35,9 +35,9 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each of them aligned. Where a part of a buffer is not, none of its parts stays there, so that it can go."""
-    left = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
+    unaligned = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
     return {
-        name: tensor.clone(memory_format=torch.contiguous_format) if _buffer(tensor) in left else tensor
+        name: tensor.clone(memory_format=torch.contiguous_format) if _buffer(tensor) in unaligned else tensor
         for name, tensor in tensors.items()
     }
 

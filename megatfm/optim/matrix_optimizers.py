@@ -139,7 +139,11 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
     def make(groups: list[dict[str, Any]]) -> Soap:
         return Soap(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, every=config.precondition_frequency
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            update_every=config.precondition_frequency,
         )
 
     matrices, remaining = split_block_matrices(parameters)
@@ -162,8 +166,10 @@ class Soap(torch.optim.Optimizer):
     orthogonal iteration.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, every: int) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "every": every, "weight_decay": 0.0}
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float, update_every: int
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "every": update_every, "weight_decay": 0.0}
         super().__init__(params, {**defaults, "rotated": (True, True), "step": 0})
 
     @torch.no_grad()

@@ -160,10 +160,11 @@ def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[Optimiz
             f"optimizer.name = {config.name!r} sizes its updates by the whole tensor, and model.mup scales rates for "
             "Adam's: choose adamw, lion or schedule_free_adamw, or leave model.mup out"
         )
-    taken = [name for group in groups for name in group.names]
+    grouped_names = [name for group in groups for name in group.names]
     for name in parameters:
-        if taken.count(name) != 1:
+        if grouped_names.count(name) != 1:
             raise MegatfmError(
-                f"optimizer {config.name!r} has {name} in {taken.count(name)} groups: each parameter belongs in one"
+                f"optimizer {config.name!r} has {name} in {grouped_names.count(name)} groups: each parameter "
+                "belongs in one"
             )
     return groups

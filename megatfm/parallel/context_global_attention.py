@@ -150,8 +150,8 @@ class _AllKeysAttention(torch.autograd.Function):
         (out, lse), *more_parts = (
             part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, contexts.group)
         )
-        for other in more_parts:
-            out, lse = merge_partial(out, lse, *other)
+        for more_part in more_parts:
+            out, lse = merge_partial(out, lse, *more_part)
         out, lse = block_sparse.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
         ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)
         ctx.plan, ctx.contexts = plan, contexts

@@ -156,17 +156,17 @@ class P2PExchange:
     """Tensors on their way to and from other ranks; `wait` returns those received."""
 
     def __init__(
-        self, group: ProcessGroup, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, Tensor]]
+        self, group: ProcessGroup, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
         """sent, came: (rank, tensor to send) and (rank, tensor to receive into)."""
-        self._send_buffers = [tensor.contiguous() for _, tensor in sent]
-        self._received = [tensor for _, tensor in came]
+        self._send_buffers = [tensor.contiguous() for _, tensor in sends]
+        self._received = [tensor for _, tensor in receives]
         post: Callable[..., Any] = dist.P2POp
         operations = [
             post(dist.isend, tensor, group=group, group_peer=peer)
-            for (peer, _), tensor in zip(sent, self._send_buffers, strict=True)
+            for (peer, _), tensor in zip(sends, self._send_buffers, strict=True)
         ]
-        operations += [post(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in came]
+        operations += [post(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
@@ -241,9 +241,9 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
         ctx.plan = plan
-        sent = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
+        sends = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
         came = [(r, _empty(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
-        received = P2PExchange(plan.contexts.group, sent, came).wait()
+        received = P2PExchange(plan.contexts.group, sends, came).wait()
         return torch.cat([x, *received], 2)[:, :, moved(plan.permutation, x.device)]
 
     @staticmethod
@@ -253,10 +253,10 @@ class _Fetch(torch.autograd.Function):
         by_source = torch.empty_like(g)
         by_source[:, :, moved(plan.permutation, g.device)] = g
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
-        sent = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
+        sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
         users = [(r, at) for r, at in enumerate(plan.send_indices) if len(at)]
         came = [(r, _empty(g, len(at))) for r, at in users]
-        returned = P2PExchange(plan.contexts.group, sent, came).wait()
+        returned = P2PExchange(plan.contexts.group, sends, came).wait()
         local_grad = local_grad.clone()
         for (_, at), part in zip(users, returned, strict=True):
             local_grad.index_add_(2, moved(at, g.device), part)

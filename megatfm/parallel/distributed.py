@@ -155,8 +155,8 @@ def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
     c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = gloo, nccl
 
 
-def _device(env: ProcessEnvironment, wanted: Device) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def _device(env: ProcessEnvironment, requested: Device) -> torch.device:
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
@@ -209,15 +209,15 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
     missing, answered = set(range(1, world_size)), dict[int, bytes]()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < deadline:
-        for other in sorted(missing):
-            if part.check([f"megatfm/knows/{other}"]):
-                missing.remove(other)
-            elif store.check([f"megatfm/hello/{other}"]):
-                # It may be an earlier start's, which nobody waits for any more: then another one follows.
-                hello = store.get(f"megatfm/hello/{other}")
-                if answered.get(other) != hello:
+        for peer in sorted(missing):
+            if part.check([f"megatfm/knows/{peer}"]):
+                missing.remove(peer)
+            elif store.check([f"megatfm/hello/{peer}"]):
+                # It may be of an earlier start, for which no rank waits any more: then another one follows.
+                hello = store.get(f"megatfm/hello/{peer}")
+                if answered.get(peer) != hello:
                     store.set(f"megatfm/welcome/{hello.decode()}", name)
-                    answered[other] = hello
+                    answered[peer] = hello
         time.sleep(RESTART_POLL_SECONDS)
     return part
 
@@ -315,16 +315,18 @@ def _own_address(places: Sequence[tuple[str, str]]) -> str:
     if not other_hosts:
         return "127.0.0.1"
     reason = ""
-    for other in sorted(other_hosts - {name}):
+    for other_host in sorted(other_hosts - {name}):
         try:
-            for family, kind, _, _, socket_address in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
+            for family, kind, _, _, socket_address in socket.getaddrinfo(
+                other_host, 9, type=socket.SOCK_DGRAM
+            ):
                 with socket.socket(family, kind) as probe:
                     probe.connect(socket_address)  # UDP: picks the route, sends nothing
                     address = str(probe.getsockname()[0])
                 if not address.startswith("fe80:"):  # which is of one cable, and needs an interface with it
                     return address
         except OSError as error:
-            reason = reason or f"{other}: {error.strerror or error}"
+            reason = reason or f"{other_host}: {error.strerror or error}"
     if master_address := os.environ.get("MASTER_ADDR"):
         return master_address
     raise MegatfmError(

@@ -54,16 +54,16 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
     ) -> Tensor:
         leaving_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         arriving_PE = all_to_all(leaving_PE, [1] * ranks, [1] * ranks, group)
-        sent, received = _read_splits(leaving_PE, arriving_PE, len(rows_MD))
-        leaving_MD = rows_MD[: sum(sent)]
+        input_splits, output_splits = _read_splits(leaving_PE, arriving_PE, len(rows_MD))
+        leaving_MD = rows_MD[: sum(input_splits)]
         if meanwhile:
-            arrived_RD = all_to_all_overlapped(meanwhile, leaving_MD, sent, received, group)
+            arrived_RD = all_to_all_overlapped(meanwhile, leaving_MD, input_splits, output_splits, group)
         else:
-            arrived_RD = all_to_all(leaving_MD, sent, received, group)
-        order_R, inverse_R = expert_order(arriving_PE, sum(received))
+            arrived_RD = all_to_all(leaving_MD, input_splits, output_splits, group)
+        order_R, inverse_R = expert_order(arriving_PE, sum(output_splits))
         expert_ends = arriving_PE.sum(0).cumsum(0, dtype=torch.int32)
         output_RD = expert_function(arrived_RD[order_R], expert_ends)[inverse_R]
-        output_MD = all_to_all(output_RD, received, sent, group)
+        output_MD = all_to_all(output_RD, output_splits, input_splits, group)
         return F.pad(output_MD, (0, 0, 0, len(rows_MD) - len(output_MD)))
 
     return dispatch_run_combine
@@ -76,8 +76,8 @@ def _read_splits(leaving_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[li
     if is_fake(leaving_PE):
         even = [rows // len(leaving_PE)] * len(leaving_PE)
         return even, even
-    sent, received = counts_2P.tolist()
-    return sent, received
+    input_splits, output_splits = counts_2P.tolist()
+    return input_splits, output_splits
 
 
 def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:

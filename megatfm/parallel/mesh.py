@@ -224,8 +224,8 @@ class Mesh:
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Axes in the mesh's own order, the slowest first."""
-    wanted = set(axes)
-    return tuple(axis for axis in ALL_AXES if axis in wanted)
+    axis_set = set(axes)
+    return tuple(axis for axis in ALL_AXES if axis in axis_set)
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
@@ -245,12 +245,14 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
     sizes = dict(zip(AXES, (config.pp, config.dp_replicate, shard, config.cp, config.tp), strict=True))
     if math.prod(sizes.values()) != world_size:
-        wanted = describe_sizes({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
+        requested_sizes = describe_sizes(
+            {k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1}
+        )
         step = fixed if config.dp_shard == -1 else fixed * shard
         nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
         raise UsageError(
-            f"the layout {wanted} does not fit {world_size} process{'es' * (world_size > 1)}: start {nearest}, "
-            "or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
+            f"the layout {requested_sizes} does not fit {world_size} process{'es' * (world_size > 1)}: start "
+            f"{nearest}, or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
         )
     n_ranks = math.prod(sizes[axis] for axis in axes_folded_into_ep(config.expert_tp))
     if n_ranks % config.ep:

@@ -244,13 +244,13 @@ def _table(
     for path, style in styles.items():
         plan_rows = rows_by_module.get(model.get_submodule(path))
         rows.setdefault((plan_rows[0].modules if plan_rows else path, style), []).append(path)
-    width = 2 + max(len(shown) for shown, _ in rows)
+    width = 2 + max(len(name) for name, _ in rows)
     lines = [
         f"mesh  {mesh.describe()}",
         "",
         f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient",
     ]
-    for (shown, style), paths in rows.items():
+    for (name, style), paths in rows.items():
         tensors = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
         if not (tensors or style.is_listed):
             continue
@@ -259,7 +259,7 @@ def _table(
         )
         partial = ", ".join(dict.fromkeys(axis for p in tensors for axis in p.partial_axes))
         shown_shapes = f"{f'{len(tensors)} × ' if tensors else ''}{', '.join(shapes):<36}"
-        lines.append(f"{shown:<{width}}{style.name:<26}{shown_shapes}{partial}".rstrip())
+        lines.append(f"{name:<{width}}{style.name:<26}{shown_shapes}{partial}".rstrip())
     return "\n".join(lines) + "\n"
 
 

@@ -261,19 +261,19 @@ def prune_to_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
     """
     used = _used(model, stages)
     paths = {path for stage in stages for point in stage.split_points for path in point.modules}
-    kept = {module for path in paths for module in model.get_submodule(path).modules()}
+    kept_modules = {module for path in paths for module in model.get_submodule(path).modules()}
     owners = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter in used}
 
     def prune(module: nn.Module, path: str) -> None:
-        if path in owners and module not in kept:
+        if path in owners and module not in kept_modules:
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter not in used:
                     setattr(module, key, None)
         for key, child in list(module.named_children()):
             inner = f"{path}.{key}" if path else key
-            if child in kept:
+            if child in kept_modules:
                 continue
-            if any(other == inner or other.startswith(f"{inner}.") for other in (*owners, *paths)):
+            if any(needed == inner or needed.startswith(f"{inner}.") for needed in (*owners, *paths)):
                 prune(child, inner)
             else:
                 vars(module)["_modules"][key] = None

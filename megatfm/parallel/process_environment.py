@@ -111,10 +111,10 @@ def _head_node(nodes: str) -> str:
     if re.fullmatch(r"[\w.-]+", nodes):
         return nodes
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
         )
-        (first, *_) = done.stdout.split()
+        (first, *_) = result.stdout.split()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise MegatfmError(
             f"scontrol can't expand SLURM_STEP_NODELIST={nodes} ({error}): set MASTER_ADDR to the first node's name"
@@ -150,7 +150,7 @@ def _text(environment: Mapping[str, str], name: str) -> str:
             "SLURM_STEP_ID",
             "OMPI_COMM_WORLD_RANK",
         )
-        hints_set = ", ".join(other for other in hints if other in environment)
+        hints_set = ", ".join(hint for hint in hints if hint in environment)
         raise UsageError(
             f"{name} is not set, although the environment speaks of several processes ({hints_set}): "
             "start with torchrun, srun, mpirun or `megatfm launch`, or unset those"

@@ -31,11 +31,12 @@ def block_attention_plan(
     key_indices = moved(key_indices, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
     shard = sequence.with_keys_at(key, key_indices)
-    seen = core.seen(shard, n_heads)
-    size = min(block_sparse.block_size(seen), -(-max(queries, len(key_indices)) // 4) * 4)
+    mask = core.attention_mask(shard, n_heads)
+    size = min(block_sparse.block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)
     grid = BlockGrid(batch, queries, len(key_indices), size)
-    visits = seen.cached(
-        ("pieces", size), lambda: plan_blocks(seen, grid, core.seen(shard.on_host(), n_heads), q_BNTH.device)
+    visits = mask.cached(
+        ("pieces", size),
+        lambda: plan_blocks(mask, grid, core.attention_mask(shard.on_host(), n_heads), q_BNTH.device),
     )
     return BlockAttentionPlan.build(
         visits,

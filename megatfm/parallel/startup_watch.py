@@ -65,17 +65,17 @@ class StartupWatch:
         end_sentinel()
 
     def _watch(self) -> None:
-        stopped, asked = Counter[int](), 0
+        stopped, n_stop_signals = Counter[int](), 0
         while not self._over.wait(LOOK_SECONDS):
             stopped = Counter({rank: stopped[rank] + 1 for rank in stopped_here(self._env)})
-            if gone := [rank for rank, looks in stopped.items() if looks > STOPPED_POLLS]:
+            if stopped_ranks := [rank for rank, looks in stopped.items() if looks > STOPPED_POLLS]:
                 self._end(
                     EXIT_FAILED,
-                    f"error: rank {gone[0]} of {self._env.world_size} on {socket.gethostname()} is stopped "
+                    f"error: rank {stopped_ranks[0]} of {self._env.world_size} on {socket.gethostname()} is stopped "
                     "(SIGSTOP), and was not continued while the others waited to meet it",
                 )
-            asked += bool(signal.sigpending() & ASKS_TO_STOP)
-            if asked > SIGNALLED_POLLS:
+            n_stop_signals += bool(signal.sigpending() & ASKS_TO_STOP)
+            if n_stop_signals > SIGNALLED_POLLS:
                 self._end(
                     EXIT_REQUEUE, "stopped by a signal before all ranks had come: there is nothing to save"
                 )
@@ -94,9 +94,9 @@ def stopped_here(env: ProcessEnvironment) -> list[int]:
         for process in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error, MegatfmError):
                 if process.status() == psutil.STATUS_STOPPED:
-                    other = read_process_environment(process.environ())
-                    if (other.launcher, other.world_size) == (env.launcher, env.world_size):
-                        ranks.append(other.rank)
+                    environment = read_process_environment(process.environ())
+                    if (environment.launcher, environment.world_size) == (env.launcher, env.world_size):
+                        ranks.append(environment.rank)
     return ranks
 
 

@@ -244,9 +244,9 @@ def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int
     """Rows of the tokens on this rank, from `vocab_start` on, and zeros for the others: a partial [..., D]
     (Shoeybi et al. 2019, section 3)."""
     local = tokens - vocab_start
-    held = (local >= 0) & (local < weight_WD.shape[0])
-    rows = F.embedding(local.where(held, 0), weight_WD)
-    return rows * held[..., None].to(rows.dtype)
+    is_local = (local >= 0) & (local < weight_WD.shape[0])
+    rows = F.embedding(local.where(is_local, 0), weight_WD)
+    return rows * is_local[..., None].to(rows.dtype)
 
 
 def vocab_parallel_cross_entropy(

@@ -97,8 +97,8 @@ def special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
     return [p for p in pieces if p in usual or SENTINEL_PATTERN.fullmatch(p.removeprefix(SPACE_MARK))]
 
 
-def _first_present(tokens: Mapping[str, int], wanted: tuple[str, ...]) -> int | None:
-    return next((tokens[name] for name in wanted if name in tokens), None)
+def _first_present(tokens: Mapping[str, int], names: tuple[str, ...]) -> int | None:
+    return next((tokens[name] for name in names if name in tokens), None)
 
 
 def _first_known(*tokens: int | None) -> int | None:

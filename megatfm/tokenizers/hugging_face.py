@@ -72,8 +72,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return [encoded[number % share][number // share] for number in range(len(texts))]
 
     def decode(self, ids: Iterable[int]) -> str:
-        shown = [token for token in self.validate_ids(ids) if token not in self._skipped_ids]
-        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+        tokens = [token for token in self.validate_ids(ids) if token not in self._skipped_ids]
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def id_to_piece(self, token: int) -> str:
         return self._tokenizer.id_to_token(token) or ""
@@ -278,9 +278,9 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 def _byte_characters() -> list[str]:
     """The character that stands for each byte: itself if it can be seen in Latin-1, else one from 256 on
     (Radford et al. 2019, section 2.2; the table is that of their code)."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = iter(range(256, 512))
-    return [chr(byte) if byte in seen else chr(next(hidden)) for byte in range(256)]
+    return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]
 
 
 _BYTE_CHARACTERS = _byte_characters()

@@ -266,10 +266,10 @@ def _train(
             f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
             f"tokenizer.vocab_size={least} or more"
         )
-    seen = Counter[bool]()
+    has_text = Counter[bool]()
     with _unicode():
-        tokenizer.train_from_iterator(_counted(texts, seen), trainer)
-    if not seen[True]:
+        tokenizer.train_from_iterator(_counted(texts, has_text), trainer)
+    if not has_text[True]:
         raise UsageError("no text to train a tokenizer on: every document is empty")
     most = tokenizer.get_vocab_size()
     if most < vocab_size:
@@ -289,9 +289,9 @@ def _unicode() -> Iterator[None]:
         ) from None
 
 
-def _counted(texts: Iterable[str], seen: Counter[bool]) -> Iterator[str]:
+def _counted(texts: Iterable[str], has_text: Counter[bool]) -> Iterator[str]:
     for text in texts:
-        seen[bool(text.strip())] += 1
+        has_text[bool(text.strip())] += 1
         yield text
 
 
@@ -302,11 +302,11 @@ def _alphabet(texts: list[str]) -> list[str]:
         counts.update(text)
     for space in [character for character in counts if character.isspace()]:
         del counts[space]
-    left = CHARACTER_COVERAGE * counts.total()
-    kept = []
+    uncovered = CHARACTER_COVERAGE * counts.total()
+    characters = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if left <= 0:
+        if uncovered <= 0:
             break
-        kept.append(character)
-        left -= count
-    return sorted(kept)
+        characters.append(character)
+        uncovered -= count
+    return sorted(characters)

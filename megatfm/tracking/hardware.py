@@ -93,10 +93,10 @@ def commit(root: Path) -> dict[str, str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
     )
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 def processor() -> dict[str, str]:
@@ -137,8 +137,8 @@ def started(launcher: str) -> dict[str, str]:
 
 def libraries() -> dict[str, str]:
     """Return versions of torch and what it was built with, and the environment's settings for them."""
-    built = torch.__config__.show()
-    matches = {name: re.search(pattern, built) for name, pattern in LIBRARIES.items()}
+    build_config = torch.__config__.show()
+    matches = {name: re.search(pattern, build_config) for name, pattern in LIBRARIES.items()}
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     return {
         "torch": str(torch.__version__),  # with its build, as in 2.13.0+cpu

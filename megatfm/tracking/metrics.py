@@ -301,7 +301,7 @@ class WeightsAndBiases:
             raise UsageError(
                 "log.sinks asks for 'wandb', which is not installed: pip install 'megatfm[wandb]'"
             ) from error
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "project": run.wandb_project,
             "name": run.folder.name,
             "id": _wandb_run_id(run.folder / "wandb-id"),
@@ -311,7 +311,7 @@ class WeightsAndBiases:
             "settings": wandb.Settings(console="off"),  # the terminal belongs to the progress bar
         }
         try:
-            self._run = wandb.init(**how, **({"mode": "offline"} if self.is_away else {}))
+            self._run = wandb.init(**options, **({"mode": "offline"} if self.is_away else {}))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(f"W&B: {reason}; run `wandb login`, or set WANDB_MODE=offline") from error
@@ -321,7 +321,7 @@ class WeightsAndBiases:
                 " ".join(str(error).split()), run.folder / "wandb",
             )  # fmt: skip
             WeightsAndBiases.is_away = True
-            self._run = wandb.init(**how, mode="offline")
+            self._run = wandb.init(**options, mode="offline")
         # Our steps are the axis: W&B's own would drop, with a mere warning, every step repeated after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -41,14 +41,14 @@ def keep_freed_memory(device: torch.device) -> None:
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def should_record_allocations(folder: Path, asked: bool) -> bool:
+def should_record_allocations(folder: Path, requested: bool) -> bool:
     """Return whether to record where allocations come from: on request, and once a run has run out of memory."""
-    return asked or (folder / SNAPSHOT_DIR).is_dir()
+    return requested or (folder / SNAPSHOT_DIR).is_dir()
 
 
-def record_allocations_if_asked(folder: Path, device: torch.device, asked: bool) -> None:
+def record_allocations_if_asked(folder: Path, device: torch.device, requested: bool) -> None:
     """Record allocations on a GPU where `should_record_allocations` says so."""
-    if device.type == "cuda" and should_record_allocations(folder, asked):
+    if device.type == "cuda" and should_record_allocations(folder, requested):
         record_allocations()
 
 
@@ -77,14 +77,14 @@ def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iter
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        wanted = _requested_memory(error)
-        if wanted is None:
+        requested_bytes = _requested_memory(error)
+        if requested_bytes is None:
             raise
-        held = memory_bytes(device)
+        allocated_bytes = memory_bytes(device)
         snapshot = _snapshot(folder, rank) if device.type == "cuda" else ""
         raise MegatfmError(
-            f"rank {rank} is out of memory: it held {held / 2**30:.3g} GiB{wanted}{snapshot}. Lower "
-            "train.micro_batch, set train.recompute = 'full', or spread the model out: a higher parallel.zero, "
+            f"rank {rank} is out of memory: it held {allocated_bytes / 2**30:.3g} GiB{requested_bytes}{snapshot}. "
+            "Lower train.micro_batch, set train.recompute = 'full', or spread the model out: a higher parallel.zero, "
             "parallel.dp_shard, parallel.tp or parallel.pp"
         ) from error
 

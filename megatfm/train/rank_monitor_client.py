@@ -211,8 +211,8 @@ class RankMonitor:
             elif "bye" in message:
                 self._finished.set()
 
-    def _diagnose_server_loss(self, what: str, hung: bool) -> None:
-        text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {what}"
+    def _diagnose_server_loss(self, reason: str, hung: bool) -> None:
+        text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {reason}"
         self._diagnosis = self._diagnosis or Diagnosis(
             [0], [self._hosts[0]], self._step, text, hung, reporter=1
         )

@@ -73,7 +73,7 @@ class DecisionLog:
 
     def retry_after(self, step: int) -> list[int]:
         """Skip none of the steps after this one any more, as they may go well with other settings; returns them."""
-        dropped = sorted(other for other in self.skips if other > step)
+        dropped = sorted(skipped_step for skipped_step in self.skips if skipped_step > step)
         if dropped:
             self._write({"decision": "retry", "step": step})
         return dropped
@@ -81,7 +81,7 @@ class DecisionLog:
     def left_behind(self, step: int, position: int) -> int | None:
         """Return the step that the run went back to, if a state of a step and a position is of the future that it
         left."""
-        rollback_steps = [other for other in self.data_resume_positions if other < step]
+        rollback_steps = [resume_step for resume_step in self.data_resume_positions if resume_step < step]
         latest = max(rollback_steps, default=None)
         return latest if latest is not None and position <= self.data_resume_positions[latest] else None
 
@@ -111,12 +111,12 @@ class DecisionLog:
             self.skips.add(step)
             return
         if record["decision"] == "retry":
-            self.skips = {other for other in self.skips if other <= step}
+            self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
             return
         # What was decided about later steps was decided about other data.
-        self.skips = {other for other in self.skips if other <= step}
+        self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
         self.data_resume_positions = {
-            other: at for other, at in self.data_resume_positions.items() if other < step
+            skipped_step: at for skipped_step, at in self.data_resume_positions.items() if skipped_step < step
         }
         self.data_resume_positions[step] = int(record["position"])
         self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
@@ -234,7 +234,7 @@ class LossGuard:
         if self.config.spike == "off" or len(self.losses) < self.config.spike_window // 4:
             return None
         median = statistics.median(self.losses)
-        mad = 1.4826 * statistics.median(abs(other - median) for other in self.losses)
+        mad = 1.4826 * statistics.median(abs(past_loss - median) for past_loss in self.losses)
         score = (loss - median) / max(mad, MIN_RELATIVE_MAD * abs(median), 1e-12)
         return score if score > self.config.spike_score else None
 
@@ -285,12 +285,14 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     local_hashes = hashes(engine.state_dict())
     all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
     differ = []
-    for (name, place), mine in local_hashes.items():
+    for (name, place), local_hash in local_hashes.items():
         # Of what one rank keeps for all, as the state of a whole tensor, there may be no other copy.
-        votes = Counter(other[name, place] for other in all_hashes if (name, place) in other)
+        votes = Counter(
+            rank_hashes[name, place] for rank_hashes in all_hashes if (name, place) in rank_hashes
+        )
         best, count = votes.most_common(1)[0]
         tie = list(votes.values()).count(count) > 1
-        if len(votes) > 1 and (tie or mine != best):
+        if len(votes) > 1 and (tie or local_hash != best):
             differ.append(name)
     raise_together(differ, f"after step {step}, replicas of one parameter differ")
 
@@ -317,12 +319,12 @@ def _same(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def raise_together(differ: list[str], what: str) -> None:
+def raise_together(differ: list[str], subject: str) -> None:
     """Raise one error on every rank if any rank has names in `differ`."""
     if names_by_rank := gather_errors(differ):
         where = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
         raise MegatfmError(
-            f"{what}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
+            f"{subject}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
             "without that machine"
         )
 

@@ -143,13 +143,13 @@ def branch_point(words: str) -> ResumePoint:
 
     def look() -> Path:
         run, _, step = words.rpartition("@")
-        kept = list_checkpoints(Path(run) / "checkpoints")
+        checkpoints = list_checkpoints(Path(run) / "checkpoints")
         path = next(
-            (path for path in kept if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
+            (path for path in checkpoints if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
         )
         if path is None:
             source_checkpoint = (
-                ", ".join(str(int(path.name.removeprefix("step-"))) for path in kept) or "none"
+                ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoints) or "none"
             )
             raise UsageError(
                 f"train.branch_from = {words!r}: give RUN@STEP, with a step of which the run has a checkpoint; there "
@@ -300,10 +300,10 @@ def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
     return first_shape_mismatch(stored, all_shapes)
 
 
-def first_shape_mismatch(stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
+def first_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str:
     """Describe the first tensor whose shapes differ, or that only one of the two has; empty if all fit."""
-    for name in [*wanted, *stored]:
-        model, source_checkpoint = wanted.get(name), stored.get(name)
+    for name in [*expected, *stored]:
+        model, source_checkpoint = expected.get(name), stored.get(name)
         if model is None or source_checkpoint is None or list(model) != list(source_checkpoint):
             shapes = [
                 f"{list(shape)} {where}"

@@ -133,10 +133,10 @@ def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
         ) from error
     probe_disk(nodes.folder, nodes.rank)
     (nodes.folder / f".probe-{nodes.rank}").unlink()
-    mine = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank])) + (nodes.n_nodes > 1) * len(
+    n_own = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank])) + (nodes.n_nodes > 1) * len(
         nodes.ranks_on(nodes.replicated_node)
     )
-    share, advice = state_bytes * mine // len(nodes.node_of_rank), "or give another checkpoint.local_dir"
+    share, advice = state_bytes * n_own // len(nodes.node_of_rank), "or give another checkpoint.local_dir"
     check_space(nodes.folder, nodes.folder, share, KEEP, advice)
 
 
@@ -288,9 +288,9 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
         return config, None
     if world_size % model_parallel_size(config) or common % data_ranks:
-        asked = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
+        batch_settings = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
         raise UsageError(
-            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {asked} and "
+            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {batch_settings} and "
             f"{model_parallel_size(config)} ranks a "
             f"model go with {_valid_world_sizes(config, common)} processes"
         )

@@ -291,8 +291,8 @@ class Trainer:
             self.run.write_run_files(self.requested_config, layout.table, device, facts)
             checkpoint.remove_leftovers(self.run.checkpoints)
         self.run.announce_links()
-        what = f"{describe_size(self.engine)}, {self.precision}"
-        log.info("%s: %s, step %d of %d", self.run.folder, what, self.step, config.train.steps)
+        description = f"{describe_size(self.engine)}, {self.precision}"
+        log.info("%s: %s, step %d of %d", self.run.folder, description, self.step, config.train.steps)
         peak = f"utilization (MFU) is of {self.utilization.peak}" if self.utilization else ""
         for note in filter(None, [peak, *self.corpora.warnings, self.mixture_sources.note]):
             log.info("%s", note)

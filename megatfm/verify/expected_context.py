@@ -116,8 +116,8 @@ class ContextShards:
         """Keys and values, or the latents that they are made of."""
         latents = is_a(module, "LatentCore")
         qkv = qkv_of_latents(call) if latents else known_shapes(call.inputs[:3])
-        sent = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
-        side, numel_per_token = self._side(call), self._numel_per_token(sent)
+        sent_shapes = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
+        side, numel_per_token = self._side(call), self._numel_per_token(sent_shapes)
         dealt = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
@@ -126,28 +126,28 @@ class ContextShards:
                 ledger, rank, call, dealt, [np.sort(np.concatenate(dealt))] * len(dealt), numel_per_token
             )
             return
-        needs = self._needs_of(microbatch, call, module)
+        needed_places = self._needs_of(microbatch, call, module)
         if sees_runs_alone(pattern, sum(map(len, dealt)), causal=causal):
             if not is_a(module, "LocalAttention"):  # what sees all is computed apart there
                 self._wide_queries(ledger, microbatch, call, qkv)
-            self._point_to_point(ledger, rank, call, dealt, needs, numel_per_token)
+            self._point_to_point(ledger, rank, call, dealt, needed_places, numel_per_token)
             return
-        share = self._fetched_share(dealt, needs)
+        share = self._fetched_share(dealt, needed_places)
         is_ring = 2 * share >= 1
         if self._by_heads(qkv, numel_per_token, None if is_ring else share):
             self._exchange(ledger, rank, call, qkv, dealt)
         elif is_ring:
             self._ring(ledger, rank, call, [len(places) for places in dealt], numel_per_token)
         else:
-            self._point_to_point(ledger, rank, call, dealt, needs, numel_per_token)
+            self._point_to_point(ledger, rank, call, dealt, needed_places, numel_per_token)
 
     @staticmethod
-    def _fetched_share(dealt: Sequence[Places], needs: Sequence[Places]) -> Fraction:
+    def _fetched_share(dealt: Sequence[Places], needed_places: Sequence[Places]) -> Fraction:
         """Most keys that a rank needs of others, as a share of what a ring brings it."""
         c, length = len(dealt), sum(map(len, dealt))
         most = max(
             len(np.setdiff1d(need, local_positions))
-            for need, local_positions in zip(needs, dealt, strict=True)
+            for need, local_positions in zip(needed_places, dealt, strict=True)
         )
         return Fraction(most * c, (c - 1) * length)
 
@@ -169,15 +169,16 @@ class ContextShards:
         rank: int,
         call: Call,
         dealt: list[Places],
-        needs: Sequence[Places],
+        needed_places: Sequence[Places],
         numel_per_token: int,
     ) -> None:
         """One message to each rank that needs tokens held here, and one back with gradients of what was needed here."""
-        for other, held in enumerate(dealt):
-            if other == rank:
+        for peer, peer_places in enumerate(dealt):
+            if peer == rank:
                 continue
             n_sent, n_received = (
-                len(np.intersect1d(*both)) for both in ((dealt[rank], needs[other]), (held, needs[rank]))
+                len(np.intersect1d(*place_pairs))
+                for place_pairs in ((dealt[rank], needed_places[peer]), (peer_places, needed_places[rank]))
             )
             for _ in range(self._forwards(call) if n_sent else 0):
                 ledger.send(CONTEXT, n_sent * numel_per_token * self._computed)
@@ -307,16 +308,16 @@ class ContextShards:
         count, dealt = self._config.train.micro_batch, self._positions_by_rank[""]
         first = microbatch * count
         left, right = (self._batch[name][first : first + count] for name in ("span_left", "span_right"))
-        needs = []
+        needed_places = []
         for positions in dealt:
-            wanted: set[int] = set()
+            boundary_places: set[int] = set()
             for row in range(len(left)):
                 for place in positions.tolist():
                     if left[row, place] > 0:
-                        wanted |= {place - int(left[row, place]), place + int(right[row, place])}
-            needs.append(np.array(sorted(wanted), np.int64))
+                        boundary_places |= {place - int(left[row, place]), place + int(right[row, place])}
+            needed_places.append(np.array(sorted(boundary_places), np.int64))
         (hidden,) = known_shapes(call.inputs[:1])
-        self._point_to_point(ledger, rank, call, dealt, needs, hidden[0] * hidden[2])
+        self._point_to_point(ledger, rank, call, dealt, needed_places, hidden[0] * hidden[2])
 
     def _image_sums(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -376,10 +377,10 @@ class ContextShards:
         tp = self._config.parallel.tp
         return q[1] // tp, max(1, k[1] // tp)
 
-    def _numel_per_token(self, sent: Sequence[Shape]) -> int:
+    def _numel_per_token(self, sent_shapes: Sequence[Shape]) -> int:
         """Numbers that are sent for a token, in all rows, on one tensor-parallel rank; a single head is on all."""
         tp = self._config.parallel.tp
-        return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent)
+        return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent_shapes)
 
     _WAYS: dict[str, Callable[["ContextShards", ExpectedTraffic, int, int, Call, nn.Module], None]] = {  # noqa: RUF012
         "GlobalAttention": _wide,

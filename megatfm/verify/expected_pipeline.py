@@ -125,13 +125,13 @@ def _cheapest(starts: Sequence[int], costs: Sequence[float], stages: int) -> tup
 
 def _handed_on(points: Sequence[Any], first: int) -> dict[str, Any]:
     """Values that split points from `first` on read before they write them, and earlier ones write."""
-    wanted: set[str] = set()
-    written: set[str] = set()
+    read_names: set[str] = set()
+    written_names: set[str] = set()
     for point in points[first:]:
-        wanted |= set(point.reads) - written
-        written |= set(point.writes)
+        read_names |= set(point.reads) - written_names
+        written_names |= set(point.writes)
     fields = {name: field_ for point in points[:first] for name, field_ in point.writes.items()}
-    return {name: fields[name] for name in sorted(wanted & fields.keys())}
+    return {name: fields[name] for name in sorted(read_names & fields.keys())}
 
 
 def _trained(model: nn.Module, points: Sequence[Any]) -> set[str]:

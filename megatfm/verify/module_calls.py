@@ -82,11 +82,14 @@ class ModuleCallRecorder:
 
     def _leave(self) -> None:
         for i in range(self._inside or 0, len(self._calls)):
-            call, kept = self._calls[i]
-            self._calls[i] = replace(call, in_layer=True, saves_tensors_after=self._kept > kept), kept
+            call, references = self._calls[i]
+            self._calls[i] = (
+                replace(call, in_layer=True, saves_tensors_after=self._kept > references),
+                references,
+            )
         if self._calls:
-            call, kept = self._calls[-1]
-            self._calls[-1] = replace(call, is_layer_output=True), kept
+            call, references = self._calls[-1]
+            self._calls[-1] = replace(call, is_layer_output=True), references
         self._inside = None
 
     def _record(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -114,8 +117,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 @dataclass(frozen=True)

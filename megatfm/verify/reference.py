@@ -87,13 +87,13 @@ def _attention(
     v: Tensor,
     layout: SequenceMetadata,
     bias: Tensor | None = None,
-    seen: AttentionMask | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Replacement of `Core.of_heads` for all heads."""
     rng_keys = core.dropout.head_rng_keys(layout, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
-    seen = seen or PatternMask(core.pattern, layout, 0, q.shape[1])
-    return attention_reference(q, k, v, seen, bias, core.variant, rng_keys, sinks)
+    mask = mask or PatternMask(core.pattern, layout, 0, q.shape[1])
+    return attention_reference(q, k, v, mask, bias, core.variant, rng_keys, sinks)
 
 
 def _cross_entropy(

@@ -121,10 +121,10 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": matching_patterns})})
     inexact = config.deepspeed.quantized
     exact = config.deepspeed.model_copy(update=dict.fromkeys(inexact, False))
-    left = [
+    overrides_left = [
         f"deepspeed.{key} true → false: {config.deepspeed.INEXACT}, and is for GPUs alone" for key in inexact
     ]
-    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + left
+    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + overrides_left
 
 
 def _matches(config: Config, pattern: str) -> bool:
@@ -314,8 +314,8 @@ def _difference(place: str, old: object, new: object) -> Iterator[str]:
     if isinstance(old, Section) and isinstance(new, Section):
         yield from _differences(place, old, new)
     elif isinstance(old, dict) and isinstance(new, dict):  # of kinds of blocks
-        for key, one in unflatten(old).items():
-            yield from _difference(f"{place}.{key}", one, unflatten(new).get(key, one))
+        for key, value in unflatten(old).items():
+            yield from _difference(f"{place}.{key}", value, unflatten(new).get(key, value))
     elif isinstance(old, str) and isinstance(new, dict):  # a pattern's name alone
         return
     elif old != new:
@@ -363,7 +363,7 @@ def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
     objective, lengths = objective_for(config), side_lengths(config)
     seed = config.train.seed
     across = config.data.attend_across_documents
-    how = PackingConfig(
+    packing = PackingConfig(
         objective, lengths[: len(objective.field_prefixes)], seed, attend_across_documents=across
     )
     rows = []
@@ -372,7 +372,7 @@ def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
         kind = BY_TURNS[number % len(BY_TURNS)] if documents == "mixed" else documents
         pieces = list(random_pieces(config, objective, random, kind))
         members = [piece.files for piece in pieces] if objective.needs_files else None
-        rows.append(pack_in_memory([piece.tokens for piece in pieces], how, members=members).row(0))
+        rows.append(pack_in_memory([piece.tokens for piece in pieces], packing, members=members).row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": rng.row_keys(seed, np.arange(len(rows)))}
 
@@ -383,13 +383,13 @@ def random_pieces(
     """Documents that fill a row, or a part of it. kind: any but "mixed"."""
     length, filled = min(side_lengths(config)), 0
     # Tokens of a document, at least and below, and of all documents. One token is too short for some objectives.
-    least, most, wanted = {
+    least, most, requested = {
         "short": (2, max(3, length // 6), int(random.integers(length * 3 // 4, length * 3 // 2))),
         "long": (max(2, length // 2), max(3, length * 3 // 4), length * 3 // 2),
         "one": (2 * length, 2 * length + 1, 1),
         "sparse": (2, max(3, length // 6), 1),
     }[kind]
-    while filled < wanted:
+    while filled < requested:
         if objective.needs_files or not objective.reads_text:
             piece = objective.random_piece(random)
         else:
@@ -397,4 +397,4 @@ def random_pieces(
                 random.integers(0, config.model.vocab_size or 1, random.integers(least, most))
             )
         yield piece
-        filled += wanted if needs_own_row(objective) else len(piece.tokens) + 1
+        filled += requested if needs_own_row(objective) else len(piece.tokens) + 1

@@ -84,7 +84,11 @@ class Comparison:
     @property
     def wrong(self) -> list[Difference]:
         """Numbers that differ by more than rounding: of loss, gradient norm, gradients and updates; no flows."""
-        return [one for one in (self.loss, self.grad_norm, *self.gradients, *self.updates) if one.is_wrong]
+        return [
+            comparison
+            for comparison in (self.loss, self.grad_norm, *self.gradients, *self.updates)
+            if comparison.is_wrong
+        ]
 
 
 def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None = None) -> Comparison:
@@ -144,7 +148,7 @@ def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
     most: TrafficTable = {}
     for flows in by_rank:
         for key, flow in flows.items():
-            most[key] = max(flow, most.get(key, flow), key=lambda one: one[1])
+            most[key] = max(flow, most.get(key, flow), key=lambda item: item[1])
     return most
 
 
@@ -196,7 +200,7 @@ def update_differences(config: Config, answers: Sequence[RankResult], limits: Li
 def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
     """A whole tensor from the blocks that ranks hold of it; NaN where none has any."""
     assembled = torch.full_like(like, float("nan"))
-    for box, block in (one for blocks in by_rank for one in blocks):
+    for box, block in (pair for blocks in by_rank for pair in blocks):
         assembled[_slices(box)] = torch.from_numpy(block).to(assembled)
     return assembled
 
@@ -204,15 +208,17 @@ def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
 def _distance(expected: Tensor, by_rank: Iterable[BlocksOfOne]) -> float:
     """‖all blocks − expected‖, the worst of those that several ranks hold; NaN if some element is on no rank."""
     squares: dict[Chunk, float] = {}
-    for box, block in (one for blocks in by_rank for one in blocks):
+    for box, block in (pair for blocks in by_rank for pair in blocks):
         difference = torch.from_numpy(block) - expected[_slices(box)]
         squares[box] = _larger(squares.get(box, 0.0), float(difference.square().sum()))
-    held = sum(torch.Size(sizes).numel() for _, sizes in squares)
-    return sum(squares.values()) ** 0.5 if held == expected.numel() else float("nan")
+    n_elements = sum(torch.Size(sizes).numel() for _, sizes in squares)
+    return sum(squares.values()) ** 0.5 if n_elements == expected.numel() else float("nan")
 
 
 def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
-    return sorted(differences, key=lambda one: (one.error == one.error, -one.error))
+    return sorted(
+        differences, key=lambda difference: (difference.error == difference.error, -difference.error)
+    )
 
 
 def _worst(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
@@ -299,4 +305,4 @@ def _outcome(comparison: Comparison) -> tuple[Outcome, str]:
         return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"
     if misses := comparison.traffic_mismatches:
         return "DIFFERENT", f"{misses[0]} (and {len(misses) - 1} more)"
-    return "agrees", f"{max(one.error for one in comparison.gradients):.1e}"
+    return "agrees", f"{max(difference.error for difference in comparison.gradients):.1e}"

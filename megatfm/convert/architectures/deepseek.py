@@ -166,8 +166,8 @@ def _plain_scale(*widths: int) -> float:
     return float(sum(widths) ** -0.5)
 
 
-def _stretch(scaling: YarnScaling, every: float) -> float:
-    return 0.1 * every * log(max(scaling.factor, 1.0)) + 1.0
+def _stretch(scaling: YarnScaling, multiplier: float) -> float:
+    return 0.1 * multiplier * log(max(scaling.factor, 1.0)) + 1.0
 
 
 def _their_scale(config: ModelConfig) -> Json:
@@ -219,7 +219,11 @@ def write(config: ModelConfig) -> Json:
 
 def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
     """The configs of the blocks with experts."""
-    return [one for one in map(config.layer_config, range(config.n_layers)) if isinstance(one.ffn, MoEConfig)]
+    return [
+        layer
+        for layer in map(config.layer_config, range(config.n_layers))
+        if isinstance(layer.ffn, MoEConfig)
+    ]
 
 
 def write_with(config: ModelConfig) -> Json:

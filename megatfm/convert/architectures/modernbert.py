@@ -95,14 +95,14 @@ CONFIG_MAPPING = {
 
 def read(hf_config: Json) -> ModelConfig:
     check_implied_values(hf_config, classifier_activation=hf_config["hidden_activation"])
-    every = (
+    global_every = (
         EVERY if hf_config["global_attn_every_n_layers"] is None else hf_config["global_attn_every_n_layers"]
     )
     width, local = hf_config["hidden_size"], hf_config["local_attention"]
-    if every < 1 or local < 2 or width % max(hf_config["num_attention_heads"], 1):
+    if global_every < 1 or local < 2 or width % max(hf_config["num_attention_heads"], 1):
         raise UsageError(
-            f"config.json: global_attn_every_n_layers = {every} and local_attention = {local} must be above 0 and 1, "
-            f"and num_attention_heads divide hidden_size = {width}"
+            f"config.json: global_attn_every_n_layers = {global_every} and local_attention = {local} must be above 0 "
+            f"and 1, and num_attention_heads divide hidden_size = {width}"
         )
     if hf_config["pad_token_id"] is not None and not 0 <= hf_config["pad_token_id"] < hf_config["vocab_size"]:
         raise UsageError(
@@ -130,7 +130,7 @@ def read(hf_config: Json) -> ModelConfig:
             "lm_head.name": "transform",
             "init.name": "bert",
             **layer_type_blocks(
-                read_layer_types(hf_config, every, first=GLOBAL),
+                read_layer_types(hf_config, global_every, first=GLOBAL),
                 {**window, "position": position[LOCAL]},
                 {"position": position[GLOBAL]},
             ),

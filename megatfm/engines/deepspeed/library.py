@@ -109,13 +109,13 @@ def release(engine: Any) -> None:
 def _tolerate_missing_group() -> Iterator[None]:
     """Where the groups are gone already: DeepSpeed asks for its rank, and does with it nothing but print."""
     comm = importlib.import_module("deepspeed.comm")
-    asked = comm.get_rank
+    original_get_rank = comm.get_rank
     if not torch.distributed.is_initialized():
         comm.get_rank = lambda group=None: -1  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        comm.get_rank = asked  # type: ignore[attr-defined]
+        comm.get_rank = original_get_rank  # type: ignore[attr-defined]
 
 
 def clear_module_stack() -> None:
@@ -228,8 +228,8 @@ def _refuse_frozen_ranks(pipeline: Pipeline | None) -> None:
     if pipeline is None:
         return
     for rank in range(pipeline.ranks):
-        held = {name for name, holders in pipeline.parameter_ranks.items() if rank in holders}
-        if held <= pipeline.frozen:
+        local_names = {name for name, holders in pipeline.parameter_ranks.items() if rank in holders}
+        if local_names <= pipeline.frozen:
             raise UsageError(
                 f"parallel.engine = 'deepspeed': train.freeze leaves pipeline rank {rank} no weight to train, and "
                 "DeepSpeed makes no optimizer of none: set a smaller parallel.pp, or parallel.engine = 'native'"
@@ -252,32 +252,34 @@ HOW = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' 
 
 
 @quiet()
-def load_quantizer(package: ModuleType, device: torch.device, what: str) -> None:
+def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> None:
     """Load the operator that rounds to 8 and 4 bits, for these keys. Raises UsageError where there is none."""
     if device.type != "cuda":
         raise UsageError(
-            f"{what} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
+            f"{feature} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
         )
-    _load(package, "QuantizerBuilder", what, "or leave it out")
+    _load(package, "QuantizerBuilder", feature, "or leave it out")
 
 
-def _load(package: ModuleType, name: str, what: str, way_out: str) -> None:
+def _load(package: ModuleType, name: str, feature: str, way_out: str) -> None:
     """Let DeepSpeed find an operator: by itself it would compile it, or compile it again under another ninja."""
     builder = getattr(package.ops.op_builder, name)()
     known: Any = importlib.import_module("deepspeed.git_version_info")
     if not known.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
-        needs = f"{what} needs DeepSpeed's operator {builder.name}"
-        builder._loaded_ops[builder.name] = _compiled(builder, needs, f"{HOW.format(name=name)}, {way_out}")
+        requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
+        builder._loaded_ops[builder.name] = _compiled(
+            builder, requirement, f"{HOW.format(name=name)}, {way_out}"
+        )
     builder.load(verbose=False)
 
 
-def _compiled(builder: Any, needs: str, how: str) -> ModuleType:
+def _compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
     """An operator out of the folder where torch compiles extensions."""
     folder = Path(_get_build_directory(builder.name, verbose=False))
     library, lock = folder / f"{builder.name}.so", folder / "lock"
     if lock.exists():
         raise UsageError(
-            f"{needs}, and {lock} says that it is being compiled: wait for that, or, if nothing compiles here "
+            f"{requirement}, and {lock} says that it is being compiled: wait for that, or, if nothing compiles here "
             "(`megatfm doctor` tells), remove that file"
         )
     if library.exists():
@@ -285,15 +287,15 @@ def _compiled(builder: Any, needs: str, how: str) -> ModuleType:
             module: ModuleType = _import_module_from_library(builder.name, str(folder), True)
         except ImportError as error:
             why = f"{library} can't be loaded ({error}): remove {folder}, and compile it for this torch"
-            raise UsageError(f"{needs}, but {why}: {how}") from None
+            raise UsageError(f"{requirement}, but {why}: {way_out}") from None
         return module
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise UsageError(
-            f"{needs}, which isn't compiled, and there is no compiler: apt-get install g++; {how}"
+            f"{requirement}, which isn't compiled, and there is no compiler: apt-get install g++; {way_out}"
         )
     if not builder.is_compatible(verbose=False):
-        raise UsageError(f"{needs}, which doesn't compile here: `megatfm doctor` tells more; {how}")
-    raise UsageError(f"{needs}, which isn't compiled yet: {how}")
+        raise UsageError(f"{requirement}, which doesn't compile here: `megatfm doctor` tells more; {way_out}")
+    raise UsageError(f"{requirement}, which isn't compiled yet: {way_out}")
 
 
 log = logging.getLogger("megatfm")

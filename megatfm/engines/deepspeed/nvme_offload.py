@@ -133,8 +133,8 @@ class SyncIOHandle:
 
     def wait(self) -> int:
         """The number of reads and writes since the last call."""
-        done, self._pending = self._pending, 0
-        return done
+        n_pending, self._pending = self._pending, 0
+        return n_pending
 
     def new_cpu_locked_tensor(self, count: int, like: Tensor) -> Tensor:
         """A buffer of `count` elements, pinned where there are GPUs."""
@@ -156,9 +156,9 @@ class SyncIOHandle:
             file = os.open(path, flags, 0o600)
             try:
                 while unmoved:
-                    if not (done := call(file, [unmoved], offset)):
+                    if not (n_bytes := call(file, [unmoved], offset)):
                         raise OSError(0, f"it ends {len(unmoved):,} bytes early")
-                    unmoved, offset = unmoved[done:], offset + done
+                    unmoved, offset = unmoved[n_bytes:], offset + n_bytes
             finally:
                 os.close(file)
         except OSError as error:

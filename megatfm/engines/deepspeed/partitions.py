@@ -182,7 +182,7 @@ class Bf16OptimizerPartitions(FlatPartitions):
     OWNERS = "fp32_groups_flat_partition"
 
     def _complete(self) -> bool:
-        return any(any(there) for there in self._optimizer.fp32_groups_has_gradients)
+        return any(any(has_gradients) for has_gradients in self._optimizer.fp32_groups_has_gradients)
 
     def _gradient(self, parameter: Any, part: Part) -> Tensor:
         return part.view_in(self._optimizer.fp32_groups_gradient_flat_partition[part.group])

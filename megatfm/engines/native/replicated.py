@@ -236,10 +236,10 @@ class Replicated:
     def _register_gradient_hooks(self) -> None:
         places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
         # Hooks lie where Python's collector sees no cycle: what they hold would stay for ever.
-        this = weakref.ref(self)
+        weak_self = weakref.ref(self)
 
         def complete(place: int, parameter: Tensor) -> None:
-            if engine := this():
+            if engine := weak_self():
                 engine._on_gradient_ready(place, parameter)
 
         for name in places:
@@ -252,11 +252,11 @@ class Replicated:
         places = {
             self._parameters[name]: p for p, bucket in enumerate(self._buckets) for name in bucket.shapes
         }
-        this = weakref.ref(self)
+        weak_self = weakref.ref(self)
 
-        def arrive(wanted: frozenset[int], *_: Any) -> None:
-            if engine := this():
-                engine._finish_parameter_sync(wanted)
+        def arrive(indices: frozenset[int], *_: Any) -> None:
+            if engine := weak_self():
+                engine._finish_parameter_sync(indices)
 
         in_blocks: set[nn.Parameter] = set()
         compiled: set[nn.Module] = set()
@@ -339,12 +339,12 @@ class Replicated:
         for place, (bucket, data) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_shard(self.local, next(iter(self._parameters.values())))
-                sent = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
+                gathered_rows = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
                 if not frozen:
-                    self._pending_parameters[place] = sent
+                    self._pending_parameters[place] = gathered_rows
                     continue
-                sent[1].wait()
-                bucket.unpack(sent[0], self._parameters)
+                gathered_rows[1].wait()
+                bucket.unpack(gathered_rows[0], self._parameters)
             elif self._precision.is_mixed:
                 parameters: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
                 torch._foreach_copy_(parameters, [self.local[name] for name in bucket.shapes])

@@ -200,8 +200,8 @@ class LinformerAttention(HeadProjections):
                 documents.append(at)
                 places_T = part.token_indices[at[2]] - start
                 outputs = [
-                    project_sequence(x[at], one[places_T])
-                    for x, one in zip((k_BNTH, v_BNTH), of, strict=True)
+                    project_sequence(x[at], tensor[places_T])
+                    for x, tensor in zip((k_BNTH, v_BNTH), of, strict=True)
                 ]
                 sketches.append(torch.cat(outputs, -1))
         k_MNRH, v_MNRH = self.summed(torch.cat(sketches)).chunk(2, -1)

@@ -134,8 +134,8 @@ class GlobalAttention(DotProductAttention):
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
         if rng_keys_BNT is not None:
             rng_keys_BNT = rng_keys_BNT.gather(2, places_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
-        seen = DenseMask(None, seen_BGT[:, None])
-        wide_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, seen, None, self.variant, rng_keys_BNT)
+        mask = DenseMask(None, seen_BGT[:, None])
+        wide_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, mask, None, self.variant, rng_keys_BNT)
         # Where a row has fewer such tokens than another, its first place keeps what it has.
         index = places_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
         wide_BNGH = wide_BNGH.where(found_BG[:, None, :, None], heads_BNTH.gather(2, index))

@@ -118,8 +118,8 @@ class CompressedKeyMask:
         documents_q, documents_k = self._documents()
         (of_q, of_q_last), (of_k, of_k_last) = _ends(documents_q, size, -1), _ends(documents_k, size, -2)
         if full:
-            same = (of_q == of_q_last) & (of_k == of_k_last) & (of_q == of_k)
-            return (k_last <= q_first) & same
+            is_same_block = (of_q == of_q_last) & (of_k == of_k_last) & (of_q == of_k)
+            return (k_last <= q_first) & is_same_block
         return (k_first <= q_last) & (of_k <= of_q_last) & (of_k_last >= of_q)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -259,12 +259,12 @@ class CompressedAttentionCore(DotProductAttention):
         """[B, N, T, H]."""
         # What a block stores is measured with a plain pattern in place of its own.
         pattern = self.pattern
-        seen = (
+        mask = (
             CompressedKeyMask(sequence, places_BS, pattern.factor)
             if isinstance(pattern, MemoryCompressedPattern)
             else FULL_MASK
         )
-        return self.of_heads(self.dropout.part, q_BNTH, k_BNSH, v_BNSH, sequence, seen=seen)
+        return self.of_heads(self.dropout.part, q_BNTH, k_BNSH, v_BNSH, sequence, mask=mask)
 
 
 class Convolution(nn.Module):

@@ -186,6 +186,6 @@ class LatentCore(DotProductAttention):
         if self.variant.softcap:
             scores_BN1S = self.variant.softcap * torch.tanh(scores_BN1S / self.variant.softcap)
         # Where no mask is needed, the last token sees all before it.
-        shares_BN1S = probabilities(scores_BN1S, self.seen(sequence, n).mask())
+        shares_BN1S = probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
         latent_BN1C = (shares_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(1, 2)
         return latent_BN1C @ of_values_NVC.transpose(-1, -2)

@@ -77,9 +77,9 @@ class PooledAttention(nn.Module):
             project(x_IHWD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
         )
         pools = (self.pool_q, self.pool_k, self.pool_v)
-        q_INHWC, k_INHWC, v_INHWC = (pool(each) for pool, each in zip(pools, heads, strict=True))
+        q_INHWC, k_INHWC, v_INHWC = (pool(tensor) for pool, tensor in zip(pools, heads, strict=True))
         bias = None if self.position is None else self.position(q_INHWC, k_INHWC.shape[2:4])
-        q, k, v = (each.flatten(2, 3) for each in (q_INHWC, k_INHWC, v_INHWC))
+        q, k, v = (tensor.flatten(2, 3) for tensor in (q_INHWC, k_INHWC, v_INHWC))
         images = sequence.of_images() if self.core.dropout.active else sequence
         y_INQC = self.core.of_heads(self.core.dropout.part, q, k, v, images, bias, FULL_MASK) + q
         return self.wo(to_rows(y_INQC.transpose(1, 2).flatten(2), len(x_BTD)))

@@ -183,12 +183,12 @@ class Experts(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """A token meets those experts that it chooses."""
-        one = sum(parameter[0].numel() for parameter in self.parameters())
+        n_expert_parameters = sum(parameter[0].numel() for parameter in self.parameters())
         matrices = sum(parameter[0].numel() for parameter in self.parameters() if parameter.dim() > 2)
         return Cost(
             matmul_macs=self.top_k * matrices * tokens.n,
-            vector_macs=self.top_k * (one - matrices) * tokens.n,
-            inactive_parameters=(self.n_experts - self.top_k) * one,
+            vector_macs=self.top_k * (n_expert_parameters - matrices) * tokens.n,
+            inactive_parameters=(self.n_experts - self.top_k) * n_expert_parameters,
         )
 
     @property

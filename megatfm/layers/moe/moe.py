@@ -141,15 +141,15 @@ class MoE(nn.Module):
     def terms(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
         """The router's loss terms whose weight is not 0."""
         router = require_variant(config.ffn, MoEConfig, "model.ffn").router
-        every = {
+        costs = {
             "balance": AuxiliaryLoss(router.aux_loss_coef, "tokens"),
             "sequence_balance": AuxiliaryLoss(router.seq_aux_loss_coef, "rows"),
             "router_z": AuxiliaryLoss(router.z_loss_coef, "tokens"),
         }
-        every |= {
+        costs |= {
             name: AuxiliaryLoss(getattr(router, f"{name}_loss_coef"), "tokens") for name in router.evens
         }
-        return {name: term for name, term in every.items() if term.weight}
+        return {name: term for name, term in costs.items() if term.weight}
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> BlockOutput:
         routing, real_BT = self.router(x_BTD, sequence), self.real(sequence)

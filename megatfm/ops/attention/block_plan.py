@@ -54,7 +54,7 @@ class BlockGrid:
 
 
 def plan_blocks(
-    seen: AttentionMask,
+    mask: AttentionMask,
     grid: BlockGrid,
     host_mask: AttentionMask | None = None,
     device: torch.device | None = None,
@@ -62,9 +62,9 @@ def plan_blocks(
     """Rows that see equally many blocks, as many of them in part, and where all their masks are the same, one mask.
 
     Memory is that of the table of blocks, and linear in T besides. host_mask: the same in the host's memory, where
-    `seen` is on a device: by it the host plans, since it would wait for each number; masks are made there.
+    `mask` is on a device: by it the host plans, since it would wait for each number; masks are made there.
     """
-    host_mask = host_mask or seen
+    host_mask = host_mask or mask
     table = _rows(host_mask.block_mask(grid.size), grid)
     device = device or table.device
     partial = table & ~_rows(host_mask.full_block_mask(grid.size), grid)
@@ -86,9 +86,9 @@ def plan_blocks(
             planned.append(BlockGroup(moved(rows, device), moved(listed, device), None))
             continue
         for at, shared in _group_by_offset(rows % grid.rows, listed[..., m - p :], alike[rows]):
-            asked = at[:1] if shared else at
-            mask = _masks(seen, table, rows[asked], listed[asked][..., m - p :], grid, device)
-            planned.append(BlockGroup(moved(rows[at], device), moved(listed[at], device), mask))
+            queried = at[:1] if shared else at
+            group_mask = _masks(mask, table, rows[queried], listed[queried][..., m - p :], grid, device)
+            planned.append(BlockGroup(moved(rows[at], device), moved(listed[at], device), group_mask))
     return planned
 
 
@@ -97,16 +97,16 @@ def _rows(table_BnQJ: Tensor, grid: BlockGrid) -> Tensor:
     return table_BnQJ.expand(grid.batch, -1, -1, -1).transpose(1, 2).flatten(0, 1)
 
 
-def _shares_mask(seen: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
+def _shares_mask(mask: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
     """[B · Q]: the rows whose masks depend on the distances of their blocks alone."""
-    repeats = seen.translation_invariant_blocks(grid.size)
+    repeats = mask.translation_invariant_blocks(grid.size)
     if repeats is None:
         return table.new_zeros(len(table))
     q_BQ, k_BJ = (x.expand(grid.batch, -1) for x in repeats)
     if grid.keys % grid.size:
         k_BJ = k_BJ & (torch.arange(grid.columns, device=k_BJ.device) < grid.columns - 1)
-    other = (~k_BJ)[:, None].expand(-1, grid.rows, -1).flatten(0, 1)
-    return q_BQ.flatten() & ~(table & other[:, None]).flatten(1).any(1)
+    is_hidden = (~k_BJ)[:, None].expand(-1, grid.rows, -1).flatten(0, 1)
+    return q_BQ.flatten() & ~(table & is_hidden[:, None]).flatten(1).any(1)
 
 
 def _group_by_offset(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[tuple[Tensor, bool]]:
@@ -121,7 +121,7 @@ def _group_by_offset(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[
 
 
 def _masks(
-    seen: AttentionMask, table: Tensor, rows: Tensor, blocks: Tensor, grid: BlockGrid, device: torch.device
+    mask: AttentionMask, table: Tensor, rows: Tensor, blocks: Tensor, grid: BlockGrid, device: torch.device
 ) -> Tensor:
     """[R, n, b, P·b] on the device, true where a query of a row sees a key of the blocks [R, n, P]."""
     inside = torch.arange(grid.size, device=device)
@@ -133,8 +133,8 @@ def _masks(
         b = (row // grid.rows)[:, None, None, None]
         q = ((row % grid.rows)[:, None] * grid.size + inside).clamp(max=grid.queries - 1)[:, None, :, None]
         k = (block[..., None] * grid.size + inside).flatten(2)[:, :, None]
-        held = (k < grid.keys) & listed.repeat_interleave(grid.size, -1)[:, :, None]
-        masks.append(seen.mask_mod(b, n, q, k.clamp(max=grid.keys - 1)) & held)
+        is_listed = (k < grid.keys) & listed.repeat_interleave(grid.size, -1)[:, :, None]
+        masks.append(mask.mask_mod(b, n, q, k.clamp(max=grid.keys - 1)) & is_listed)
     return torch.cat(masks)
 
 

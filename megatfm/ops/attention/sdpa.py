@@ -32,20 +32,20 @@ def fused(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: AttentionMask,
+    mask: AttentionMask,
     bias: Tensor | None,
     variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without soft cap, dropped probabilities and sinks; causal only where T = S."""
-    causal, mask = seen.builtin_mask == "causal", seen.mask()
-    seen_by_bias = None if bias is None else mask
+    causal, mask_tensor = mask.builtin_mask == "causal", mask.mask()
+    masked_by_bias = None if bias is None else mask_tensor
     if bias is not None:
-        mask = _masked_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask, causal)
+        mask_tensor = _masked_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
-    allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask is not None)
-    if allowed and groups > 1 and not _by_flash(q_BNTH, v_BKSV.shape[-1], masked=mask is not None):
+    allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
+    if allowed and groups > 1 and not _by_flash(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None):
         # Of these kernels FlashAttention alone takes keys that heads share; of others torch would find none.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
     width, of_values = q_BNTH.shape[-1], v_BKSV.shape[-1]
@@ -60,13 +60,13 @@ def fused(
             q_BNTH,
             k_BKSH,
             v_BKSV,
-            attn_mask=mask,
+            attn_mask=mask_tensor,
             is_causal=causal and bias is None,
             scale=scale,
             enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
         )
     # Under a mask of booleans torch gives 0 by itself, under one of numbers the mean of all values.
-    return unless_blind(out_BNTV[..., :of_values], seen_by_bias)
+    return unless_blind(out_BNTV[..., :of_values], masked_by_bias)
 
 
 def backends(q_BNTH: Tensor, of_values: int, *, masked: bool) -> list[SDPBackend]:

@@ -81,23 +81,23 @@ def tile_forward(
     v: Tensor,
     bias: Tensor | None,
     keep: Tensor | None,
-    how: BlockAttentionPlan,
+    plan: BlockAttentionPlan,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and logarithm of the sum [X, n, b, 1]."""
-    if is_plain(q, v, keep, how):
-        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=how.scale)
+    if is_plain(q, v, keep, plan):
+        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=plan.scale)
         if bias is not None:  # of a query that sees nothing, the kernel says 0 and not −∞
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return out, lse[..., None]
-    scores, _ = _scores(q, k, bias, how)
+    scores, _ = _scores(q, k, bias, plan)
     shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     lse = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()
     if bias is not None:
         blind = bias.amax(-1, keepdim=True) == -torch.inf
         shares, lse = shares.masked_fill_(blind, 0), lse.masked_fill_(blind, -torch.inf)
     if keep is not None:
-        shares = shares.mul_(keep).mul_(RATE_STEPS / (RATE_STEPS - how.threshold))
+        shares = shares.mul_(keep).mul_(RATE_STEPS / (RATE_STEPS - plan.threshold))
     return shares.to(q.dtype) @ v, lse
 
 
@@ -110,26 +110,26 @@ def attend_backward(
     lse: Tensor,
     bias: Tensor | None,
     keep: Tensor | None,
-    how: BlockAttentionPlan,
+    plan: BlockAttentionPlan,
     causal: bool = False,
     learns: bool = False,
 ) -> Gradients:
     """Gradients of q, k and v, and where the bias learns, of that; `out` and `lse` over all keys."""
-    if is_plain(q, v, keep, how) and not learns:
+    if is_plain(q, v, keep, plan) and not learns:
         dq, dk, dv = flash_on_cpu_backward(
-            g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=how.scale
+            g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=plan.scale
         )
         return dq, dk, dv, None
-    scores, slope = _scores(q, k, bias, how)
+    scores, slope = _scores(q, k, bias, plan)
     shares = scores.to(lse.dtype).sub_(lse).exp_()
     of_shares, used = g @ v.transpose(-1, -2), shares
     if keep is not None:
-        factor = keep.to(shares.dtype) * (RATE_STEPS / (RATE_STEPS - how.threshold))
+        factor = keep.to(shares.dtype) * (RATE_STEPS / (RATE_STEPS - plan.threshold))
         of_shares, used = of_shares * factor, shares * factor
     of_scores = (of_shares - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
     of_bias = of_scores if learns else None
     of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
-    of_q, of_k = (of_scores @ k) * how.scale, of_scores.transpose(-1, -2) @ (q * how.scale)
+    of_q, of_k = (of_scores @ k) * plan.scale, of_scores.transpose(-1, -2) @ (q * plan.scale)
     return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g, of_bias
 
 
@@ -172,25 +172,25 @@ def _split_high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def _scores(
-    q: Tensor, k: Tensor, bias: Tensor | None, how: BlockAttentionPlan
+    q: Tensor, k: Tensor, bias: Tensor | None, plan: BlockAttentionPlan
 ) -> tuple[Tensor, Tensor | None]:
     """Capped and masked scores, and the slope of the cap."""
-    scores, slope = (q * how.scale) @ k.transpose(-1, -2), None
-    if how.softcap:
-        share = torch.tanh(scores / how.softcap)
-        scores, slope = how.softcap * share, 1 - share**2
+    scores, slope = (q * plan.scale) @ k.transpose(-1, -2), None
+    if plan.softcap:
+        share = torch.tanh(scores / plan.softcap)
+        scores, slope = plan.softcap * share, 1 - share**2
     return (scores if bias is None else scores.add_(bias)), slope
 
 
-def uses_bf16_backward(q: Tensor, v: Tensor, drawn: Tensor | None, how: BlockAttentionPlan) -> bool:
+def uses_bf16_backward(q: Tensor, v: Tensor, drawn: Tensor | None, plan: BlockAttentionPlan) -> bool:
     """Whether `tile_backward_bf16` serves it: on matrix units it is several times as fast as the fused kernel."""
-    return q.dtype == torch.bfloat16 and is_plain(q, v, drawn, how)
+    return q.dtype == torch.bfloat16 and is_plain(q, v, drawn, plan)
 
 
-def is_plain(q: Tensor, v: Tensor, keep: Tensor | None, how: BlockAttentionPlan) -> bool:
+def is_plain(q: Tensor, v: Tensor, keep: Tensor | None, plan: BlockAttentionPlan) -> bool:
     """Whether the fused kernel serves it."""
     is_flash = q.device.type == "cpu" and q.dtype in FLASH
-    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not how.softcap
+    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not plan.softcap
 
 
 # B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries
@@ -210,7 +210,7 @@ def forward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    how: BlockAttentionPlan,
+    plan: BlockAttentionPlan,
 ) -> None:
     """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with what is there.
 
@@ -222,7 +222,7 @@ def forward(
         keys, values = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        results = tile_forward(_queries(q, first, count, band), keys, values, added, None, how, band.causal)
+        results = tile_forward(_queries(q, first, count, band), keys, values, added, None, plan, band.causal)
         places = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
         outputs = [_of_heads(x, q.shape[1], band) for x in results]
         if band.accumulates:
@@ -233,7 +233,7 @@ def forward(
 
 def backward(
     band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, bias: Tensor | None, of_bias: Tensor | None, how: BlockAttentionPlan,
+    dv: Tensor, bias: Tensor | None, of_bias: Tensor | None, plan: BlockAttentionPlan,
 ) -> None:  # fmt: skip
     """Adds to the gradients of q, k and v, and of a bias that learns; all but that of q in the type of `lse`."""
     heads, length, width = k.shape[1], *q.shape[2:]
@@ -249,10 +249,10 @@ def backward(
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if folded:
-            results: Gradients = (*_products(gc, qc, kc, vc, oc, lc, added, how.scale), None)
+            results: Gradients = (*_products(gc, qc, kc, vc, oc, lc, added, plan.scale), None)
         else:
             learns = of_bias is not None
-            results = attend_backward(gc, qc, kc, vc, oc, lc, added, None, how, band.causal, learns)
+            results = attend_backward(gc, qc, kc, vc, oc, lc, added, None, plan, band.causal, learns)
             if of_bias is not None and results[3] is not None:
                 of_head = (
                     results[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
@@ -290,8 +290,8 @@ def _of_heads(x: Tensor, groups: int, band: Band) -> Tensor:
     return x[:, :, None] if band.causal else x.unflatten(2, (groups, -1)).transpose(1, 2)
 
 
-def _parts(band: Band, held: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
-    count = max(1, held // (q.shape[0] * q.shape[1] * band.queries * band.keys))
+def _parts(band: Band, group_size: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
+    count = max(1, group_size // (q.shape[0] * q.shape[1] * band.queries * band.keys))
     for at in range(0, band.count, count):
         yield band.part(at, count)
 
@@ -310,8 +310,8 @@ def _added(band: Band, bias: Tensor | None, q: Tensor, heads: int) -> Tensor | N
         added = q.new_zeros(n_heads // heads, band.queries, band.keys)
     else:
         return None
-    for at, seen in band.partial_columns:
-        added[..., at : at + seen.shape[-1]].masked_fill_(~seen, -torch.inf)
+    for at, is_visible in band.partial_columns:
+        added[..., at : at + is_visible.shape[-1]].masked_fill_(~is_visible, -torch.inf)
     if bias is None:
         return added.view(1, 1, -1, band.keys)
     by_keys = added.view(heads, 1, -1, band.keys)

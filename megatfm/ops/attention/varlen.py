@@ -33,18 +33,18 @@ def varlen(
     q_BNTH: Tensor,
     k_BKTH: Tensor,
     v_BKTH: Tensor,
-    seen: AttentionMask,
+    mask: AttentionMask,
     bias: Tensor | None,
     variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without biases, soft cap, dropped probabilities and sinks."""
-    assert seen.window is not None
+    assert mask.window is not None
     rows, heads, length = q_BNTH.shape[:3]
-    starts_C = seen.starts()
+    starts_C = mask.starts()
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
-    options: dict[str, Any] = {"scale": variant.scale, "window_size": seen.window}
+    options: dict[str, Any] = {"scale": variant.scale, "window_size": mask.window}
     if heads != k.shape[1]:
         options["enable_gqa"] = True
     # The longest is the row's length and not the longest document's, which would be another one in each batch.

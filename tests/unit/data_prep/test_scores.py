@@ -15,7 +15,7 @@ import torch
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import Section
 from megatfm.data_prep.documents import Document, StepStats
-from megatfm.data_prep.execution.workspace import config_identity
+from megatfm.data_prep.execution.config_identity import config_identity
 from megatfm.data_prep.filters.base import make_filter
 from megatfm.data_prep.filters.classifiers import LinearClassifier, features
 from megatfm.errors import UsageError

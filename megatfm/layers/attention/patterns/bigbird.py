@@ -81,35 +81,35 @@ class BigBird(AttentionPattern):
         return self.mask_mod_for_lengths(q, k, heads, q.max() + 1)
 
     def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
-        seen = self._blocks_see(q // self.block, k // self.block, heads, lengths)
+        is_visible = self._blocks_see(q // self.block, k // self.block, heads, lengths)
         if self.extra:
-            seen = seen | (q < self.extra) | (k < self.extra)
-        return seen & (k <= q) if self.causal else seen
+            is_visible = is_visible | (q < self.extra) | (k < self.extra)
+        return is_visible & (k <= q) if self.causal else is_visible
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
-        seen = (k1 >= q0 - 1) & (k0 <= q1 + 1)
+        may_see = (k1 >= q0 - 1) & (k0 <= q1 + 1)
         # A block of a kernel that lies in many blocks of the pattern, or in documents of several lengths, may see all.
-        seen = seen | (q1 - q0 >= MAX_BLOCKS_CHECKED) | (q.shortest != q.longest)
+        may_see = may_see | (q1 - q0 >= MAX_BLOCKS_CHECKED) | (q.shortest != q.longest)
         if self.extra:
-            seen = seen | (q.first < self.extra) | (k.first < self.extra)
+            may_see = may_see | (q.first < self.extra) | (k.first < self.extra)
         else:
-            seen = seen | (k0 == 0)
+            may_see = may_see | (k0 == 0)
         count = -(-q.shortest // self.block)
         if not (self.causal or self.extra):
-            seen = seen | (q0 == 0) | (q1 >= count - 1) | (k1 >= count - 1)
+            may_see = may_see | (q0 == 0) | (q1 >= count - 1) | (k1 >= count - 1)
         if not self.causal:
-            seen = seen | (count <= self._full_below_blocks)
+            may_see = may_see | (count <= self._full_below_blocks)
         for step in range(min(MAX_BLOCKS_CHECKED, int((q1 - q0).max()) + 1)):
             for drawn in self._random_blocks_of(torch.minimum(q0 + step, q1), heads):
-                seen = seen | ((k0 <= drawn) & (drawn <= k1))
-        return seen & (k.first <= q.last) if self.causal else seen
+                may_see = may_see | ((k0 <= drawn) & (drawn <= k1))
+        return may_see & (k.first <= q.last) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
-        seen = self._blocks_see(q0, k0, heads, q.longest)
-        seen = seen & (q0 == q1) & (k0 == k1) & (q.shortest == q.longest)
-        return seen & (k.last <= q.first) if self.causal else seen
+        is_full = self._blocks_see(q0, k0, heads, q.longest)
+        is_full = is_full & (q0 == q1) & (k0 == k1) & (q.shortest == q.longest)
+        return is_full & (k.last <= q.first) if self.causal else is_full
 
     @property
     def _full_below_blocks(self) -> int:
@@ -118,14 +118,14 @@ class BigBird(AttentionPattern):
 
     def _blocks_see(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
         """Return which blocks see which, by their numbers q and k in documents of these lengths."""
-        seen, count = (q - k).abs() <= 1, -(-lengths // self.block)
+        is_visible, count = (q - k).abs() <= 1, -(-lengths // self.block)
         if not self.extra:
-            seen = seen | (k == 0)
+            is_visible = is_visible | (k == 0)
         if not (self.causal or self.extra):
-            seen = seen | (q == 0) | (q == count - 1) | (k == count - 1)
+            is_visible = is_visible | (q == 0) | (q == count - 1) | (k == count - 1)
         for drawn in self._random_blocks_of(q, heads):
-            seen = seen | (k == drawn)
-        return seen if self.causal else seen | (count <= self._full_below_blocks)
+            is_visible = is_visible | (k == drawn)
+        return is_visible if self.causal else is_visible | (count <= self._full_below_blocks)
 
     def _random_blocks_of(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
         """The random blocks of these blocks, one by one."""

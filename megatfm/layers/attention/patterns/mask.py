@@ -62,11 +62,11 @@ class PatternMask:
         of_q, of_k = pattern.places(sequence)
         row = b if len(of_q) > 1 else b * 0
         lengths = pattern.lengths(sequence).expand(len(of_q), of_q.shape[1])[row, q]
-        seen = pattern.mask_mod_for_lengths(of_q[row, q], of_k[row, k], n + self._heads[0], lengths)
+        is_visible = pattern.mask_mod_for_lengths(of_q[row, q], of_k[row, k], n + self._heads[0], lengths)
         if sequence.prefix_mask is not None:
-            seen = seen | sequence.prefix_mask[b, k]
+            is_visible = is_visible | sequence.prefix_mask[b, k]
         numbers = sequence.document_ids(of_memory=pattern.is_cross_attention)
-        return seen if numbers is None else seen & (numbers[0][b, q] == numbers[1][b, k])
+        return is_visible if numbers is None else is_visible & (numbers[0][b, q] == numbers[1][b, k])
 
     def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Blocks of one document, in a pattern that distances say all of."""
@@ -77,9 +77,9 @@ class PatternMask:
             return None
         numbers = self._sequence.document_ids(of_memory=self._pattern.is_cross_attention)
         if numbers is None:
-            ones = self._sequence.indices.new_ones(1, 1).bool()
+            is_visible = self._sequence.indices.new_ones(1, 1).bool()
             q, k = len(self._sequence.indices), len(self._sequence.key_indices)
-            return ones.expand(1, -(-q // size)), ones.expand(1, -(-k // size))
+            return is_visible.expand(1, -(-q // size)), is_visible.expand(1, -(-k // size))
         of_q, of_k = (block_bounds(of, size, -1) for of in numbers)
         return (of_q.first == of_q.last)[:, 0, :, 0], (of_k.first == of_k.last)[:, 0, :, 0]
 

@@ -154,7 +154,7 @@ class AttentionPattern:
             _heads(0, n_heads, lengths.device),
         )
         ends = (starts + size).clamp(max=length) - 1
-        of_k, seen = BlockBounds(starts, ends, lengths, lengths), 0
+        of_k, n_pairs = BlockBounds(starts, ends, lengths, lengths), 0
         for first, last in zip(starts.split(BLOCK), ends.split(BLOCK), strict=True):
             of_q, shape = (
                 BlockBounds(first[:, None], last[:, None], lengths, lengths),
@@ -162,14 +162,14 @@ class AttentionPattern:
             )
             partly_visible = self.block_mask(of_q, of_k, heads).expand(shape)
             fully_visible = partly_visible & self.full_block_mask(of_q, of_k, heads).expand(shape)
-            seen += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
+            n_pairs += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
             partly = (partly_visible & ~fully_visible).nonzero()[:, 1:, None, None]
             for part in partly.split(COUNTED) if len(partly) else ():
                 head, q, k = part.unbind(1)
                 at_q, at_k = first[q] + within[:, None], starts[k] + within
                 is_visible = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
-                seen += int((is_visible & (at_q < length) & (at_k < length)).sum())
-        return seen / n_heads
+                n_pairs += int((is_visible & (at_q < length) & (at_k < length)).sum())
+        return n_pairs / n_heads
 
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
         """Cost of the scores and of the sums of values. channels: of both, over all heads.
@@ -178,11 +178,11 @@ class AttentionPattern:
         of them are seen, as is usual.
         """
         if self.builtin_mask is None:
-            pairs = seen = _pairs(self, round(tokens.n), n_heads)
+            pairs = n_visible = _pairs(self, round(tokens.n), n_heads)
         else:
             pairs = tokens.n * (tokens.encoder_tokens if self.is_cross_attention else tokens.n)
-            seen = pairs / 2 if self.builtin_mask == "causal" else pairs
-        return Cost(attention_macs=channels * pairs, visible_attention_macs=channels * seen)
+            n_visible = pairs / 2 if self.builtin_mask == "causal" else pairs
+        return Cost(attention_macs=channels * pairs, visible_attention_macs=channels * n_visible)
 
     def is_builtin(self, sequence: SequenceMetadata) -> bool:
         """Whether `plain` says all of it for a sequence."""
@@ -212,10 +212,10 @@ class AttentionPattern:
         q, k = self.places(sequence)
         heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)
         lengths = (lengths[:, rows] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
-        seen = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
+        is_visible = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
         if sequence.prefix_mask is not None:
-            seen = seen | sequence.prefix_mask[:, None, None, :]
-        return seen if same_B1TS is None else same_B1TS & seen
+            is_visible = is_visible | sequence.prefix_mask[:, None, None, :]
+        return is_visible if same_B1TS is None else same_B1TS & is_visible
 
     def block_table(
         self,
@@ -233,17 +233,22 @@ class AttentionPattern:
         q, k = self.places(sequence)
         lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
         of_q, of_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
-        seen = self.full_block_mask(of_q, of_k, heads) if full else self.block_mask(of_q, of_k, heads)
+        block_mask = self.full_block_mask(of_q, of_k, heads) if full else self.block_mask(of_q, of_k, heads)
         if sequence.prefix_mask is not None:
             opened = block_bounds(sequence.prefix_mask.long(), size, -2)
-            seen = seen | (opened.first if full else opened.last).bool()
+            block_mask = block_mask | (opened.first if full else opened.last).bool()
         numbers = sequence.document_ids(of_memory=self.is_cross_attention)
         if numbers is None:
-            return seen
+            return block_mask
         of_q, of_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
         if full:
-            return seen & (of_q.first == of_q.last) & (of_k.first == of_k.last) & (of_q.first == of_k.first)
-        return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
+            return (
+                block_mask
+                & (of_q.first == of_q.last)
+                & (of_k.first == of_k.last)
+                & (of_q.first == of_k.first)
+            )
+        return block_mask & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
 
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
         """Lengths of the queries' documents [B or 1, T or 1]; any number where they make no difference."""
