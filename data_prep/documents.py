@@ -39,10 +39,10 @@ class Document:
 
     def to_list(self) -> list[Any]:
         """Return the document as a list, without trailing fields that are empty."""
-        known = [self.id, self.text, self.url, self.language, dict(self.fields)]
+        values = [self.id, self.text, self.url, self.language, dict(self.fields)]
         if self.record:
-            return [*known, self.record]
-        return known if self.fields else known[:4] if self.url or self.language else known[:2]
+            return [*values, self.record]
+        return values if self.fields else values[:4] if self.url or self.language else values[:2]
 
     def get(self, name: str) -> Any:
         """Return metadata by name: a field, else "domain", "language" or "url"; None if it is unknown."""

@@ -270,16 +270,16 @@ class ImageFiles:
 
     def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         for unit in self._units[slice(*self._runs[part])]:
-            where = unit[0].path
+            path = unit[0].path
             try:
                 for source, record in self._records(unit):
                     labelled = record if isinstance(record, Bad) else self._labels.apply(source, record)
                     if isinstance(labelled, Bad):
-                        self._skip(where, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
+                        self._skip(path, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
                     else:
                         yield self._to_document(source, labelled)
             except BadFileError as error:
-                self._skip(where, str(error), "unreadable_file", counts)
+                self._skip(path, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in unit))
 
     def _records(self, unit: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
@@ -313,9 +313,9 @@ class ImageFiles:
         name, values = self._labels.class_name(members), self._split.partition_values
         return folder_name(name) if name and (not values or name in values) else OTHER
 
-    def _skip(self, where: str, reason: str, kind: str, counts: StepStats) -> None:
-        self._listing.skip_bad(where, reason)
-        self.skipped.append(f"{where}: {reason}")
+    def _skip(self, path: str, reason: str, kind: str, counts: StepStats) -> None:
+        self._listing.skip_bad(path, reason)
+        self.skipped.append(f"{path}: {reason}")
         counts.count_input(0)
         counts.count_dropped(kind, 0, reason)
 

@@ -108,14 +108,14 @@ class InputFiles:
         if matches_path(self.files[-1].name, patterns):
             raise UsageError("split.validation_files: all files would be held out: leave some for training")
 
-    def skip_bad(self, where: str, reason: str) -> None:
+    def skip_bad(self, path: str, reason: str) -> None:
         """Record an unusable file. Raises MegatfmError unless such files are skipped."""
         reason = spelled(reason)
         if not self._skip_bad:
             raise MegatfmError(
-                f"{where}: {reason}; mend it, or skip and list all such files: read.on_error=skip"
+                f"{path}: {reason}; mend it, or skip and list all such files: read.on_error=skip"
             )
-        self.bad.append(BadFile(where, reason))
+        self.bad.append(BadFile(path, reason))
 
     def format(self, file: InputFile) -> str:
         """Return the name of a file's format."""
@@ -149,15 +149,15 @@ class InputFiles:
 
     def _walk_remote(self, remote: RemoteFolder) -> Iterator[InputFile]:
         """List a remote folder in the order and by the names of `_walk`."""
-        listed = [(tuple(file.name.split("/")), file) for file in remote.files()]
-        self._remote_files = {file.name: file for _, file in listed}
+        files_by_parts = [(tuple(file.name.split("/")), file) for file in remote.files()]
+        self._remote_files = {file.name: file for _, file in files_by_parts}
         names: dict[tuple[str, ...], set[str]] = {}
-        for parts, _ in listed:
+        for parts, _ in files_by_parts:
             for depth in range(len(parts)):
                 names.setdefault(parts[:depth], set()).add(parts[depth])
         excluded = {folder: self._excluded(folder_names) for folder, folder_names in names.items()}
         excluded_paths = set[tuple[str, ...]]()
-        for parts, file in sorted(listed, key=lambda entry: [part.encode() for part in entry[0]]):
+        for parts, file in sorted(files_by_parts, key=lambda entry: [part.encode() for part in entry[0]]):
             excluded_depths = (
                 depth + 1
                 for depth, part in enumerate(parts)

@@ -43,8 +43,8 @@ class ClassLabels:
             return Bad(image.key, f"has no label by {self._where}")
         number = self._numbers.get(name) if self.names else _class_number(name)
         if number is None:
-            known = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
-            return Bad(image.key, f"has the label {name!r}, which is none of {known}")
+            known_labels = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
+            return Bad(image.key, f"has the label {name!r}, which is none of {known_labels}")
         members = {extension: data for extension, data in image.members.items() if extension != "cls"}
         first = next(iter(members))
         labelled = {first: members.pop(first), "cls": b"%d" % number, **members}
@@ -72,8 +72,8 @@ class ClassLabels:
             return folder_of(path)
         if self._config.by == "table":
             stem = path.rpartition("/")[2]
-            known = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
-            return next((self._table[key] for key in known if key in self._table), None)
+            keys = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
+            return next((self._table[key] for key in keys if key in self._table), None)
         if self._config.by == "txt":
             return members.get("txt", b"").decode().strip() or None
         value = get_nested(json.loads(members.get("json", b"null")), self._config.key)

@@ -18,7 +18,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
 
 MEGATFM_COMMAND = (sys.executable, "-P", "-m", "megatfm", "train")
-"""How ranks are started. -P keeps the working directory off the path: a `queue.py` there would hide Python's own."""
+"""The command that starts ranks. -P keeps the working directory off the path: a `queue.py` there would hide
+Python's."""
 
 Kind = Literal["train", "prep", "evaluate"]
 

@@ -87,9 +87,11 @@ class ForegroundLauncher:
         """Attempts until one ends for good, or they gain nothing."""
         assert isinstance(job.config, Config)
         run, steps = job.run_dir, job.config.train.steps
-        me, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", AttemptLog(run)
+        submission, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", AttemptLog(run)
         while True:
-            begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
+            started_attempt = restarts.begin(
+                Attempt(time.time(), submission=submission, job=submission, nodes=[socket.gethostname()])
+            )
             code, is_new = attempt(is_new), False
             if code == EXIT_REQUEUE and finished(run, steps):  # asked to stop after its last step
                 code = EXIT_OK
@@ -99,10 +101,10 @@ class ForegroundLauncher:
             reason = FINAL_EXIT_REASONS.get(
                 code, "stopped by a signal" if code == EXIT_REQUEUE else f"exit code {code}"
             )
-            ended = restarts.end(replace(begun, ended=time.time(), code=code, reason=reason))
+            ended = restarts.end(replace(started_attempt, ended=time.time(), code=code, reason=reason))
             if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or not self.max_restarts:
                 return code
-            if spent := restarts.restart_limit_reason(me, self.max_restarts):
+            if spent := restarts.restart_limit_reason(submission, self.max_restarts):
                 print(f"megatfm: no progress: {spent}", file=sys.stderr)
                 restarts.end(replace(ended, code=NO_PROGRESS, reason=spent))
                 return NO_PROGRESS

@@ -63,7 +63,7 @@ def _shown(line: bytes) -> str:
 
 
 class Troubles:
-    """Which logs of ranks tell of trouble; each is read once, and from then on what is new of it."""
+    """Return the ranks' logs that contain errors; a log is read once, and later only its new part."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, bool]] = {}
@@ -147,15 +147,15 @@ def follow_logs(
     out: TextIO | None = None,
 ) -> None:
     """Print new lines, each with its file's label, until `is_over`. Ranks that get into trouble join in."""
-    out, known, troubles = out or sys.stdout, {tail.path: tail for tail in tails}, Troubles()
+    out, tail_of, troubles = out or sys.stdout, {tail.path: tail for tail in tails}, Troubles()
     while True:
         ending = is_over()  # asked first, so that the last words are still shown
         for path, label in select_logs(run, everything, troubles).items():
-            if path not in known:
-                known[path] = Tail(path, label)
+            if path not in tail_of:
+                tail_of[path] = Tail(path, label)
                 print(f"==> {path} <==", file=out)
-        width = max((len(tail.label) for tail in known.values()), default=0)
-        for tail in known.values():
+        width = max((len(tail.label) for tail in tail_of.values()), default=0)
+        for tail in tail_of.values():
             for line in itertools.chain(tail.read_new_lines(), tail.end() if ending else ()):
                 print(f"{tail.label:<{width}} | {line}", file=out)
         out.flush()

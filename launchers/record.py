@@ -252,12 +252,12 @@ class AttemptLog:
         """Why a submission shall not be tried again; None if it may be."""
         failures, stops = self.count_without_progress(submission)
         if failures > max_restarts:
-            why = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
+            cause = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
         elif stops > MAX_STOPS_WITHOUT_PROGRESS:
-            why = f"{stops} attempts in a row were stopped"
+            cause = f"{stops} attempts in a row were stopped"
         else:
             return None
-        reason = f"{why} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
+        reason = f"{cause} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
         if failures <= max_restarts:
             return f"{reason}: they need more time to start and save, by more --time or a lower stop_seconds"
         last = next((attempt.reason for attempt in reversed(self.attempts) if attempt.is_failure), "")
@@ -297,8 +297,8 @@ class AttemptLog:
             try:
                 attempts.append(_ATTEMPT.validate_python(entry))
             except ValidationError as error:
-                where = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
-                self._damaged = f"entry {number} and perhaps more ({where}: {error.errors()[0]['msg']})"
+                location = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
+                self._damaged = f"entry {number} and perhaps more ({location}: {error.errors()[0]['msg']})"
         return attempts
 
     def _save(self) -> None:

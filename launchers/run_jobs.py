@@ -73,8 +73,8 @@ def run_job_state(run: Path) -> JobState:
     for is_wanted in (lambda state: state.name == "RUNNING", lambda state: True):
         for job, state in living:
             if is_wanted(state):
-                waiting = len(living) - 1
-                more = [f"job {job}", state.reason, f"{waiting} more in the chain" if waiting else ""]
+                n_waiting = len(living) - 1
+                more = [f"job {job}", state.reason, f"{n_waiting} more in the chain" if n_waiting else ""]
                 return JobState(state.name, ", ".join(part for part in more if part), state.since)
     if not states:
         return JobState(UNKNOWN, "no job was noted")
@@ -103,11 +103,11 @@ def _explain_pending(job: str, reason: str) -> str:
 def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
     """Count the tasks of an array that run, wait and are over, in words."""
     running = [row[2] for row in rows if row[0] == "RUNNING"]
-    waiting = [row for row in rows if row[0] == "PENDING"]
+    pending = [row for row in rows if row[0] == "PENDING"]
     parts = [
         f"{len(running)} of {count} tasks run on {', '.join(sorted(set(running)))}" if running else "",
-        f"{len(waiting)} wait ({_explain_pending(job, waiting[0][1])})" if waiting else "",
-        f"{over} are over" if (over := count - len(rows)) > 0 else "",
+        f"{len(pending)} wait ({_explain_pending(job, pending[0][1])})" if pending else "",
+        f"{n_over} are over" if (n_over := count - len(rows)) > 0 else "",
     ]
     return "; ".join(filter(None, parts)) or f"{len(rows)} tasks are ending"
 

@@ -1,4 +1,4 @@
-"""How far a run or a preparation is, from what it leaves in its directory. No torch: this runs on a login node."""
+"""Status of a run or a preparation, from the files in its directory. No torch, since this runs on a login node."""
 
 import math
 import os
@@ -94,8 +94,8 @@ def run_status(run: Path) -> RunStatus:
     for job, evaluation in active_jobs(evaluation_job_ids(run)).items():
         detail = f"{state.reason}; " if state.reason else ""
         state = replace(state, reason=f"{detail}evaluation in job {job}: {evaluation.name}")
-    reached = number_of(last, "step")
-    step = int(reached) if reached is not None and math.isfinite(reached) else None
+    last_step = number_of(last, "step")
+    step = int(last_step) if last_step is not None and math.isfinite(last_step) else None
     seconds = [value for record in records if (value := number_of(record, "step_seconds")) is not None]
     speeds = [value for record in records if (value := number_of(record, "tokens_per_second")) is not None]
     seconds_left = (

@@ -87,7 +87,7 @@ class _Children:
         self._forwarded: set[int] = set()
         self._end_at = self._kill_at = float("inf")
         self._ending = False
-        # Of several, none may take what is typed: a rank that asks for it in the background would be stopped, unseen.
+        # With several children, none may read the keyboard: the system stops a background process that reads it.
         terminal = _is_terminal()
         (first, *later_children) = children
         self._in_front = terminal and not later_children and first.is_plain
@@ -95,7 +95,7 @@ class _Children:
 
     @property
     def running(self) -> list[Child]:
-        """Those whose end `poll` has not noted yet (sending a signal to a dead process sets its returncode, too)."""
+        """Children whose end `poll` has not recorded yet (signalling a dead process sets its returncode, too)."""
         return [
             child for child in self.children if child.name in self.processes and child.name not in self.ended
         ]
@@ -152,13 +152,13 @@ class _Children:
             if number == signal.SIGINT and self._in_front and os.tcgetpgrp(0) == os.getpgrp():
                 continue  # typed at the terminal, which has told the child itself
             for child in self.running:
-                process, forwarded = self.processes[child.name], child.stop_signal or number
+                process, stop_signal = self.processes[child.name], child.stop_signal or number
                 if process.poll() is not None:  # its number may be another process's by now
                     continue
                 if child.forward_signal:
-                    child.forward_signal(process.pid, forwarded)
+                    child.forward_signal(process.pid, stop_signal)
                 else:
-                    process.send_signal(forwarded)
+                    process.send_signal(stop_signal)
 
     def poll(self) -> None:
         """See who ended, and end the others when one failed: gently, then for good."""
@@ -177,8 +177,8 @@ class _Children:
                 )
         failed = [name for name in ended if self.codes.get(name, 0) not in (EXIT_OK, EXIT_REQUEUE)]
         if failed and self.first_failed is None:
-            # Of those that ended between two looks, one killed by a signal can't have been a victim of the others;
-            # one that is stopped is what the others ended for.
+            # Of the children that ended between two polls, one killed by a signal can't be a victim of the others; a
+            # stopped child is the reason why the others ended.
             stopped = [child.name for child in self.running if _is_stopped(self.processes[child.name].pid)]
             self.first_failed = next(iter(stopped), min(failed, key=lambda name: self.codes[name] >= 0))
             self._end_at = min(self._end_at, now + SETTLE_SECONDS)

@@ -104,11 +104,11 @@ class Model:
         kind = f"{config.family}, " if isinstance(config, ModelConfig) else ""
         parameters = list(self.module.parameters())
         count = sum(parameter.numel() for parameter in parameters)
-        where = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
-        return f"megatfm.Model({str(self.path)!r}: {kind}{count:,} parameters, {where})"
+        description = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
+        return f"megatfm.Model({str(self.path)!r}: {kind}{count:,} parameters, {description})"
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.module(*args, **named)
+    def __call__(self, *args: Any, **keyword_arguments: Any) -> Any:
+        return self.module(*args, **keyword_arguments)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not set yet: while it is copied or unpickled

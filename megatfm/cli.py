@@ -140,7 +140,7 @@ def _is_override(word: str) -> bool:
     return not word.startswith("-") and ("=" in word or word.startswith("~"))
 
 
-def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+def build_parser(only_command: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands. only: the one whose arguments are looked up; others need not even be imported."""
     parser = Parser(prog="megatfm", description="Pretrain transformers under any parallel layout.")
     parser.add_argument("--version", action="version", version=f"megatfm {__version__}")
@@ -148,7 +148,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     for name, (path, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if only in (None, name):
+        if only_command in (None, name):
             module = importlib.import_module(path)
             getattr(module, f"add_{name}_arguments")(command)
             command.set_defaults(run=getattr(module, f"{name}_command"))

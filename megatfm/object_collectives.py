@@ -102,10 +102,10 @@ def machine() -> str:
 
 def unique_on_host(value: Collection[str], group: Group = None) -> set[str]:
     """Return those items that no other rank on this rank's machine has."""
-    host, me = machine(), rank(group)
+    host, own_rank = machine(), rank(group)
     on_other_ranks: set[str] = set()
     for rank_value, (other_host, items) in enumerate(all_gather((host, list(value)), group)):
-        if other_host == host and rank_value != me:
+        if other_host == host and rank_value != own_rank:
             on_other_ranks.update(items)
     return set(value) - on_other_ranks
 
@@ -182,10 +182,10 @@ def one_line(error: BaseException) -> str:
 def _for_others(error: Exception) -> Exception:
     """Return an error as other processes can raise it: itself where pickle gives it back, else its type and text."""
     try:
-        again = pickle.loads(pickle.dumps(error))
+        restored = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its constructor or its values do
         return MegatfmError(one_line(error))
-    is_equal = type(again) is type(error) and str(again) == str(error)
+    is_equal = type(restored) is type(error) and str(restored) == str(error)
     return error if is_equal else MegatfmError(one_line(error))
 
 
@@ -205,6 +205,6 @@ def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
     """The error that every rank raises: the lowest failed rank's reason, and who failed besides."""
     first, *more_ranks = sorted(reasons)
     host, text = reasons[first]
-    where = f"rank {first} on {host}: " if is_distributed() else ""
+    location = f"rank {first} on {host}: " if is_distributed() else ""
     besides = f" (also failed: rank {', '.join(map(str, more_ranks))})" if more_ranks else ""
-    return MegatfmError(f"{action}: {where}{text}{besides}")
+    return MegatfmError(f"{action}: {location}{text}{besides}")

@@ -62,8 +62,8 @@ def refuse_repeats(overrides: Sequence[str]) -> None:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` when a known word is near, else an empty string."""
-    near = _closest(word, list(known))
-    return f" (did you mean {near!r}?)" if near else ""
+    suggestion = _closest(word, list(known))
+    return f" (did you mean {suggestion!r}?)" if suggestion else ""
 
 
 def _closest(word: str, known: Sequence[str]) -> str | None:
@@ -75,8 +75,8 @@ def _closest(word: str, known: Sequence[str]) -> str | None:
         shorter = [name for name in known if len(bare[name]) >= SHORTEST and letters.startswith(bare[name])]
         if longer or shorter:
             return min(longer, key=lambda name: len(bare[name])) if longer else max(shorter, key=len)
-    near = difflib.get_close_matches(word, known, n=1)
-    return near[0] if near else None
+    matches = difflib.get_close_matches(word, known, n=1)
+    return matches[0] if matches else None
 
 
 def _letters(word: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a model may be split into pipeline stages: what a model declares, and what pipelines read.
+"""Split points: where a model may be split into pipeline stages, as models declare it and pipelines read it.
 
 A model's `forward` is plain code. Beside it, `split_points` lists its parts in their order, with the modules that each
 runs and what it hands to later ones; there are no functions to run in it.

@@ -121,19 +121,19 @@ class Buckets:
             members, sizes = members[~is_small], sizes[sizes > SMALL]
             heads = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
             pairs = np.stack([heads, members], axis=1)
-            alike = self._alike(signs, pairs)
-            similar_pairs.append(pairs[alike & (heads != members)])
-            buckets = np.repeat(np.arange(len(sizes)), sizes)[~alike]
-            members, sizes = members[~alike], np.bincount(buckets, minlength=len(sizes))
+            is_similar = self._alike(signs, pairs)
+            similar_pairs.append(pairs[is_similar & (heads != members)])
+            buckets = np.repeat(np.arange(len(sizes)), sizes)[~is_similar]
+            members, sizes = members[~is_similar], np.bincount(buckets, minlength=len(sizes))
             sizes = sizes[sizes > 0]
         return numbers[np.concatenate(similar_pairs)]
 
     def _alike(self, signs: NDArray[Any], pairs: Edges) -> NDArray[np.bool_]:
-        alike = np.empty(len(pairs), np.bool_)
+        is_similar = np.empty(len(pairs), np.bool_)
         for at in range(0, len(pairs), self._pairs):
             left, right = pairs[at : at + self._pairs].T
-            alike[at : at + self._pairs] = (signs[left] == signs[right]).mean(axis=1) >= self._similarity
-        return alike
+            is_similar[at : at + self._pairs] = (signs[left] == signs[right]).mean(axis=1) >= self._similarity
+        return is_similar
 
     def _compare_on_disk(self, parts: Iterator[Iterator[RowIndices]]) -> Iterator[Edges]:
         """Compare rows of a bucket that doesn't fit the memory, in one pass for each distinct signature."""
@@ -146,12 +146,12 @@ class Buckets:
                     for places in chunks:
                         signs = self._rows.pick(places)
                         head = (int(places[0]), signs[0].copy()) if head is None else head
-                        alike = (signs == head[1]).mean(axis=1) >= self._similarity
+                        is_similar = (signs == head[1]).mean(axis=1) >= self._similarity
                         del signs
-                        similar = places[alike & (places != head[0])]
+                        similar = places[is_similar & (places != head[0])]
                         yield np.stack([np.full(len(similar), head[0]), similar], axis=1)
-                        file.write(places[~alike].tobytes())
-                        n_left += int((~alike).sum())
+                        file.write(places[~is_similar].tobytes())
+                        n_left += int((~is_similar).sum())
                 files.reverse()
                 if n_left <= self._at_once:
                     break
@@ -288,8 +288,8 @@ class _Search:
             )
 
     def _cluster(self, _: int, advance: UpdateProgress) -> Facts:
-        forwarded = [self._index.path("passed", chunk) for chunk in range(self._partitioning.chunks)]
-        for path in forwarded:
+        forwarded_paths = [self._index.path("passed", chunk) for chunk in range(self._partitioning.chunks)]
+        for path in forwarded_paths:
             path.unlink(missing_ok=True)  # left by a process that died here
         for chunk in reversed(range(self._partitioning.chunks)):
             begin, end = self._partitioning.chunk(chunk)
@@ -306,8 +306,8 @@ class _Search:
                 ):
                     if count:
                         with (
-                            disk_errors_as_megatfm_errors(forwarded[lower_chunk]),
-                            open(forwarded[lower_chunk], "ab") as file,
+                            disk_errors_as_megatfm_errors(forwarded_paths[lower_chunk]),
+                            open(forwarded_paths[lower_chunk], "ab") as file,
                         ):
                             file.write(self._pack(lower[order[at : at + count]]).tobytes())
                     at += count

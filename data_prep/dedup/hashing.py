@@ -188,7 +188,10 @@ def signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -
     words, offsets = word_hashes(texts)
     if (np.diff(offsets) == 0).any():
         words, offsets = word_hashes(
-            [text if has else _spelled(text) for text, has in zip(texts, np.diff(offsets), strict=True)]
+            [
+                text if has_words else _spelled(text)
+                for text, has_words in zip(texts, np.diff(offsets), strict=True)
+            ]
         )
     runs, begins = ngram_hashes(words, offsets, n_grams)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(runs, begins.astype(np.uint64), hashes, seed)

@@ -63,11 +63,11 @@ class ValidationNearDuplicates:
     def drop_near(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
         """Yield the documents that are near duplicates of no held-out one."""
         for batch, signs in with_signatures(documents, self._config.n_grams, HASHES):
-            near = self._nearest(signs)
+            near_duplicates = self._nearest(signs)
             for number, document in enumerate(batch):
                 counts.count_input(document.text_bytes)
-                if number in near:
-                    place, similarity = near[number]
+                if number in near_duplicates:
+                    place, similarity = near_duplicates[number]
                     example = f"{document.id} ~ {self._source(place)} ({similarity:.2f})"
                     counts.count_dropped("near_validation_document", document.text_bytes, example)
                 else:
@@ -97,9 +97,9 @@ class ValidationNearDuplicates:
         for number, candidate_set in candidates_by_query.items():
             candidates = np.array(sorted(candidate_set))
             similarities = (self._signatures[candidates] == signs[number]).mean(axis=1)
-            near = np.flatnonzero(similarities >= self._config.similarity)
-            if len(near):
-                nearest[number] = int(candidates[near[0]]), float(similarities[near[0]])
+            similar = np.flatnonzero(similarities >= self._config.similarity)
+            if len(similar):
+                nearest[number] = int(candidates[similar[0]]), float(similarities[similar[0]])
         return nearest
 
     @cached_property

@@ -228,16 +228,18 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def dask_workers(where: str | None, config: PrepConfig) -> Iterator[Callable[[Path], DaskExecutor] | None]:
-    """Yield the function that makes an executor over Dask's workers from a work folder; None if `where` is None.
+def dask_workers(
+    scheduler: str | None, config: PrepConfig
+) -> Iterator[Callable[[Path], DaskExecutor] | None]:
+    """Yield the function that makes an executor over Dask's workers from a work folder; None if `scheduler` is None.
 
     Anyone who reaches a scheduler may run code on its workers, so without TLS it must be on this machine. The keys are
-    those of Dask's own config. Raises UsageError if `where` is no scheduler, MegatfmError if it is out of reach.
+    those of Dask's own config. Raises UsageError if `scheduler` is no scheduler, MegatfmError if it is out of reach.
     """
-    if where is None:
+    if scheduler is None:
         yield None
         return
-    with _connect(where) as client:
+    with _connect(scheduler) as client:
         executor = DaskExecutor(client, config)
         try:
             yield executor.in_folder
@@ -245,29 +247,29 @@ def dask_workers(where: str | None, config: PrepConfig) -> Iterator[Callable[[Pa
             executor.release()
 
 
-def _connect(where: str) -> Any:
+def _connect(scheduler: str) -> Any:
     """Return a client of the scheduler at an address, or in a scheduler file."""
     try:
         from distributed import Client
     except ImportError as error:
         raise UsageError("--dask: is not installed: pip install 'megatfm[cluster]'") from error
-    address = _address(where)
+    address = _address(scheduler)
     if not address.startswith("tls://") and urlsplit(address).hostname not in LOOPBACK:
         raise UsageError(
-            f"--dask {where}: {address} is open to whoever reaches it: start scheduler and workers with TLS (tls://…)"
+            f"--dask {scheduler}: {address} is open to whoever reaches it: start scheduler and workers with TLS (tls://…)"
         )
     try:
         return Client(address, timeout=CONNECT_SECONDS)
     except (OSError, TypeError, ValueError) as error:
-        raise MegatfmError(f"--dask {where}: can't be reached at {address} ({error})") from error
+        raise MegatfmError(f"--dask {scheduler}: can't be reached at {address} ({error})") from error
 
 
-def _address(where: str) -> str:
-    if "://" in where:
-        return where
+def _address(scheduler: str) -> str:
+    if "://" in scheduler:
+        return scheduler
     try:
-        return str(json.loads(Path(where).read_bytes())["address"])
+        return str(json.loads(Path(scheduler).read_bytes())["address"])
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"--dask {where}: neither an address (tls://host:8786) nor a scheduler file ({error})"
+            f"--dask {scheduler}: neither an address (tls://host:8786) nor a scheduler file ({error})"
         ) from error

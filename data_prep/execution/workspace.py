@@ -55,10 +55,10 @@ def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
     preparation that went on with other settings. Files by other names stay."""
     with disk_errors_as_megatfm_errors(out):
         for split in ("train", "validation"):
-            listed = {out / name for name in corpus_folders(result, split)}
+            corpus_paths = {out / name for name in corpus_folders(result, split)}
             folders = [path for path in (out / split).rglob("*") if path.is_dir() and not path.is_symlink()]
             for folder in [*sorted(folders, reverse=True), out / split]:
-                if folder in listed or not folder.is_dir():
+                if folder in corpus_paths or not folder.is_dir():
                     continue
                 for path in folder.iterdir():
                     if _CORPUS_FILE.fullmatch(path.name) and not path.is_dir():

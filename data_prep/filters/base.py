@@ -117,9 +117,9 @@ def make_filter(config: Section) -> CountingFilter:
     for module, names in _MODULES.items():
         if name in names:
             import_module(f"megatfm.data_prep.filters.{module}")
-    if name not in (known := filter_names()):
+    if name not in (known_names := filter_names()):
         raise UsageError(
-            f"unknown {STEPS.kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}"
+            f"unknown {STEPS.kind} {name!r}{did_you_mean(name, known_names)}; there are: {', '.join(known_names)}"
         )
     return CountingFilter(STEPS.get(name)(config))
 
@@ -132,9 +132,9 @@ def filter_names() -> list[str]:
 def pass_through(steps: Sequence[PipelineStep], documents: Iterable[Document]) -> Iterator[Document]:
     """Apply the steps in order, and yield the documents that all of them keep."""
     for document in documents:
-        passed: Document | None = document
+        result: Document | None = document
         for step in steps:
-            if passed is not None:
-                passed = step(passed)
-        if passed is not None:
-            yield passed
+            if result is not None:
+                result = step(result)
+        if result is not None:
+            yield result

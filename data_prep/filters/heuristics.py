@@ -174,7 +174,7 @@ class GopherQuality:
         return None
 
 
-# Those of datatrove (`utils/text.py`), nearly all that Unicode calls Sentence_Terminal.
+# The characters of datatrove (`utils/text.py`), nearly all of Unicode's Sentence_Terminal.
 SENTENCE_ENDS = frozenset(
     "!.?։؝؞؟۔܀܁܂߹࠷࠹࠽࠾।॥၊။።፧፨᙮᜵᜶។៕៖៙៚᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᭽᭾᰻᰼᱾᱿‼‽⁇⁈⁉⸮⸼⹓⹔。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫﹒﹖﹗！．？｡\U00010a56"
     "\U00010a57\U00010f55\U00010f56\U00010f57\U00010f58\U00010f59\U00010f86\U00010f87\U00010f88\U00010f89"

@@ -56,8 +56,8 @@ class Classifier:
         logits = self._model(**row.to(self._config.device)).logits[0].double()
         if self._label is None:
             return float(logits)
-        several = self._model.config.problem_type == "multi_label_classification"
-        return float((logits.sigmoid() if several else logits.softmax(0))[self._label])
+        is_multi_label = self._model.config.problem_type == "multi_label_classification"
+        return float((logits.sigmoid() if is_multi_label else logits.softmax(0))[self._label])
 
 
 def _loaded(folder: str, device: str) -> tuple[Any, Any]:

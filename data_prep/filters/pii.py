@@ -253,11 +253,13 @@ class Presidio:
     def __init__(self, config: PresidioConfig) -> None:
         self._config = config
         recognizers = _pattern_recognizers(config.language)
-        known = sorted({name for recognizer in recognizers for name in recognizer.supported_entities})
-        if unknown := [name for name in config.entities if name not in known]:
+        known_entities = sorted(
+            {name for recognizer in recognizers for name in recognizer.supported_entities}
+        )
+        if unknown := [name for name in config.entities if name not in known_entities]:
             raise UsageError(
                 f"steps: presidio: no recogniser of {config.language!r} finds {unknown[0]!r} by its form; there are: "
-                f"{', '.join(known)}"
+                f"{', '.join(known_entities)}"
             )
         entities = set(config.entities)
         self._recognizers = [

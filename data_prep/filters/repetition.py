@@ -84,7 +84,7 @@ class _Runs:
         begins = np.flatnonzero(self._at[1:] == self._at[:-1] + 1)
         pairs = self._code[begins] * len(self._ends) + self._code[begins + 1]
         self._at = self._at[begins]
-        # As np.unique numbers them, which takes three times as long for so few.
+        # The numbering of np.unique, which takes three times as long for so few.
         order = pairs.argsort()
         pairs = pairs[order]
         is_new = np.zeros(len(pairs), np.int64)

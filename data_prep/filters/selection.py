@@ -126,12 +126,12 @@ class Decontaminate:
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         words, offsets = word_hashes([document.text])
-        for length, known in self._runs.items():
+        for length, known_runs in self._runs.items():
             if len(words) < length:
                 break
             hashes, _ = ngram_hashes(words, offsets, length)
-            places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-            if (known[places] == hashes).any():
+            places = np.minimum(np.searchsorted(known_runs, hashes), len(known_runs) - 1)
+            if (known_runs[places] == hashes).any():
                 return "contaminated"
         return document
 

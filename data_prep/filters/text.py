@@ -142,12 +142,12 @@ class Language:
     def __init__(self, config: LanguageConfig) -> None:
         self._config = config
         self._keep = frozenset(config.languages)
-        known = sorted(set(map(str, _identifier().nb_classes))) if self._keep else []
-        if unknown := sorted(self._keep.difference(known)) if known else []:
+        known_languages = sorted(set(map(str, _identifier().nb_classes))) if self._keep else []
+        if unknown := sorted(self._keep.difference(known_languages)) if known_languages else []:
             raise UsageError(
                 f"steps: language: languages = {unknown[0]!r} is no code of a language"
-                f"{did_you_mean(unknown[0].lower()[:2], known)}; "
-                f"the codes are {', '.join(known)}"
+                f"{did_you_mean(unknown[0].lower()[:2], known_languages)}; "
+                f"the codes are {', '.join(known_languages)}"
             )
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
@@ -179,8 +179,8 @@ class _Identifier(LanguageIdentifier):  # type: ignore[misc]
 
     nb_ptc: Any
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, **keyword_arguments: Any) -> None:
+        super().__init__(*arguments, **keyword_arguments)
         self.nb_ptc = self.nb_ptc.astype(np.float32)
         # A state machine: each state has a row of the states that follow after each byte, and perhaps a feature.
         self._states = np.asarray(self.tk_nextmove)

@@ -87,7 +87,8 @@ def register(name: str, *suffixes: str) -> Callable[[Reader], Reader]:
 def check_format(name: str | None) -> None:
     """Raise UsageError for an unknown format."""
     if name is not None and name not in (*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()):
-        known = sorted((*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()))
+        known_formats = sorted((*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()))
         raise UsageError(
-            f"read.format = {name!r} is no format{did_you_mean(name, known)}; there are: {', '.join(known)}"
+            f"read.format = {name!r} is no format{did_you_mean(name, known_formats)}; "
+            f"there are: {', '.join(known_formats)}"
         )

@@ -224,14 +224,14 @@ def get_nested(record: Any, name: str) -> Any:
 
 
 def record_from_dict(
-    key: str, record: Any, config: ReadConfig, known: Sequence[str] | None = None
+    key: str, record: Any, config: ReadConfig, field_names: Sequence[str] | None = None
 ) -> Record | Bad:
     """Make a Record from a dictionary. known: names of all fields, if `record` has only the requested ones."""
     text_field = config.text_key
     text, url = get_nested(record, text_field), get_nested(record, config.url_key)
     if not isinstance(text, str):
         kind = "no" if text is None else f"{type(text).__name__}, not text, as"
-        names = known or (list(record) if isinstance(record, dict) else [])
+        names = field_names or (list(record) if isinstance(record, dict) else [])
         field_list = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
         way_out = "; name the one that holds the text: read.text_key" if names and text is None else ""
         return Bad(key, f"has {kind} field {text_field!r}{field_list}{way_out}")
@@ -251,8 +251,8 @@ def selected_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
         str(name): get_nested(record, name) if "*" not in config.metadata_keys else record[name]
         for name in names
     }
-    known = {name: value for name, value in selected.items() if value is not None}
-    metadata_json = json.dumps(known, default=_spelled, ensure_ascii=False)
+    non_null = {name: value for name, value in selected.items() if value is not None}
+    metadata_json = json.dumps(non_null, default=_spelled, ensure_ascii=False)
     metadata: dict[str, Any] = json.loads(spelled(metadata_json), parse_constant=str)
     return metadata
 

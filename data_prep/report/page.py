@@ -80,7 +80,7 @@ def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     documents = train["documents"] + validation["documents"]
     text = train["text_bytes"] + validation["text_bytes"]
     held_out = validation["documents"] / documents if images else validation["text_bytes"] / max(1, text)
-    of_text = [
+    text_bars = [
         (
             "Captions" if images else "Text",
             size(text),
@@ -95,7 +95,7 @@ def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
     return [
         ("Images" if images else "Documents", number(documents), f"of {number(read['documents_in'])} read"),
-        *(of_text if text or not images else []),
+        *(text_bars if text or not images else []),
         (
             "On disk",
             size(train["bytes"] + validation["bytes"]),

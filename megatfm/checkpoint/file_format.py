@@ -42,7 +42,7 @@ SCHEMA = 1
 DIRECT_BYTES = 32 * 2**20
 """Files from here on are written, and on demand read, past the page cache."""
 
-# What can be stored, under the names that safetensors gives them.
+# Dtypes that can be stored, by their names in safetensors.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -163,7 +163,7 @@ class HashedFile:
     def skip(self, size: int) -> None:
         """Hash the next bytes only."""
         while size > 0:
-            # As many chunks as the hash may be behind: fresh memory costs more than reading does.
+            # As many buffers as the hash may lag behind: fresh memory costs more than reading does.
             chunk = (
                 self._spare.pop(0)
                 if len(self._spare) > chunked_io.MAX_QUEUED_CHUNKS + 1

@@ -48,7 +48,7 @@ MESSAGE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """Which ranks share a node, and with it a node-local checkpoint directory. node_of_rank: node index by rank."""
+    """Assignment of ranks to nodes; ranks of a node share a local checkpoint directory. node_of_rank: node by rank."""
 
     folder: Path
     rank: int
@@ -300,11 +300,11 @@ def transfer_files(
     A failure must not leave the other side waiting: bytes flow to the end, and then all ranks raise it.
     """
     problems: list[MegatfmError] = []
-    me = object_collectives.rank(group)
+    own_rank = object_collectives.rank(group)
     for name, sender, receiver in sends:
-        if sender == me:
+        if sender == own_rank:
             _send(source / name, entries[name], receiver, group, problems)
-        elif receiver == me:
+        elif receiver == own_rank:
             _receive(target / name, entries[name], sender, group, problems)
 
     def check() -> None:
@@ -348,14 +348,14 @@ def _receive(path: Path, entry: FileEntry, sender: int, group: Group, problems: 
             bytes_left -= len(part)
             yield part.numpy().data
 
-    arriving = parts()
+    received_parts = parts()
     try:
-        size, digest = file_io.write_file(path, arriving, entry.bytes >= file_format.DIRECT_BYTES)
+        size, digest = file_io.write_file(path, received_parts, entry.bytes >= file_format.DIRECT_BYTES)
         if (size, digest) != (entry.bytes, entry.blake3):
             problems.append(
                 MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash")
             )
     except MegatfmError as error:
         problems.append(error)
-        for _ in arriving:  # the sender goes on
+        for _ in received_parts:  # the sender goes on
             pass

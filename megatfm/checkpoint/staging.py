@@ -77,7 +77,7 @@ class Staging:
 
     def _copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         places, end = {}, 0
-        # Those of whole blocks of the disk lie at blocks, so that they can be written right from there.
+        # Pieces of whole disk blocks are aligned to blocks, so that they can be written directly.
         for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
             places[index] = end
             end += piece.nbytes + -piece.nbytes % LINE_BYTES
@@ -184,9 +184,9 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _parts(target: Tensor, source: Tensor) -> Iterator[Part]:
-    to, of = _bytes(target), _bytes(source)
+    target_bytes, of = _bytes(target), _bytes(source)
     for start in range(0, len(of), PART_BYTES):
-        yield to[start : start + PART_BYTES], of[start : start + PART_BYTES]
+        yield target_bytes[start : start + PART_BYTES], of[start : start + PART_BYTES]
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

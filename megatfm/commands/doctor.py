@@ -113,8 +113,8 @@ def gpus() -> Iterator[Finding]:
 
     count = torch.cuda.device_count()
     build = torch.version.cuda and f"CUDA {torch.version.cuda}"
-    why = "torch sees none" if build else "this torch is built without CUDA"
-    yield Finding("GPU", count > 0, f"{count}, {build}" if count else why, "training runs on the CPU")
+    reason = "torch sees none" if build else "this torch is built without CUDA"
+    yield Finding("GPU", count > 0, f"{count}, {build}" if count else reason, "training runs on the CPU")
     for number in range(count):
         facts = torch.cuda.get_device_properties(number)
         ratio = f"bf16 {_bf16_speed(f'cuda:{number}'):.1f} × as fast as fp32"
@@ -166,7 +166,7 @@ def packages() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Which of DeepSpeed's operators would compile here, and locks of builds that were killed."""
+    """Report which of DeepSpeed's operators would compile here, and locks of killed builds."""
     if not _version("deepspeed"):
         yield Finding("deepspeed", False, "not installed", "make deepspeed")
         return
@@ -191,13 +191,15 @@ def deepspeed() -> Iterator[Finding]:
     if not ok:
         yield Finding("operators", False, text, "make deepspeed")
     for lock in sorted(_extensions().glob("**/lock")):
-        busy = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
+        is_compiling = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
         note = "stale: its build was killed, and the next build will wait for it for ever"
-        yield Finding("build lock", busy, f"{lock}: {'a build goes on' if busy else note}", f"rm {lock}")
+        yield Finding(
+            "build lock", is_compiling, f"{lock}: {'a build goes on' if is_compiling else note}", f"rm {lock}"
+        )
 
 
 def _extensions() -> Path:
-    """Where torch compiles extensions."""
+    """Return the folder in which torch compiles extensions."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
 
 
@@ -257,10 +259,10 @@ def _run(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
 
 
 def _bf16_speed(device: str) -> float:
-    """How many times faster a matrix product is in bfloat16 than in float32."""
+    """Measure how many times faster a matrix product is in bfloat16 than in float32."""
     import torch
 
     from megatfm.tracking.hardware import time_matmul
 
-    where = torch.device(device)
-    return time_matmul(torch.float32, where) / time_matmul(torch.bfloat16, where)
+    torch_device = torch.device(device)
+    return time_matmul(torch.float32, torch_device) / time_matmul(torch.bfloat16, torch_device)

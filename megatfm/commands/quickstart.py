@@ -42,8 +42,12 @@ def quickstart_command(args: argparse.Namespace) -> int:
     """Run all stages; stops at the first that fails. Returns 0, or that stage's exit code."""
     start = time.monotonic()
     prep, overrides = _names(args.corpus)
-    named = {override.partition("=")[0].strip() for override in args.overrides}
-    defaults = [override for override in [NO_SHARDING, *overrides] if override.partition("=")[0] not in named]
+    overridden_keys = {override.partition("=")[0].strip() for override in args.overrides}
+    defaults = [
+        override
+        for override in [NO_SHARDING, *overrides]
+        if override.partition("=")[0] not in overridden_keys
+    ]
     overrides = [*defaults, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)

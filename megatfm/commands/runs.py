@@ -119,7 +119,7 @@ def _format_eta(status: RunStatus) -> str:
 
 
 QUEUE_SECONDS = 10.0
-"""How often the queue is asked whether there will be more: schedulers don't like to be asked often."""
+"""Seconds between queries of the queue, since schedulers should not be queried often."""
 
 
 def add_logs_arguments(parser: argparse.ArgumentParser) -> None:

@@ -102,23 +102,26 @@ def _presets(args: argparse.Namespace) -> int:
     overrides = [word for word in words if "=" in word]
     if args.engine:
         overrides.append(f"parallel.engine={args.engine}")
-    chosen = [word for word in words if "=" not in word]
+    presets = [word for word in words if "=" not in word]
     layouts = args.layouts.split(",") if args.layouts else list(LAYOUTS)
-    for kind, names, known in (("preset", chosen, presets_of_models()), ("layout", layouts, [*LAYOUTS])):
+    for kind, names, known_names in (
+        ("preset", presets, presets_of_models()),
+        ("layout", layouts, [*LAYOUTS]),
+    ):
         for name in names:
-            if name not in known:
+            if name not in known_names:
                 raise UsageError(
-                    f"{name!r}: no such {kind}{did_you_mean(name, known)}; there are {', '.join(known)}"
+                    f"{name!r}: no such {kind}{did_you_mean(name, known_names)}; there are {', '.join(known_names)}"
                 )
-    chosen = chosen or presets_of_models()
+    presets = presets or presets_of_models()
 
     forkserver.start()
     from megatfm.verify.verify import walk
 
     start, cases = time.monotonic(), []
-    width = max(map(len, chosen))
+    width = max(map(len, presets))
     print(f"{'':{width}}  {'  '.join(f'{layout:9}' for layout in layouts)}".rstrip(), flush=True)
-    for case in walk(itertools.product(chosen, layouts), overrides, args.documents):
+    for case in walk(itertools.product(presets, layouts), overrides, args.documents):
         cases.append(case)
         if case.layout == layouts[-1]:
             outcomes = "  ".join(f"{row_case.outcome:9}" for row_case in cases[-len(layouts) :])
@@ -140,8 +143,10 @@ def _print_summary(cases: "Sequence[Case]", seconds: float) -> int:
     for case in wrong:
         print(f"{case.outcome}: {case.preset} {case.layout}: {case.text}")
     agree = sum(case.outcome == "agrees" for case in cases)
-    refused = len(cases) - agree - len(wrong)
-    print(f"{agree} of {len(cases)} cases agree, {refused} are refused, {len(wrong)} differ; {seconds:.0f} s")
+    n_refused = len(cases) - agree - len(wrong)
+    print(
+        f"{agree} of {len(cases)} cases agree, {n_refused} are refused, {len(wrong)} differ; {seconds:.0f} s"
+    )
     return 1 if wrong else 0
 
 
@@ -204,32 +209,37 @@ def _traffic(comparison: "Comparison") -> "Table":
     table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
     for heading in ("axis", "collective", "calls", "bytes sent", "expected"):
         table.add_column(heading, justify="left" if heading in ("axis", "collective") else "right")
-    counted = {(flow.axis, flow.collective): flow for flow in comparison.flows}
-    for key in sorted(counted.keys() | comparison.expected.keys()):
-        flow, (_, expected_bytes) = counted.get(key), comparison.expected.get(key, (0, 0))
-        sent_bytes, known = flow.sent_bytes if flow else 0, key[0] not in comparison.axes_without_closed_form
+    flow_of = {(flow.axis, flow.collective): flow for flow in comparison.flows}
+    for key in sorted(flow_of.keys() | comparison.expected.keys()):
+        flow, (_, expected_bytes) = flow_of.get(key), comparison.expected.get(key, (0, 0))
+        sent_bytes, has_expectation = (
+            flow.sent_bytes if flow else 0,
+            key[0] not in comparison.axes_without_closed_form,
+        )
         row = (
             *key,
             f"{flow.calls if flow else 0:,}",
             f"{sent_bytes:,}",
-            f"{expected_bytes:,}" if known else "–",
+            f"{expected_bytes:,}" if has_expectation else "–",
         )
-        table.add_row(*row, style="bold red" if known and sent_bytes != expected_bytes else None)
+        table.add_row(*row, style="bold red" if has_expectation and sent_bytes != expected_bytes else None)
     return table
 
 
 def _conclusion(comparison: "Comparison") -> str:
-    bound, everything = comparison.bound, len(comparison.gradients)
+    bound, n_gradients = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.traffic_mismatches:
         more = (
             f" (and {len(comparison.traffic_mismatches) - 1} more)"
             if len(comparison.traffic_mismatches) > 1
             else ""
         )
-        agreement = f"loss, norm, {everything} gradients and all updates agree within {bound:g}"
+        agreement = f"loss, norm, {n_gradients} gradients and all updates agree within {bound:g}"
         return f"DIFFERENT TRAFFIC: {agreement}, but {comparison.traffic_mismatches[0]}{more}"
     if not comparison.wrong:
-        return f"Same computation: loss, norm, {everything} gradients and all updates agree within {bound:g}."
+        return (
+            f"Same computation: loss, norm, {n_gradients} gradients and all updates agree within {bound:g}."
+        )
     updates = [difference for difference in comparison.updates if difference.is_wrong]
     # Wrong gradients make wrong updates, so they are named first.
     before = [difference for difference in comparison.wrong if difference not in updates]
@@ -237,11 +247,11 @@ def _conclusion(comparison: "Comparison") -> str:
     gradients = sum(difference.is_wrong for difference in comparison.gradients)
     if not before:
         return (
-            f"DIFFERENT UPDATES: {everything} gradients agree within {bound:g}, but the optimizer moves "
+            f"DIFFERENT UPDATES: {n_gradients} gradients agree within {bound:g}, but the optimizer moves "
             f"{len(updates)} of {len(comparison.updates)} weights otherwise than on one process, from the same "
             f"gradients; the worst is the {worst.name}, by {worst.error:.1e}"
         )
     return (
-        f"DIFFERENT: {gradients} of {everything} gradients are off by more than {bound:g}; "
+        f"DIFFERENT: {gradients} of {n_gradients} gradients are off by more than {bound:g}; "
         f"the worst is {worst.name}, by {worst.error:.1e}"
     )

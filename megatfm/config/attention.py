@@ -261,7 +261,8 @@ class PooledAttentionConfig(ScaledAttention, HeadAttention):
     kv_stride: PositiveInt = Field(default=4, le=MAX_WIDTH)
     """Stride of keys' and values' pooling in the first stage; half of it in each further one, at least 1."""
     widening: Literal["attention", "ffn"] = "attention"
-    """What widens vectors between stages: the first attention of a stage, or the last feed-forward network before."""
+    """Layer that widens vectors between stages: the first attention of a stage, or the last feed-forward network
+    before."""
 
 
 class DebertaAttentionConfig(HeadAttention):

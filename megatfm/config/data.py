@@ -32,7 +32,7 @@ class WarmupStage(Section):
     """Steps at the start of a run that are smaller or shorter than the others."""
 
     steps: PositiveInt
-    """How many."""
+    """Number of steps."""
     global_batch: PositiveInt | None = None
     """Rows of full length in each of them; left out: train.global_batch."""
     sequence_length: PositiveInt | None = None

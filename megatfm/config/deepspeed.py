@@ -17,9 +17,9 @@ class DeepSpeedConfig(Section):
     """Settings of parallel.engine = "deepspeed" alone."""
 
     offload_optimizer: OffloadDevice = "none"
-    """Where optimizer state and the weights that it moves are kept, with zero = 1, 2 or 3: "none" is the device."""
+    """Place of the optimizer's state and its master weights, with zero = 1, 2 or 3: "none" is the device."""
     offload_parameters: OffloadDevice = "none"
-    """Where the weights that are not in use are kept, with zero = 3: "none" is the device."""
+    """Place of weights that are not in use, with zero = 3: "none" is the device."""
     nvme_path: PathStr | None = None
     """Folder on a local disk for what is offloaded to "nvme"."""
     zero_hpz_partition_size: int = Field(default=1, ge=1)

@@ -108,7 +108,8 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
 
 
 def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
-    """Which one "auto" will be isn't known yet. What is said of float16's scale counts under float16 alone."""
+    """Return the conflict in precision, if any. "auto" is not resolved yet; keys of float16's loss scale count under
+    float16 alone."""
     precision_text = f"train.precision = {precision!r}"
     keys: dict[str, tuple[str, Any]] = {
         "data_types.grad_accum_dtype": ("gradients are added up in it", ("fp32", None)),
@@ -123,10 +124,10 @@ def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
         "hysteresis": 1,
         "min_loss_scale": 1,
     }
-    why = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
+    rule = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
     if precision != "fp16":
         scale = dict.fromkeys(scale, ANY_VALUE)
-    return keys | {f"fp16.{key}": (why, value) for key, value in scale.items()}
+    return keys | {f"fp16.{key}": (rule, value) for key, value in scale.items()}
 
 
 def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
@@ -254,7 +255,7 @@ def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
     merged: Json = json.loads(json.dumps(derived))
     wrong: dict[str, str] = {}
     for key, value in _leaves(tuned):
-        known = next((k for k in UNSUPPORTED_KEYS if key == k or key.startswith(f"{k}.")), None)
+        unsupported = next((k for k in UNSUPPORTED_KEYS if key == k or key.startswith(f"{k}.")), None)
         first, _, inner_key = key.partition(".")
         if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
             continue
@@ -262,15 +263,17 @@ def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
             source, expected = fixed[key]
             if not _matches(value, expected):
                 wrong[f"{key} = {json.dumps(value)}"] = _conflict(source, expected)
-        elif known:
-            if not (_is_disabled(tuned, key) or (value in DISABLED_VALUES and known not in FIXED_VALUES)):
-                wrong[known] = f": {UNSUPPORTED_KEYS[known]}"
+        elif unsupported:
+            if not (
+                _is_disabled(tuned, key) or (value in DISABLED_VALUES and unsupported not in FIXED_VALUES)
+            ):
+                wrong[unsupported] = f": {UNSUPPORTED_KEYS[unsupported]}"
         elif first in PASSED_SECTIONS and (first != "zero_optimization" or inner_key in PASSED_ZERO_KEYS):
             _set(merged, key, value)
         else:
             wrong[key] = ": not carried"
     if wrong:
-        conflicts = "; ".join(key + why for key, why in wrong.items())
+        conflicts = "; ".join(key + reason for key, reason in wrong.items())
         raise UsageError(f"deepspeed.json_file: {conflicts}: leave these out of the file, or change our keys")
     return merged
 

@@ -68,4 +68,7 @@ def families_supporting(part: str) -> list[str]:
 def suggest_family(name: str) -> str:
     """Suggest the family that a name begins like, else the name itself."""
     lower = name.lower()
-    return next((known for known, family in FAMILIES.items() if lower.startswith(family.other_names)), name)
+    return next(
+        (family_name for family_name, family in FAMILIES.items() if lower.startswith(family.other_names)),
+        name,
+    )

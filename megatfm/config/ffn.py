@@ -152,7 +152,7 @@ class DeepSeekV3RouterConfig(GroupedRouterSection):
     norm_topk_prob: bool = True
     """Have the weights of the chosen add up to `scale`."""
     bias_update_rate: NonNegativeFloat = 0.001
-    """How far the bias of an expert moves after each step."""
+    """Step by which the bias of an expert moves after each training step."""
 
 
 class PluginRouterConfig(RouterSection):
@@ -193,8 +193,8 @@ class MoEConfig(DenseFFNConfig):
     expert_capacity: PositiveInt | None = Field(default=None, le=MAX_LENGTH)
     """`capacity` as a number of tokens, however long rows are (transformers' Switch); left out, as `capacity` says."""
     drop_policy: Literal["choice", "position"] = "choice"
-    """Which choices find no room: "choice", last choices before first ones (GShard), so that with `top_k` of 2 and more
-    a token depends on later ones; "position", those of later tokens."""
+    """Choices that are dropped first when an expert is full: "choice", last choices before first ones (GShard), so that
+    with `top_k` of 2 and more a token depends on later ones; "position", those of later tokens."""
     router: RouterConfig = TopKRouterConfig()
     """The router that chooses."""
 

@@ -126,7 +126,7 @@ TransformConfig = Annotated[
 
 
 class ImagesConfig(Section):
-    """How stored images become rows of patches. The patch's side is `model.embedding.patch_size`."""
+    """Transforms from stored images to rows of patches. The patch's side is `model.embedding.patch_size`."""
 
     size: PositiveInt = Field(default=224, le=2**14)
     """Pixels of an image's sides, a multiple of the patch's."""

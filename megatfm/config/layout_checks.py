@@ -148,7 +148,7 @@ def check_sample_prompts(config: "Config") -> None:
     if not n_prompts:
         return
     sequence_parallel = parallel.tp > 1 and parallel.sequence_parallel
-    refused = {
+    unsupported = {
         f"parallel.pp = {parallel.pp}": (parallel.pp > 1, "parallel.pp = 1"),
         f"parallel.cp = {parallel.cp}": (parallel.cp > 1, "parallel.cp = 1"),
         f"parallel.tp = {parallel.tp} with sequence_parallel": (
@@ -160,7 +160,7 @@ def check_sample_prompts(config: "Config") -> None:
             "train.precision = 'bf16'",
         ),
     }
-    for setting, (is_set, instead) in refused.items():
+    for setting, (is_set, instead) in unsupported.items():
         if is_set:
             raise ValueError(
                 f"evaluate.sample_prompts has {n_prompts}, and with {setting} no rank can continue a text token by "

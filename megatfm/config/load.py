@@ -91,7 +91,7 @@ def _check_command(
     path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]
 ) -> None:
     """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
-    matching_class = next(known for known in COMMAND_OF if known is not config_class)
+    matching_class = next(candidate for candidate in COMMAND_OF if candidate is not config_class)
     unknown = [key for key in values if key not in config_class.model_fields]
     if unknown and all(key in matching_class.model_fields for key in values):
         command, right_command = COMMAND_OF[config_class], COMMAND_OF[matching_class]
@@ -211,12 +211,14 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     key = ".".join(place) or "config"
     if first["type"] == "extra_forbidden":
-        known = list(section.model_fields) if section else []
+        known_keys = list(section.model_fields) if section else []
         key_here = FOREIGN_KEYS.get(place[-1].lower()) if config_class is Config else None
         hint = (
-            f" (did you mean {key_here}?)" if key_here and key_here != key else did_you_mean(place[-1], known)
+            f" (did you mean {key_here}?)"
+            if key_here and key_here != key
+            else did_you_mean(place[-1], known_keys)
         )
-        known_here = f"known here: {', '.join(known)}" if known else ""
+        known_here = f"known here: {', '.join(known_keys)}" if known_keys else ""
         return f"{key}: unknown key{hint}; {known_here}{more}"
     if first["type"] == "missing" and value is None:
         return f"{key}: is required{_by_name(values, place)}{_example(section, place)}{_also(error) or more}"
@@ -250,8 +252,8 @@ def _locate(
             section = tagged[0]
             continue
         if options:
-            named = value.get("name") if isinstance(value, Mapping) else value
-            section = next((o for o in options if name_of(o) == named), options[0])
+            variant = value.get("name") if isinstance(value, Mapping) else value
+            section = next((o for o in options if name_of(o) == variant), options[0])
         place.append(str(part))
         if isinstance(value, Mapping) or (isinstance(value, str) and options):
             # A name stands in place of a section.

@@ -277,8 +277,8 @@ class ModelConfig(Section):
                     for key, n in divided.items()
                     if n != sizes.get(f"{part}.{key}")
                 }
-        of_stages = self.stages.heads if self.stages else ()
-        return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(of_stages)}
+        stage_heads = self.stages.heads if self.stages else ()
+        return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(stage_heads)}
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
         """`tp_dims` where tensor-parallel ranks take experts in that way (see `parallel.expert_tp`)."""
@@ -312,7 +312,7 @@ class ModelConfig(Section):
         return factor_at(self.lm_head.scale, self.d_model)
 
     def with_numbers(self) -> "ModelConfig":
-        """The same model, whose factors are numbers where a config may say that they follow the width."""
+        """Return a copy with numbers in place of factors that follow the width."""
         return self.with_changes({"embedding.scale": self.embedding_scale, "lm_head.scale": self.head_scale})
 
     @property

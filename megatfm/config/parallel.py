@@ -52,9 +52,9 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Context-parallel ranks, each with its part of every row."""
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How full attention looks across parts: "ring": keys and values go round, or are fetched where documents leave
-    less than half to send; "ulysses": ranks exchange tokens for heads, each has all tokens of some; auto: ulysses
-    where it can and sends less."""
+    """Communication of full attention across the parts of a row: "ring": keys and values go round, or are fetched where
+    documents leave less than half to send; "ulysses": ranks exchange tokens for heads, each has all tokens of some;
+    auto: ulysses where it can and sends less."""
     ep: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
     """
@@ -109,9 +109,9 @@ class ParallelConfig(Section):
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
         if self.async_tp and not (self.tp > 1 and self.sequence_parallel):
-            why = "tp = 1" if self.tp == 1 else "without sequence_parallel they add up whole tensors"
+            reason = "tp = 1" if self.tp == 1 else "without sequence_parallel they add up whole tensors"
             raise ValueError(
-                f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {why}: leave it "
+                f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {reason}: leave it "
                 "out, or set tp = 2 or more and sequence_parallel = true"
             )
         self._folds_experts()
@@ -146,5 +146,5 @@ class ParallelConfig(Section):
 
     @property
     def expert_mesh_size(self) -> int:
-        """How many ranks `ep` divides; negative where dp_shard is left open."""
+        """Number of ranks that `ep` divides; negative if dp_shard is left open."""
         return self.dp_shard * self.cp * (self.tp if self.expert_tp == "folded" else 1)

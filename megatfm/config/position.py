@@ -14,7 +14,7 @@ class PositionSection(Section):
 
     @property
     def limit(self) -> int | None:
-        """How many positions there are; None: any number."""
+        """Number of positions; None: any number."""
         return None
 
 
@@ -95,7 +95,7 @@ class RopeConfig(PositionSection):
     theta: PositiveFloat = 10_000.0
     """Base of the rotary frequencies."""
     scaling: RopeScaling | None = None
-    """How the rotary frequencies are changed for longer contexts."""
+    """Scaling of the rotary frequencies for longer contexts."""
 
     @model_validator(mode="after")
     def _has_slower_channels(self) -> Self:
@@ -130,7 +130,7 @@ class LearnedPositionConfig(PositionSection):
 
     @property
     def limit(self) -> int | None:
-        """How many positions there are."""
+        """Number of positions."""
         return self.max_positions
 
 

@@ -10,7 +10,7 @@ from megatfm.config.section import PathStr, Section
 
 
 class LabelsConfig(Section):
-    """Where the classes of images come from."""
+    """Source of the classes of images."""
 
     by: Literal["cls", "folder", "table", "json", "txt"] = "cls"
     """A number in the `.cls` beside the image; the name of its folder; a row of `table`; the field `key` of its
@@ -35,7 +35,7 @@ class LabelsConfig(Section):
 
 
 class ReadConfig(Section):
-    """Where the text comes from."""
+    """Source of the text."""
 
     builtin: Literal["python-stdlib", "digits"] | None = None
     """A corpus that every machine has: the sources of Python's standard library, without its tests; or scikit-learn's
@@ -60,9 +60,9 @@ class ReadConfig(Section):
     metadata_keys: tuple[str, ...] = Field(default=(), examples=[["date", "licence", "scores.quality"]])
     """Fields that go into the shards beside the text, as they are; `*` stands for all but the text."""
     tokens: TokensConfig = TokensConfig()
-    """How token ids lie in their files."""
+    """Layout of token ids in their files."""
     labels: LabelsConfig = LabelsConfig()
-    """Where the classes of images come from."""
+    """Source of the classes of images."""
     on_error: Literal["error", "skip"] = "error"
     """Handling of a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
@@ -98,7 +98,7 @@ class NearDuplicatesConfig(Section):
 
 
 class SplitConfig(Section):
-    """Which documents are held out."""
+    """Choice of the held-out documents."""
 
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.06
     """Share of the bytes that is held out for validation, at most. With 0 there is no validation/."""
@@ -113,7 +113,7 @@ class SplitConfig(Section):
     partition_values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
     """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
-    """Which training documents are too near to a held-out one, and dropped."""
+    """Limits from which on a training document is too similar to a held-out one, and dropped."""
 
     @property
     def has_validation_split(self) -> bool:
@@ -135,7 +135,8 @@ class TokenizerConfig(Section):
     ul2_modes: bool | None = None
     """Reserve ids for UL2's modes, too; left out, all kinds do but sentencepiece-bpe."""
     pretokenizer: Literal["gpt2", "llama3"] = "gpt2"
-    """How byte-bpe cuts words: as GPT-2, or as Llama 3, which also splits numbers into groups of three digits."""
+    """Rule by which byte-bpe cuts words: GPT-2's, or Llama 3's, which also splits numbers into groups of three
+    digits."""
     lowercase: bool = True
     """Whether wordpiece, as BERT's uncased models, ignores case and accents."""
     train_bytes: PositiveInt = 2**27

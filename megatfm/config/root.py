@@ -75,10 +75,10 @@ class Config(Section):
         for place, holder, key in parts:
             section = getattr(holder, key)
             if type(section).__name__.startswith("Plugin") and not self.plugins:
-                name, known = section.name, variant_names(type(holder).model_fields[key])
+                name, known_names = section.name, variant_names(type(holder).model_fields[key])
                 raise ValueError(
-                    f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known)}; there are: {', '.join(known)}; "
-                    "others need the package that registers them in plugins"
+                    f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known_names)}; "
+                    f"there are: {', '.join(known_names)}; others need the package that registers them in plugins"
                 )
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(

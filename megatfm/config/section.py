@@ -368,18 +368,20 @@ class ByName:
         self.noun = noun
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        *known, plugin = variants_of(source)
-        sections = {get_args(section.model_fields["name"].annotation)[0]: section for section in known}
+        *builtin_variants, plugin = variants_of(source)
+        sections = {
+            get_args(section.model_fields["name"].annotation)[0]: section for section in builtin_variants
+        }
 
         def choose(value: Any, info: ValidationInfo) -> Any:
-            if isinstance(value, (*known, plugin)):
+            if isinstance(value, (*builtin_variants, plugin)):
                 return value
             name = value.get("name") if isinstance(value, Mapping) else None
             if self.noun and (not isinstance(name, str) or not name):
                 raise ValueError(
                     f"{self.noun} needs a name: {', '.join(sorted(sections))}, or one that a plugin registers"
                 )
-            section = sections.get(name, plugin) if name else known[0]
+            section = sections.get(name, plugin) if name else builtin_variants[0]
             return section.model_validate(value, context=info.context)
 
         return with_info_before_validator_function(choose, handler(source))

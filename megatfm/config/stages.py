@@ -89,12 +89,12 @@ def check_stages(model: "ModelConfig") -> None:
         raise ValueError("family = 'hierarchical' needs model.stages: give layers and heads of each stage")
     if stages is None:
         return
-    for key, value, allowed, where in (
+    for key, value, allowed, condition in (
         ("n_layers", model.n_layers, sum(stages.layers), "the sum of stages.layers"),
         ("attention.n_heads", model.attention.n_heads, stages.heads[0], "the first of stages.heads"),
     ):
         if value != allowed:
-            raise ValueError(f"{key} = {value} is not {where}, which is {allowed}: leave {key} out")
+            raise ValueError(f"{key} = {value} is not {condition}, which is {allowed}: leave {key} out")
     if (model.position.name == "relative_axes") and model.attention.name != "pooled":
         raise ValueError(
             "position.name = 'relative_axes' is for attention.name = 'pooled': choose another position"

@@ -142,14 +142,14 @@ class LogConfig(Section):
     every: PositiveInt = 10
     """Steps between lines on the screen and in the log; metrics hold every step."""
     sinks: list[str] = Field(default_factory=lambda: ["tensorboard"])
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+    """Sinks of metrics besides metrics.jsonl: tensorboard, wandb."""
     wandb_project: str = "megatfm"
     """Project name for the wandb sink."""
     layer_stats_every: NonNegativeInt = 0
     """Steps between records of each layer's root mean square weight, gradient and (but with train.compile) activation.
     0: none."""
     loss_by_source: bool = True
-    """Of a mixture, also record the training loss of each corpus."""
+    """Record the training loss of each corpus of a mixture, too."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
     memory_snapshot: bool = False
@@ -163,7 +163,7 @@ class ResilienceConfig(Section):
     preflight: bool = True
     """Before the first step, try the disk, the memory and a collective on every axis."""
     elastic: bool = False
-    """Where the layout or the micro-batch doesn't fit the processes that are there, take the nearest that does."""
+    """Take the nearest layout and micro-batch that fit the number of processes, if the configured ones don't."""
     max_failures: PositiveInt = 3
     """Restarts in a row without a new checkpoint after which a run gives up (exit 76), under torchrun's agent."""
     max_skipped: NonNegativeInt = 10

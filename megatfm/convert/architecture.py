@@ -145,31 +145,37 @@ def architectures_of(config_json: Json) -> list[str]:
 
     Without a name, all of its model_type, those with the most heads first. Raises UsageError for what we don't read.
     """
-    listed, kind = config_json.get("architectures") or [], config_json.get("model_type")
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise UsageError(f"config.json: architectures = {listed!r:.80} is no list of names")
-    named = listed[:1]
-    if named and (downstream := TASK_CLASSES.fullmatch(named[0])):
+    architecture_names, kind = config_json.get("architectures") or [], config_json.get("model_type")
+    if not isinstance(architecture_names, list) or not all(
+        isinstance(name, str) for name in architecture_names
+    ):
+        raise UsageError(f"config.json: architectures = {architecture_names!r:.80} is no list of names")
+    candidates = architecture_names[:1]
+    if candidates and (downstream := TASK_CLASSES.fullmatch(candidates[0])):
         bare = f"{downstream[1]}Model"
         # Without a prefix, as in T5, the head's tensors can't be told from the model's.
         has_prefix = bare in ARCHITECTURES.names() and ARCHITECTURES.get(bare).base_model_prefix
-        named = [bare] if has_prefix else named
-    if named and named[0] not in ARCHITECTURES.names():
-        named = listed[:1]
-        ARCHITECTURES.get(named[0])
-    known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
-    if named:
-        kind = known[named[0]].model_type
-        return named + [
-            n for n, a in known.items() if a.model_type == kind and a.is_base_model and n != named[0]
+        candidates = [bare] if has_prefix else candidates
+    if candidates and candidates[0] not in ARCHITECTURES.names():
+        candidates = architecture_names[:1]
+        ARCHITECTURES.get(candidates[0])
+    architecture_of = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
+    if candidates:
+        kind = architecture_of[candidates[0]].model_type
+        return candidates + [
+            n
+            for n, a in architecture_of.items()
+            if a.model_type == kind and a.is_base_model and n != candidates[0]
         ]
-    named = [name for name, architecture in known.items() if architecture.model_type == kind]
-    if not named:
+    candidates = [name for name, architecture in architecture_of.items() if architecture.model_type == kind]
+    if not candidates:
         raise UsageError(
             f"config.json names neither an architecture nor a model_type that megatfm reads; there are: "
-            f"{', '.join(known)}"
+            f"{', '.join(architecture_of)}"
         )
-    return sorted(named, key=lambda name: (known[name].is_base_model, "PreTraining" not in name))
+    return sorted(
+        candidates, key=lambda name: (architecture_of[name].is_base_model, "PreTraining" not in name)
+    )
 
 
 def architecture_for(

@@ -199,7 +199,9 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     _check_names(path, tensors, config.model)
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written_names, summary, broken = set[str](), list[str](), list[str]()
-    chosen = [f"{path}: the best checkpoint of the run"] * (config.task is not None and path != source)
+    notes_on_choice = [f"{path}: the best checkpoint of the run"] * (
+        config.task is not None and path != source
+    )
     for part in parts:
         place = folder / part.folder
         file_io.make_durable_dirs(place)
@@ -212,8 +214,8 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
         restored = tokenizer_files.restore_origin(before, part.hf_config)
-        named = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
-        hf_config = part.hf_config | named | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        labels = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
+        hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := before.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
@@ -225,26 +227,30 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if unwritten := sorted(tensors.keys() - written_names):
         notes.append(f"left out, for transformers has no place for it: {', '.join(unwritten)}")
-    return ["; ".join(summary), *chosen, *notes, *not_finite(list(dict.fromkeys(broken)))]
+    return ["; ".join(summary), *notes_on_choice, *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
-    opened = open_folder(source)
-    shapes = meta_shapes(opened.config)
+    source_model = open_folder(source)
+    shapes = meta_shapes(source_model.config)
     tokenizer_file, notes = tokenizer_files.to_megatfm(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
-    length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
-    config = starting_config(target, opened.config, tokenizer_file, length)
-    provenance: dict[str, JsonValue] = {"origin": {"name": opened.name}}
-    if isinstance(opened, HfFolder):
-        hf_config = opened.architecture.config_to_hf(opened.config)
-        provenance["origin"] = tokenizer_files.record_origin(source, opened.name, opened.json, hf_config)
+    length = (
+        source_model.json.get(source_model.architecture.max_length_key) or source_model.config.position.limit
+    )
+    config = starting_config(target, source_model.config, tokenizer_file, length)
+    provenance: dict[str, JsonValue] = {"origin": {"name": source_model.name}}
+    if isinstance(source_model, HfFolder):
+        hf_config = source_model.architecture.config_to_hf(source_model.config)
+        provenance["origin"] = tokenizer_files.record_origin(
+            source, source_model.name, source_model.json, hf_config
+        )
         if tokenizer_file:
             tokenizer = tokenizers.load(folder / tokenizer_file)
             files = tokenizers.tokenizer_files(folder / tokenizer_file)
             provenance["begins"] = [*tokenizer_files.bos_prefix_ids(source, files, tokenizer)]
-            provenance["stop"] = [*tokenizer_files.eos_token_id_of(source, opened.json, tokenizer)]
+            provenance["stop"] = [*tokenizer_files.eos_token_id_of(source, source_model.json, tokenizer)]
     state: dict[str, JsonValue] = {
         **provenance,
         "step": 0,
@@ -253,15 +259,15 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
     }
     checkpoint.write_checkpoint_from_iterator(
-        folder / "checkpoints", 0, _with_model_prefix(opened, shapes), state
+        folder / "checkpoints", 0, _with_model_prefix(source_model, shapes), state
     )
-    header = config_comment(opened.name, family=opened.config.family).encode()
+    header = config_comment(source_model.name, family=source_model.config.family).encode()
     file_io.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
-    family = opened.config.family
+    family = source_model.config.family
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
     return [
-        f"{opened.name}, {len(shapes)} tensors",
-        *opened.notes,
+        f"{source_model.name}, {len(shapes)} tensors",
+        *source_model.notes,
         *notes,
         *untrainable,
     ]
@@ -275,7 +281,7 @@ def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def converted_tensors(
-    opened: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
+    folder: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Our tensors of a folder, one after the other; adds a note of those that hold no numbers to the folder's.
 
@@ -283,19 +289,19 @@ def converted_tensors(
     """
     missing = set(shapes)
     broken: list[str] = []
-    for rule in opened.rules:
-        for name, tensor in opened.megatfm_tensors(rule).items():
+    for rule in folder.rules:
+        for name, tensor in folder.megatfm_tensors(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
                 raise MegatfmError(
-                    f"{opened.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
+                    f"{folder.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)
             broken += [name] * (not tensor.isfinite().all())
             yield name, tensor
     if missing:
-        raise MegatfmError(f"{opened.name}: nothing makes {min(missing)}: its table of rules is not complete")
-    opened.notes += not_finite(broken)
+        raise MegatfmError(f"{folder.name}: nothing makes {min(missing)}: its table of rules is not complete")
+    folder.notes += not_finite(broken)
 
 
 def not_finite(names: Sequence[str]) -> list[str]:
@@ -307,9 +313,9 @@ def not_finite(names: Sequence[str]) -> list[str]:
 
 
 def _with_model_prefix(
-    opened: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
+    folder: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in converted_tensors(opened, shapes):
+    for name, tensor in converted_tensors(folder, shapes):
         yield f"model.{name}", tensor
 
 

@@ -51,13 +51,13 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "deepspeed.checkpoint.ds_to_universal --input_folder …/global_stepN --output_folder NEW`"
         )
     check_is_new(target)
-    opened = UniversalFolder(source, like)
-    step = opened.step()
+    folder = UniversalFolder(source, like)
+    step = folder.step()
     with new_folder(target) as partial:
         tokenizer_file, notes = tokenizer_files.to_megatfm(Path(like), partial)
-        length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
+        length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
         config = convert.branching_config(
-            convert.starting_config(target, opened.config, tokenizer_file, length), target, step
+            convert.starting_config(target, folder.config, tokenizer_file, length), target, step
         )
         state: dict[str, JsonValue] = {
             "step": step,
@@ -65,18 +65,18 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "precision": "fp32",
             "data": {"position": 0},
             "megatfm": __version__,
-            "converted_from": opened.name,
+            "converted_from": folder.name,
             "config": config.model_dump(mode="json"),
             "tokenizer": tokenizers.load(partial / tokenizer_file).hash if tokenizer_file else None,
         }
         checkpoint.write_checkpoint_from_iterator(
-            partial / "checkpoints", step, opened.state_tensors(step), state
+            partial / "checkpoints", step, folder.state_tensors(step), state
         )
         arguments = "THIS_FILE data.train=CORPUS/train name=NEW"
-        header = convert.config_comment(f"{opened.name} of DeepSpeed", arguments).encode()
+        header = convert.config_comment(f"{folder.name} of DeepSpeed", arguments).encode()
         file_io.write_file(partial / "config.toml", [memoryview(header + to_toml(config).encode())])
-    summary = f"{opened.name}, {len(meta_shapes(opened.config))} tensors with Adam's state of step {step}"
-    return [summary, *opened.notes, *notes]
+    summary = f"{folder.name}, {len(meta_shapes(folder.config))} tensors with Adam's state of step {step}"
+    return [summary, *folder.notes, *notes]
 
 
 class UniversalFolder(HfFolder):

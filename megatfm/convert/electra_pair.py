@@ -70,9 +70,9 @@ class ElectraFolder:
         """Raises UsageError where the halves don't belong together."""
         self.path = Path(path)
         self.models = {half: HfFolder(self.path / half) for half in CLASSES}
-        opened = self.models["discriminator"]
+        discriminator = self.models["discriminator"]
         self.notes: list[str] = []
-        self.name, self.json = " and ".join(CLASSES.values()), opened.json
+        self.name, self.json = " and ".join(CLASSES.values()), discriminator.json
         for half, name in CLASSES.items():
             if self.models[half].name == DEBERTA[half]:
                 raise UsageError(
@@ -81,7 +81,7 @@ class ElectraFolder:
                 )
             if self.models[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
-        self.architecture, self.config = opened.architecture, self._config()
+        self.architecture, self.config = discriminator.architecture, self._config()
         parts = [
             _export(half, half_config, CLASSES[half]) for half, half_config in _halves(self.config).items()
         ]
@@ -110,9 +110,9 @@ class ElectraFolder:
             n_layers=None if smaller.n_layers == discriminator.n_layers else smaller.n_layers,
         )
         config = discriminator.model_copy(update={"family": "electra", "generator": generator})
-        if lost := config_differences(smaller, generator_config(config)):
+        if differences := config_differences(smaller, generator_config(config)):
             raise UsageError(
-                f"{self.path}: the generator has {', '.join(lost)}, the discriminator another: they are no pair"
+                f"{self.path}: the generator has {', '.join(differences)}, the discriminator another: they are no pair"
             )
         return config
 

@@ -49,19 +49,19 @@ class HfFolder:
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
         stored: Mapping[str, str] | None = None
-        lost: list[str] = []
+        missing_names: list[str] = []
         for name in names:
             self._read_config(name)
             stored = self.stored_names(name) if stored is None else stored
             if not (missing := self._match_tensors(stored)):
                 break
-            lost = lost or missing
+            missing_names = missing_names or missing
         else:
-            raise MegatfmError(f"{self.path}: {lost[0]} is not in its files, but {names[0]} has it")
+            raise MegatfmError(f"{self.path}: {missing_names[0]} is not in its files, but {names[0]} has it")
         self.notes = [*remarks, *self._unused_tensors(), *self.architecture.remarks(self.config)]
-        if lost and self.json.get("architectures"):
+        if missing_names and self.json.get("architectures"):
             self.notes.insert(
-                0, f"opened without its head, for its files lack {_counted(lost)} of a {names[0]}"
+                0, f"opened without its head, for its files lack {_counted(missing_names)} of a {names[0]}"
             )
 
     def stored_names(self, name: str) -> Mapping[str, str]:
@@ -205,14 +205,16 @@ def write_preprocessor(folder: Path, preprocessor: dict[str, Any]) -> None:
 def _weight_map(path: Path, name: str) -> Mapping[str, str]:
     """Name of a tensor → its file."""
     if (path / INDEX).is_file():
-        listed = read_json(path / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or any(Path(str(file)).name != file for file in listed.values()):
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or any(
+            Path(str(file)).name != file for file in weight_map.values()
+        ):
             raise MegatfmError(f"{path / INDEX}: no weight_map from names to files beside it")
-        return dict(listed)
+        return dict(weight_map)
     if (path / WEIGHTS).is_file():
         try:
-            with safe_open(path / WEIGHTS, framework="pt", device="cpu") as opened:
-                return dict.fromkeys(opened.keys(), WEIGHTS)
+            with safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights_file:
+                return dict.fromkeys(weights_file.keys(), WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{path / WEIGHTS}: can't read it: {error}") from None
     pickled = (

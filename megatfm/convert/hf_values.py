@@ -158,14 +158,14 @@ def rope_of_layer_type(
 
 def _either(table: Mapping[str, Any], key: str, config: Mapping[str, Any], place: str) -> Any:
     """A number that may stand in the table or beside it."""
-    within, beside = table.get(key), config[key]
-    if key in table and (isinstance(within, bool) or not isinstance(within, int | float)):
-        raise UsageError(f"config.json: {place}.{key} = {within!r} is no number")
-    if within is not None and beside is not None and within != beside:
+    in_table, at_top_level = table.get(key), config[key]
+    if key in table and (isinstance(in_table, bool) or not isinstance(in_table, int | float)):
+        raise UsageError(f"config.json: {place}.{key} = {in_table!r} is no number")
+    if in_table is not None and at_top_level is not None and in_table != at_top_level:
         raise UsageError(
-            f"config.json: {place}.{key} = {within} and {key} = {beside}: take out the one that does not hold"
+            f"config.json: {place}.{key} = {in_table} and {key} = {at_top_level}: take out the one that does not hold"
         )
-    return beside if within is None else within
+    return at_top_level if in_table is None else in_table
 
 
 def rope_to_hf(config: ModelConfig) -> Json:

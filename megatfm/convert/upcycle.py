@@ -116,8 +116,8 @@ class Upcycling:
             elif name.endswith(".ffn.router.weight"):
                 # The parts of a network are chosen together at first, as they have a router's row in common.
                 rows = (self.experts, shape[1])
-                drawn = draw(Normal(ROUTER_STD), self.seed, name, rows, (0, 0), rows)
-                yield name, drawn.repeat_interleave(self.granularity, 0)
+                router_weight = draw(Normal(ROUTER_STD), self.seed, name, rows, (0, 0), rows)
+                yield name, router_weight.repeat_interleave(self.granularity, 0)
             elif name.endswith(".ffn.shares"):
                 yield name, torch.full(shape, 1 / shape[0])
             else:

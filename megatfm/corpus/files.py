@@ -63,9 +63,9 @@ def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
         raise _unreadable(path, error, remedy) from error
 
 
-def _unreadable(path: Path, error: OSError, remedy: str, where: str = "") -> MegatfmError:
+def _unreadable(path: Path, error: OSError, remedy: str, location: str = "") -> MegatfmError:
     return MegatfmError(
-        f"{path}: cannot be read{where} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
+        f"{path}: cannot be read{location} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
     )
 
 

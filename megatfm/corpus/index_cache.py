@@ -279,8 +279,8 @@ def _open_tables(path: Path, key: str, manifest: Manifest) -> tuple[int, _Tables
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if (tables := _read_header(descriptor, key, manifest)) is not None:
-            opened, descriptor = (descriptor, tables), -1
-            return opened
+            result, descriptor = (descriptor, tables), -1
+            return result
         return None
     finally:
         if descriptor >= 0:

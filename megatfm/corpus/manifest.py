@@ -73,7 +73,7 @@ class Shard(_Strict):
 
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
-        # What a reader allocates grows with the samples; a file's size is checked before it is opened.
+        # A reader allocates memory by the number of samples; the file's size is checked before it is opened.
         if self.samples > MAX_SAMPLES_PER_BYTE * self.bytes:
             raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
         if not self.foreign and not re.fullmatch(SHARD_NAME, self.file):

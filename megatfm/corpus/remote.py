@@ -24,7 +24,7 @@ CHUNK = 2**20
 PART = 50 * 2**20
 """Bytes in a part of a large upload to S3."""
 
-# What tells one version of a file from another, as the file systems name it, the most certain first.
+# The file systems' names for the version of a file, the most reliable first.
 _STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "content_md5", "Content-MD5", "checksum", "crc32c")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 # An upload appears under its name when it is whole; elsewhere it gets a name of its own first.
@@ -231,8 +231,10 @@ def with_retries(
 def _is_refusal(error: Exception) -> bool:
     """Whether a server, or a library before asking it, says that this may not be done or asks wrongly."""
     status = getattr(error, "status", None) or getattr(error, "code", None)
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
-    return refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
+    is_refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
+    return (
+        is_refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
+    )
 
 
 def _append(fs: Any, place: str, partial: Path, size: int) -> None:

@@ -226,7 +226,7 @@ class _OpenShard:
             or (part.data is None) != (self._frame[-1].data is None)
         ):
             self._end_frame()
-        # Where it lies is known when the frame ends.
+        # Its offset is known when the frame ends.
         self._samples[sample.key] = (0, len(sample.tokens), sample.text_bytes)
         self._image_sizes += [part.image_size] if part.image_size else []
         self._frame.append(part)
@@ -239,8 +239,8 @@ class _OpenShard:
         has_sizes = len(self._image_sizes) == len(self._samples) and not self._packs
         sizes: list[tuple[int, ...]] = list(self._image_sizes) if has_sizes else [()] * len(self._samples)
         rows = [
-            (*where, key.encode(), *size)
-            for (key, where), size in zip(self._samples.items(), sizes, strict=True)
+            (*location, key.encode(), *size)
+            for (key, location), size in zip(self._samples.items(), sizes, strict=True)
         ]
         index = ShardIndex(
             np.array(self._frames, FRAME_DTYPE),

@@ -219,7 +219,7 @@ class PackedDataset:
 
     @cached_property
     def _padding(self) -> RowSources:
-        # Of the smallest block that has rows, since any would do.
+        # From the smallest block that has rows, since any would do.
         sizes = self._plan.sizes
         return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
 

@@ -81,7 +81,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         return block.members[at] if block.members else {}
 
     def describe(self, number: int) -> tuple[str, str]:
-        """Where a document is stored, in words, and how to train without it."""
+        """Describe where a document is stored, and how to train without it, for error messages."""
         return self._corpus.describe_sample(self.first + number)
 
     def _place(self, number: int) -> tuple[Read, int]:
@@ -124,7 +124,7 @@ class InMemoryDocuments(list[NDArray[Any]]):
         return self._members[number] if self._members else {}
 
     def describe(self, number: int) -> tuple[str, str]:
-        """Where a document is stored, in words, and how to train without it."""
+        """Describe where a document is stored, and how to train without it, for error messages."""
         return f"sample {self.first + number}", ""
 
 

@@ -199,15 +199,15 @@ class DataLoader(Iterator[list[Fields]]):
             [None if self.stop is not None and at >= self.stop else at for at in range(begin, end)]
         )
 
-    def _step(self, ahead: _PrefetchedStep) -> tuple[list[Fields], float]:
+    def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:
         """The micro-batches of all readers' rows, and the share of padding."""
-        (first, n, parts), local_rows = ahead.asked, _result_or_error(ahead.read)
+        (first, n, parts), local_rows = prefetched.asked, _result_or_error(prefetched.read)
         if self._readers.count == 1:
             gathered = [local_rows]
         else:
             gathered = self._readers.broadcast(
                 picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
-                self._holders(ahead.asked),
+                self._holders(prefetched.asked),
             )
         for row_fields in (local_rows, *gathered):
             if isinstance(row_fields, Exception):

@@ -152,8 +152,10 @@ class Mixture:
         phases = np.searchsorted(firsts, turns, side="right") - 1
         blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
         places = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
-        chosen = [self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in places]
-        return np.array(chosen, np.int64)
+        slot_sources = [
+            self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in places
+        ]
+        return np.array(slot_sources, np.int64)
 
     def row(self, position: int) -> Fields:
         """The row at a global position."""
@@ -165,7 +167,7 @@ class Mixture:
         places = [padding if position is None else self.place(position) for position in positions]
         batch: Fields = {}
         for name, source in self.sources.items():
-            indices = [number for number, (chosen, _) in enumerate(places) if chosen == name]
+            indices = [number for number, (source_name, _) in enumerate(places) if source_name == name]
             fields = source.rows([places[number][1] for number in indices]) if indices else {}
             if len(indices) == len(places):
                 return fields
@@ -272,12 +274,12 @@ def _golden_step(block: int, streams: int) -> int:
     )
 
 
-def _continued_fraction(over: int, under: int) -> list[int]:
+def _continued_fraction(numerator: int, denominator: int) -> list[int]:
     """Return the convergents of the continued fraction of a number between 0 and 1, except the last."""
     terms = []
-    while over:
-        terms.append(under // over)
-        over, under = under % over, over
+    while numerator:
+        terms.append(denominator // numerator)
+        numerator, denominator = denominator % numerator, numerator
     return terms or [0]
 
 

@@ -77,9 +77,9 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes in memory; of the lists of starts and bounds an estimate."""
-        typed = sum(field.values.nbytes for field in self.typed.values())
+        typed_bytes = sum(field.values.nbytes for field in self.typed.values())
         return (
-            typed
+            typed_bytes
             + sum(field.nbytes for field in self.fields.values())
             + 36 * (len(self.starts) + len(self.bounds))
         )
@@ -88,8 +88,10 @@ class RowStore:
     def padding(self) -> "RowStore":
         """No rows."""
         fields = {name: field[:0].copy() for name, field in self.fields.items()}
-        typed = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
-        return replace(self, fields=fields, typed=typed, starts=[0], bounds=[0])
+        empty_typed = {
+            name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()
+        }
+        return replace(self, fields=fields, typed=empty_typed, starts=[0], bounds=[0])
 
     def allocate(self, rows: int) -> Fields:
         """Arrays [rows, …] for the fields that are no plain integers."""
@@ -100,12 +102,12 @@ class RowStore:
             for name, (field, values) in self.typed.items()
         }
 
-    def write_typed(self, number: int, into: Fields, row: int, at: int = 0) -> None:
+    def write_typed(self, number: int, target: Fields, row: int, at: int = 0) -> None:
         """Write the fields that are no plain integers of a row into row `row`, from place `at` on, and padding after
         it; past the last one there is nothing else."""
         begin, n = self._extent(number)
         for name, (field, values) in self.typed.items():
-            out = into[name]
+            out = target[name]
             if field.per == "row":
                 out[row] = values[number] if number < self.n_rows else field.pad_value
             else:
@@ -117,7 +119,7 @@ class RowStore:
         return begin, ends[0] - begin if ends else 0
 
     def write_row(
-        self, number: int, into: NDArray[np.int64], at: int = 0, documents: int = 0
+        self, number: int, target: NDArray[np.int64], at: int = 0, documents: int = 0
     ) -> tuple[int, int]:
         """Write all integers [fields, length] of a row from place `at` on, and padding after it; past the last row
         there is nothing else.
@@ -126,18 +128,18 @@ class RowStore:
         """
         begin, n = self._extent(number)
         end = at + n
-        for values, out in zip(self.fields.values(), into, strict=False):
+        for values, out in zip(self.fields.values(), target, strict=False):
             out[at:end] = values[begin : begin + n]
         if end < self.length:
-            into[:, end:] = np.array(list(self.fills.values()))[:, None]
+            target[:, end:] = np.array(list(self.fills.values()))[:, None]
         if not n:
             return end, documents
-        documents_added = self._number(begin, into[-2, at:end], into[-1, at:end])
+        documents_added = self._number(begin, target[-2, at:end], target[-1, at:end])
         if at and self.as_one_document:
-            into[-1, at:end] += at if self.blank is None else at * (into[-2, at:end] != PAD_DOCUMENT_ID)
+            target[-1, at:end] += at if self.blank is None else at * (target[-2, at:end] != PAD_DOCUMENT_ID)
         elif documents:
-            into[-2, at:end] += (
-                documents if self.blank is None else documents * (into[-2, at:end] != PAD_DOCUMENT_ID)
+            target[-2, at:end] += (
+                documents if self.blank is None else documents * (target[-2, at:end] != PAD_DOCUMENT_ID)
             )
         return end, documents + documents_added
 
@@ -199,15 +201,18 @@ def collate(rows: Sequence[RowSources]) -> Fields:
     """Rows of blocks that were packed alike, by name: integers [n, length of the side] as int64, others as they are."""
     fields: Fields = {}
     for number, side in enumerate(rows[0][0][0].sides):
-        batch, typed = np.empty((len(side.names), len(rows), side.length), np.int64), side.allocate(len(rows))
+        batch, typed_fields = (
+            np.empty((len(side.names), len(rows), side.length), np.int64),
+            side.allocate(len(rows)),
+        )
         for row, row_sources in enumerate(rows):
             at = documents = 0
             for block, part in row_sources:
-                if typed:
-                    block.sides[number].write_typed(part, typed, row, at)
+                if typed_fields:
+                    block.sides[number].write_typed(part, typed_fields, row, at)
                 at, documents = block.sides[number].write_row(part, batch[:, row], at, documents)
         fields.update(zip(side.names, batch, strict=True))
-        fields.update(typed)
+        fields.update(typed_fields)
     return fields
 
 
@@ -254,10 +259,10 @@ def concat_and_chunk(
     starts = [0, *np.cumsum(lengths[is_filled]).tolist()]
     total = starts[-1]
     heads = [0] if 0 < carry_length < total else []
-    plain, typed = split_plain_fields(fields, packing)
+    plain, typed_fields = split_plain_fields(fields, packing)
     side = RowStore(
         fields=plain,
-        typed=typed,
+        typed=typed_fields,
         starts=starts,
         bounds=[*heads, *range(carry_length if heads else 0, total, length), total],
         blank=None if blank is None else blank[is_filled].tolist(),
@@ -310,8 +315,8 @@ class BinPackedRows:
         rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
         sequences = build_sequences(self._how, pieces, self._documents, self._epoch)
         blank = self._documents.is_quarantined
-        of_pieces = None if blank is None else blank[pieces.documents]
-        return lay_out_rows(sequences, pieces, rows, of_pieces, self._how)
+        piece_blank = None if blank is None else blank[pieces.documents]
+        return lay_out_rows(sequences, pieces, rows, piece_blank, self._how)
 
 
 def lay_out_rows(
@@ -333,12 +338,12 @@ def lay_out_rows(
             )
             for name in names
         }
-        plain, typed = split_plain_fields(fields, packing)
+        plain, typed_fields = split_plain_fields(fields, packing)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
         sides.append(
             RowStore(
                 fields=plain,
-                typed=typed,
+                typed=typed_fields,
                 starts=starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
                 blank=None if blank is None else blank[order].tolist(),
@@ -373,15 +378,15 @@ def split_plain_fields(
     fields: Mapping[str, NDArray[Any]], packing: PackingConfig
 ) -> tuple[dict[str, NDArray[np.integer]], dict[str, TypedField]]:
     """Integers [total], in at most 32 bits, and all other fields. Raises a MegatfmError if an integer doesn't fit."""
-    known = {name: packing.field(name) for name in fields}
+    field_of = {name: packing.field(name) for name in fields}
     plain = {
         name
-        for name, field in known.items()
+        for name, field in field_of.items()
         if (field.per, field.shape, field.dtype) == ("tokens", (), "int64")
     }
     return (
         {name: _as_int32(values, name) for name, values in fields.items() if name in plain},
-        {name: TypedField(known[name], values) for name, values in fields.items() if name not in plain},
+        {name: TypedField(field_of[name], values) for name, values in fields.items() if name not in plain},
     )
 
 

@@ -235,14 +235,14 @@ class _Planner:
     def _padding_warning(self, share: float) -> Iterator[str]:
         if share > MUCH_PADDING:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
-            why = (
+            reason = (
                 "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
             )
             if self._fits and self.objective.max_tokens is not None:
-                why = "its documents don't fill such rows, whole"
+                reason = "its documents don't fill such rows, whole"
             yield (
                 f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} is padding, on which time is spent: "
-                f"{why}: choose shorter rows (data.sequence_length), or prepare more text"
+                f"{reason}: choose shorter rows (data.sequence_length), or prepare more text"
             )
 
     def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:

@@ -272,7 +272,7 @@ class DocumentSource(Protocol):
         ...
 
     def describe(self, number: int) -> tuple[str, str]:
-        """Where a document is stored, in words, and how to train without it."""
+        """Describe where a document is stored, and how to train without it, for error messages."""
         ...
 
 
@@ -335,9 +335,11 @@ def _check_lengths(
     packing: PackingConfig, fields: Fields, planned_lengths: Sequence[int], sample: int
 ) -> None:
     sides = packing.objective.field_prefixes
-    of_tokens = {name: values for name, values in fields.items() if packing.field(name).per == "tokens"}
-    if any(len(values) != planned_lengths[prefix_index(name, sides)] for name, values in of_tokens.items()):
-        built_lengths = {name: len(values) for name, values in of_tokens.items()}
+    token_fields = {name: values for name, values in fields.items() if packing.field(name).per == "tokens"}
+    if any(
+        len(values) != planned_lengths[prefix_index(name, sides)] for name, values in token_fields.items()
+    ):
+        built_lengths = {name: len(values) for name, values in token_fields.items()}
         planned = ", ".join(map(str, planned_lengths))
         raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {planned}")
 

@@ -52,14 +52,14 @@ class ShuffledDocuments(Iterator[Numbered]):
         """Iterate over the rest of the epoch in which `position` is."""
         epoch, n_drawn = divmod(self.position, len(self.order))
         turns, first = divmod(n_drawn, self.order.streams)
-        ahead = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
+        prefetched = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
         streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
         while True:
             for stream in range(first, len(streams)):
                 document = next(streams[stream], None)
                 if document is None:
-                    # What is needed first comes first, so this is the stream's; none is left at the end of the epoch.
-                    streams[stream] = iter(next(ahead, ()))
+                    # Results arrive in the order of the stream; at the end of the epoch none is left.
+                    streams[stream] = iter(next(prefetched, ()))
                     document = next(streams[stream], None)
                     if document is None:
                         return

@@ -113,7 +113,7 @@ def _exit_code(process: Any) -> int | None:
     """Return the exit code of a process that died or is about to; None if it does not."""
     end = time.monotonic() + END_SECONDS
     process.join(END_SECONDS)
-    # Where two threads ask the system at once, one is told, and `join` of the other may return before that is known.
+    # If two threads wait for a process at once, the system tells only one, and the other's `join` may return early.
     while process.exitcode is None and time.monotonic() < end:
         time.sleep(0.01)
     code: int | None = process.exitcode

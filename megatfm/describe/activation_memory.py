@@ -73,8 +73,8 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
     blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed. Raises
     UsageError for a family without split points, and whatever a part of the model raises.
     """
-    of_library = logging.getLogger("torch._subclasses.fake_tensor")
-    before, of_library.disabled = of_library.disabled, True
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
     try:
         with FakeTensorMode(), _experts_by_shapes():
             return _measured(config)
@@ -82,7 +82,7 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
         log.debug("what blocks keep is not counted: %s: %s", type(error).__name__, error)
         return None
     finally:
-        of_library.disabled = before
+        logger.disabled = before
 
 
 class _Products(torch.autograd.Function):

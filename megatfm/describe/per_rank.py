@@ -103,8 +103,8 @@ def _shard_size(tensor: TensorLayout, mesh: Mesh) -> int:
 def _has_whole_gradients(config: Config, zero: int, data_ranks: int) -> bool:
     """Return whether ZeRO leaves gradients whole, as where those of several micro-batches add up."""
     parallel, train = config.parallel, config.train
-    several = train.global_batch > train.micro_batch * data_ranks
-    return zero < 2 or parallel.pp > 1 or (several and parallel.grad_accumulation == "unsharded")
+    has_accumulation = train.global_batch > train.micro_batch * data_ranks
+    return zero < 2 or parallel.pp > 1 or (has_accumulation and parallel.grad_accumulation == "unsharded")
 
 
 @contextmanager

@@ -85,8 +85,8 @@ def _input(model: ModelConfig) -> Line:
             "images",
             f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
         )
-    known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
-    return "vocabulary", f"{known}{_embeddings(model)}"
+    vocabulary = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
+    return "vocabulary", f"{vocabulary}{_embeddings(model)}"
 
 
 def _stages(stages: StagesConfig, d_model: int) -> str:
@@ -109,10 +109,10 @@ def _heads(model: ModelConfig) -> str:
 
 def _patterns(model: ModelConfig) -> str:
     """Count the blocks by their pattern in [model]; of an encoder-decoder, as many as its decoder has."""
-    counted = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
-    if len(counted) == 1:
-        return next(iter(counted))
-    return ", ".join(f"{number} × {name}" for name, number in counted.items())
+    n_layers_by_pattern = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
+    if len(n_layers_by_pattern) == 1:
+        return next(iter(n_layers_by_pattern))
+    return ", ".join(f"{number} × {name}" for name, number in n_layers_by_pattern.items())
 
 
 def _pattern(model: ModelConfig) -> str:

@@ -51,7 +51,7 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
     if compiled and mode != "none":
         from torch._dynamo import config
 
-        # What a block notes for later layers, such as a mask, is noted in the forward pass; that's enough.
+        # A block caches values for later layers, such as a mask, in the forward pass; that's enough.
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = MemoryBudget(stage, size_of(mode)) if mode not in ("none", "full", "selective") else None
     for block in blocks:
@@ -85,9 +85,9 @@ def _checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any, **k
 def _keepable(
     contexts: Callable[[], Any],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Those of the two passes, in which collectives are operators with results."""
-    first, again = contexts()
-    return _within(first), _within(again)
+    """Return the contexts of the two passes, in which collectives are operators with results."""
+    first, second = contexts()
+    return _within(first), _within(second)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class BaseEngine:
         self.module_state = ModuleState(model, self.layout, self.mesh, ties)
         self.state = TrainState({**weights, **self.module_state.boxes}, optimizers, self.loss_scale)
         self.distinct = GlobalNorm(
-            self.layout, self.mesh, self.device, sharded=sharded, copies=copies, counted=ties.is_owner
+            self.layout, self.mesh, self.device, sharded=sharded, copies=copies, is_counted=ties.is_owner
         )
         self.norms = LayerStatistics(model, self.layout, self.mesh, self.distinct, compiled=compiled)
         self.reads = DeferredReads()
@@ -103,7 +103,8 @@ class BaseEngine:
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        """How a step's passes run, what their losses are multiplied by, and what reduces their gradients."""
+        """The functions of a step's passes: how they run, the factor of their losses, and the reduction of
+        gradients."""
         raise NotImplementedError
 
     def _finish_passes(self) -> None:

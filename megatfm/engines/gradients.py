@@ -30,9 +30,9 @@ class GlobalNorm:
         *,
         sharded: bool,
         copies: bool = False,
-        counted: Callable[[str], bool] = lambda _: True,
+        is_counted: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self._mesh, self._device, self.counted = mesh, device, counted
+        self._mesh, self._device, self.counted = mesh, device, is_counted
         axes = {name: _axes(placement, sharded, copies) for name, placement in layout.items()}
         # From the layout, which has the names of the whole model, so that all ranks know the same kinds.
         self.axis_sets = sorted(set(axes.values()))

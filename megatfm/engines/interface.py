@@ -219,10 +219,10 @@ class OptimizerGroup:
         groups: list[tuple[list[str], dict[str, Any]]] = []
         for name, tensor in tensors.items():
             options = {**self.options.get(name, {}), "lr_ratio": self.lr_ratios.get(name, 1.0)}
-            for names, known in groups:
-                if options == {key: value for key, value in known.items() if key != "params"}:
+            for names, known_names in groups:
+                if options == {key: value for key, value in known_names.items() if key != "params"}:
                     names.append(name)
-                    known["params"].append(tensor)
+                    known_names["params"].append(tensor)
                     break
             else:
                 groups.append(([name], {"params": [tensor], **options}))

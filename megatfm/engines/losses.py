@@ -152,13 +152,13 @@ class LossAccumulator:
 
     def add_row_losses(self, recorders: Iterable[RowLossRecorder], batches: Sequence[Batch]) -> None:
         """Add the losses of the rows of micro-batches to their sources', as far as they were computed here."""
-        of_sources = self._sums[len(self._places) :]
+        source_sums = self._sums[len(self._places) :]
         by_microbatch = self._sources.by_microbatch if self._sources else ()
         for recorder in recorders:
             for batch, sources in zip(batches, by_microbatch, strict=True):
                 losses = recorder.row_losses(batch["targets"])
                 if losses is not None:
-                    of_sources.index_add_(0, moved(torch.from_numpy(sources), losses.device), losses)
+                    source_sums.index_add_(0, moved(torch.from_numpy(sources), losses.device), losses)
 
     def result(self) -> LossTotals:
         """Sums and counts over all ranks. A collective."""
@@ -182,10 +182,10 @@ def recorded_row_losses(heads: Sequence[LMHead]) -> Iterator[list[RowLossRecorde
             head.recorder = None
 
 
-def check_first_pass(passed: object) -> None:
+def check_first_pass(first_pass: object) -> None:
     """Raise MegatfmError where gradients of an earlier pass wait for their step: they would not add up with another's,
     since each pass reduces them, and weighs its loss by the counts of its own batch."""
-    if passed is not None:
+    if first_pass is not None:
         raise MegatfmError(
             "forward_backward was called twice without a step: give it all micro-batches of a step at once, or drop "
             "the gradients with zero_grad()"

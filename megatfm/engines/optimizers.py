@@ -182,8 +182,8 @@ class TorchOptimizer:
     def restore_counters(self) -> None:
         """Set counters back, after a step that was skipped on the device."""
         if self.optimizer is not None:
-            for options, counted in zip(self.optimizer.param_groups, self._counted, strict=True):
-                options.update(counted)
+            for options, step_count in zip(self.optimizer.param_groups, self._counted, strict=True):
+                options.update(step_count)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensor's name → its state, counters included; not copies but of stacks, and empty before the first step."""

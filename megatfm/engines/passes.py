@@ -123,14 +123,14 @@ def _keeper(arrived: dict[Node, Sequence[Tensor | None]], node: Node) -> Callabl
 def _parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """Parents of every node that a backward pass from the roots reaches."""
     parents: dict[Node, list[Node]] = {root: [] for root in root_nodes}
-    waiting = list(parents)
-    while waiting:
-        node = waiting.pop()
+    pending = list(parents)
+    while pending:
+        node = pending.pop()
         # In one order on all ranks: what is on the path may send something.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             if child not in parents:
                 parents[child] = []
-                waiting.append(child)
+                pending.append(child)
             parents[child].append(node)
     return parents
 
@@ -139,12 +139,12 @@ def _branching(
     root_nodes: Sequence[Node], parents: dict[Node, list[Node]], leaves: set[Node]
 ) -> list[tuple[Tensor, frozenset[Node | None]]]:
     """Pair each weight with the nodes on the path from which its branches leave."""
-    input_path, waiting = set(leaves), list(leaves)
-    while waiting:
-        for parent in parents.get(waiting.pop(), ()):
+    input_path, pending = set(leaves), list(leaves)
+    while pending:
+        for parent in parents.get(pending.pop(), ()):
             if parent not in input_path:
                 input_path.add(parent)
-                waiting.append(parent)
+                pending.append(parent)
     n_unvisited = {node: len(above) for node, above in parents.items()}
     ready = [node for node, above in n_unvisited.items() if not above]
     exit_nodes: dict[Node, frozenset[Node | None]] = {}

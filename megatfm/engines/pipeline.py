@@ -256,9 +256,9 @@ class PipelineForwardBackward:
         return torch.int64 if field.d_model is None else self._dtype
 
     def _send(
-        self, fields: Mapping[str, CarrySpec], carry: Carry, to: int, group: ProcessGroup
+        self, fields: Mapping[str, CarrySpec], carry: Carry, target_stage: int, group: ProcessGroup
     ) -> list[tuple[dist.Work, Tensor]]:
-        peer, works = self._pipeline.stages[to].rank, []
+        peer, works = self._pipeline.stages[target_stage].rank, []
         for name, spec in fields.items():
             tensor = carry[name].contiguous()
             if tensor.dtype != (dtype := self._dtype_of(spec)):

@@ -17,7 +17,7 @@ MapSize = tuple[int, int]
 
 
 class MapSequence(SequenceMetadata):
-    """Where the tokens of rows stand that hold images alone, all of one size: row by row of each image's map."""
+    """Places of tokens in rows of images of one size: row by row of each image's map."""
 
     def __init__(
         self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None

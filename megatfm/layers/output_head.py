@@ -191,10 +191,10 @@ class SentenceHead(nn.Module):
         """Logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""
         if targets_BT is None:
             return self.classifier(self.pool(hidden_BTD[:, 0]))
-        counted = targets_BT != IGNORE
-        logits_MC = self.classifier(self.pool(hidden_BTD[counted]))
+        has_target = targets_BT != IGNORE
+        logits_MC = self.classifier(self.pool(hidden_BTD[has_target]))
         precise = torch.promote_types(logits_MC.dtype, torch.float32)
-        return F.cross_entropy(logits_MC.to(precise), targets_BT[counted], reduction="sum")
+        return F.cross_entropy(logits_MC.to(precise), targets_BT[has_target], reduction="sum")
 
     def pool(self, hidden: Tensor) -> Tensor:
         """The pooled vectors [..., D]."""

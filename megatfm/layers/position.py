@@ -145,8 +145,8 @@ def relative_position_bucket(distances: Tensor, n_buckets: int, farthest: int, *
     ranges = (
         torch.log(distances.clamp(min=1).float() / exact) / math.log(farthest / exact) * (n_buckets - exact)
     )
-    far = (exact + ranges.long()).clamp(max=n_buckets - 1)
-    return bucket + torch.where(distances < exact, distances, far)
+    logarithmic = (exact + ranges.long()).clamp(max=n_buckets - 1)
+    return bucket + torch.where(distances < exact, distances, logarithmic)
 
 
 class RelativeBias(nn.Module):

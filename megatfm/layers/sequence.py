@@ -139,12 +139,16 @@ class SequenceMetadata:
         places_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
         return int((places_S * begins_BS).max()) + count
 
-    def _kept(self, of_all: Tensor) -> Tensor:
+    def _kept(self, full_values: Tensor) -> Tensor:
         """Select the tokens whose keys are in the cache, from the last dim past + T."""
         if not self.n_initial_kept:
-            return of_all[..., self.n_evicted :]
+            return full_values[..., self.n_evicted :]
         return torch.cat(
-            [of_all[..., : self.n_initial_kept], of_all[..., self.n_initial_kept + self.n_evicted :]], -1
+            [
+                full_values[..., : self.n_initial_kept],
+                full_values[..., self.n_initial_kept + self.n_evicted :],
+            ],
+            -1,
         )
 
     @property
@@ -395,5 +399,5 @@ class SequenceShard(SequenceMetadata):
         return self.full_sequence.document_lengths()[:, self.token_indices]
 
     def _document_places(self) -> tuple[Tensor, Tensor]:
-        of_q, of_k = self.full_sequence.positions_in_document()
-        return of_q[:, self.token_indices], of_k[:, self.key_indices]
+        places_q, places_k = self.full_sequence.positions_in_document()
+        return places_q[:, self.token_indices], places_k[:, self.key_indices]

@@ -78,30 +78,34 @@ class Model(nn.Module):
     def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:
         """Declare the fields of a batch that `forward` reads: these, `targets` of its own head and what additional
         heads read, each also under its name for full rows (context parallelism), and random keys."""
-        of_heads = [tuple(getattr(self, name).reads) for name in self.extra_heads]
-        self.target_fields = (*((name,) for name in targets), *of_heads)
+        head_fields = [tuple(getattr(self, name).reads) for name in self.extra_heads]
+        self.target_fields = (*((name,) for name in targets), *head_fields)
         optional = {
             field for name in self.extra_heads for field in getattr(getattr(self, name), "may_read", ())
         }
-        known = {*fields, *optional, *(name for names in self.target_fields for name in names)}
-        sides = {side_of(name) for name in known}
-        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known}
-        self.accepted = frozenset(known | full | {f"{side}token_indices" for side in sides} | {"keys"})
+        known_fields = {*fields, *optional, *(name for names in self.target_fields for name in names)}
+        sides = {side_of(name) for name in known_fields}
+        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known_fields}
+        self.accepted = frozenset(known_fields | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
         """Return the fields of a batch that are not None. Raise TypeError for one that the model would not look at."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            known = [
+            names = [
                 name
                 for name in sorted(self.accepted)
                 if "full_row_" not in name and "token_indices" not in name
             ]
-            near = OTHER_NAMES.get(name, "")
-            hint = f" (did you mean {near!r}?)" if near in self.accepted else did_you_mean(name, known)
+            suggestion = OTHER_NAMES.get(name, "")
+            hint = (
+                f" (did you mean {suggestion!r}?)"
+                if suggestion in self.accepted
+                else did_you_mean(name, names)
+            )
             raise TypeError(
                 f"a model of model.family = {self.config.family!r} does not read {name!r}{hint}; this one reads "
-                f"{', '.join(known)}: leave {name!r} out"
+                f"{', '.join(names)}: leave {name!r} out"
             )
         return batch
 
@@ -210,9 +214,9 @@ def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dt
     return dtype
 
 
-def take(into: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def take(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a stored value as the module computes with it: parameters in `dtype`, buffers in their own."""
-    return value.to(dtype if isinstance(into, nn.Parameter) else into.dtype)
+    return value.to(dtype if isinstance(target, nn.Parameter) else target.dtype)
 
 
 def lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:

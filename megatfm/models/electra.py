@@ -139,8 +139,8 @@ def _filled(
 def _replaced(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
     """Return which tokens are not the original's: 1 or 0, and −100 for padding, [B, T]."""
     original, documents = batch["original"], batch.get("documents")
-    counted = torch.ones_like(original).bool() if documents is None else documents >= 0
-    return torch.where(counted, (corrupted != original).long(), IGNORE)
+    is_token = torch.ones_like(original).bool() if documents is None else documents >= 0
+    return torch.where(is_token, (corrupted != original).long(), IGNORE)
 
 
 @MODELS.register("discriminator")

@@ -98,7 +98,7 @@ class PyramidStack(nn.Module):
         return points
 
     def _carry(self, stage: int, width: int | None = None) -> dict[str, CarrySpec]:
-        """What a part hands on: tokens of a stage's map; width: of their vectors, if it isn't the stage's."""
+        """Return the carry after a stage: tokens of its map. width: of their vectors, if it isn't the stage's."""
         width = width or self.widths[stage]
         length_of = partial(self.row_length, stage) if stage else None
         return {"hidden": CarrySpec("positions", width, length_of)}

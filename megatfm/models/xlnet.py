@@ -183,9 +183,9 @@ class TwoStreamStack(nn.Module):
         for depth in self.depths:
             block, skip_rate = self.layers[self.order[depth]], self.skip_rates[depth]
             is_last = query_stream is not None and depth == len(self.order) - 1
-            of_content = None if is_last else content_stream.at_layer(depth, skip_rate)
-            of_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
-            outputs = block(x_BTD, g_BQD, table_RD, of_content, of_query)
+            layer_content = None if is_last else content_stream.at_layer(depth, skip_rate)
+            layer_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
+            outputs = block(x_BTD, g_BQD, table_RD, layer_content, layer_query)
             (x_BTD, g_BQD), losses = unpack(block, outputs, losses)
         if self.dropout is not None:  # the stage with the end of the stack
             if query_stream is None:
@@ -310,10 +310,10 @@ def two_streams(
     numbers_BQ: Tensor,
     targets_BT: Tensor | None,
 ) -> tuple[QueryStream, QueryStream]:
-    """The content stream, of all tokens here, which sees up to their own ranks, and the query stream, of those with
-    the numbers, which sees lower ones."""
-    of_queries = LocalAndFull(order.local.gather(1, numbers_BQ) - 1, order.full)
-    # What is dropped of a query must not be what is dropped of the content at the same place.
+    """Return the content stream of all local tokens, which see ranks up to their own, and the query stream of tokens
+    `numbers_BQ`, which see lower ranks."""
+    query_order = LocalAndFull(order.local.gather(1, numbers_BQ) - 1, order.full)
+    # Queries must not drop the same elements as the content at the same place.
     keys = None if sequence.rng_keys is None else ~sequence.rng_keys
     filled_BQ = sequence.non_padding_mask.long().gather(1, numbers_BQ) - 1
     if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
@@ -325,7 +325,9 @@ def two_streams(
     if documents is not None:
         documents = LocalAndFull(documents.local.gather(1, numbers_BQ), documents.full)
     segments_BQ = segments.local.gather(1, numbers_BQ)
-    query = QueryStream(at_places, places_BQ, LocalAndFull(segments_BQ, segments.full), documents, of_queries)
+    query = QueryStream(
+        at_places, places_BQ, LocalAndFull(segments_BQ, segments.full), documents, query_order
+    )
     return everywhere(sequence, segments, order), query
 
 
@@ -344,7 +346,8 @@ def documents_of(sequence: SequenceMetadata) -> LocalAndFull | None:
 
 
 def places(targets_BT: Tensor) -> Tensor:
-    """Where the query stream runs [B, Q]: at targets, and at others where a row has fewer than the most of any."""
+    """Return the places of the query stream [B, Q]: targets, padded with other places to the most targets of any
+    row."""
     first_others_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
     return first_others_BT[:, : n_queries({"targets": targets_BT})]
 

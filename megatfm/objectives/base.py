@@ -58,7 +58,7 @@ class SpecialTokens:
     other_reserved: Sequence[int] = ()
     """More ids that no text has."""
     word_starts: NDArray[np.bool_] | None = None
-    """Which ids begin a word, [vocab_size]; None: no id tells."""
+    """True for ids that begin a word, [vocab_size]; None if ids don't tell."""
 
     def require_token(self, token: str, objective: str) -> int:
         """The id of a token that an objective can't do without. Raises UsageError if there is none."""
@@ -77,8 +77,8 @@ class SpecialTokens:
     @cached_property
     def text_ids(self) -> NDArray[np.int64]:
         """The ids that text is made of: random replacements are drawn from these."""
-        named = (self.bos, self.eos, self.pad, self.mask, self.cls, self.sep)
-        reserved = [token for token in named if token is not None]
+        special_ids = (self.bos, self.eos, self.pad, self.mask, self.cls, self.sep)
+        reserved = [token for token in special_ids if token is not None]
         reserved += [*self.sentinels, *self.modes.values(), *self.other_reserved]
         return np.setdiff1d(np.arange(self.vocab_size), np.array(reserved, np.int64))
 
@@ -92,7 +92,7 @@ class SpecialTokens:
         return self.word_starts
 
     def word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
-        """Where words begin in a piece [words]; its first token always begins one."""
+        """Return the first tokens of the words in a piece [words]; token 0 always begins one."""
         assert self.word_starts is not None
         starts = self.word_starts[tokens]
         starts[:1] = True
@@ -169,13 +169,13 @@ class Objective(Protocol):
         return {term: (batch["targets"] != IGNORE).sum() for term in self.loss_weights}
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """How many tokens of a micro-batch go through the model's blocks, padding left out: those of all sides."""
-        known = [batch.get(f"{side}documents") for side in self.field_prefixes]
+        """Count the tokens of a micro-batch that go through the model's blocks, on all sides, without padding."""
+        side_documents = [batch.get(f"{side}documents") for side in self.field_prefixes]
         placed = [batch[f"{side}positions"] for side in self.field_prefixes]
         return torch.stack(
             [
                 (torch.zeros_like(positions) if documents is None else documents).ge(0).sum()
-                for documents, positions in zip(known, placed, strict=True)
+                for documents, positions in zip(side_documents, placed, strict=True)
             ]
         ).sum()
 
@@ -197,11 +197,11 @@ class ObjectiveWithAuxiliaryLosses:
         return getattr(self._objective, name)
 
     def for_evaluation(self) -> "ObjectiveWithAuxiliaryLosses":
-        """The same terms beside those of the objective for evaluation."""
+        """Return the objective for evaluation with the same auxiliary terms."""
         return ObjectiveWithAuxiliaryLosses(self._objective.for_evaluation(), self._terms)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        """The objective's, and the tokens or rows of the micro-batch for each term of the blocks."""
+        """Return the objective's counts, and the tokens or rows of the micro-batch for each auxiliary term."""
         n_tokens, n_rows = (
             self._objective.n_tokens(batch),
             len(batch[f"{self._objective.field_prefixes[0]}positions"]),

@@ -75,8 +75,10 @@ class Causal(Objective):
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         targets, documents = batch["targets"], batch.get("documents")
-        ahead = {f"future_{n}": (shifted_targets(targets, documents, n) != IGNORE).sum() for n in self.future}
-        return {"causal": (targets != IGNORE).sum()} | ahead
+        future_counts = {
+            f"future_{n}": (shifted_targets(targets, documents, n) != IGNORE).sum() for n in self.future
+        }
+        return {"causal": (targets != IGNORE).sum()} | future_counts
 
 
 class EncoderDecoderCausal(Objective):
@@ -110,8 +112,8 @@ def causal(
     special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
 ) -> Objective:
     """Return next-token prediction for the model's family."""
-    chosen = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
-    return chosen(special, config, model, row_lengths)
+    objective_class = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
+    return objective_class(special, config, model, row_lengths)
 
 
 class PrefixLM(Objective):
@@ -188,5 +190,5 @@ def prefix(
     special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: tuple[int, ...]
 ) -> Objective:
     """Return prefix language modelling for the model's family."""
-    chosen = PrefixSeq2Seq if model.family == "encoder_decoder" else PrefixLM
-    return chosen(special, config, model, row_lengths)
+    objective_class = PrefixSeq2Seq if model.family == "encoder_decoder" else PrefixLM
+    return objective_class(special, config, model, row_lengths)

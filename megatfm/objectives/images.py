@@ -67,9 +67,10 @@ def image_reader(
         )
     if images.max_patches is None and size % patch_size:
         below = size - size % patch_size
-        near = f"{below} or {below + patch_size}" if below else str(patch_size)
+        alternatives = f"{below} or {below + patch_size}" if below else str(patch_size)
         raise UsageError(
-            f"data.images.size = {size} is not a multiple of model.embedding.patch_size = {patch_size}: choose {near}"
+            f"data.images.size = {size} is not a multiple of model.embedding.patch_size = {patch_size}: "
+            f"choose {alternatives}"
         )
     filter_ = INTERPOLATIONS[images.interpolation]
     transforms = [TRANSFORMS.get(section.name)(section, filter_) for section in images.transforms]

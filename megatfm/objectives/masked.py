@@ -378,6 +378,9 @@ class ReplacedToken(Objective):
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         documents = batch.get("documents")
-        # Where a row is one document, all are counted.
-        counted = batch["original"] if documents is None else documents
-        return {"generator": (batch["targets"] != IGNORE).sum(), "discriminator": (counted >= 0).sum()}
+        # If a row is one document, all are counted.
+        documents_or_tokens = batch["original"] if documents is None else documents
+        return {
+            "generator": (batch["targets"] != IGNORE).sum(),
+            "discriminator": (documents_or_tokens >= 0).sum(),
+        }

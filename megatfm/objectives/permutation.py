@@ -89,11 +89,11 @@ class Permutation(Objective):
 
     def choose_tokens(self, n: int, random: Floats, u: float) -> Ints:
         """Numbers of the tokens in spans, in a text of n. random [2 × contexts], u: uniform in [0, 1)."""
-        drawn, where = np.split(random, 2)
-        spans = 1 + randint_below(self.config.max_span, drawn)
-        spans[0] = 1 + np.searchsorted(self.cumulative_probs, drawn[0], side="right")
+        lengths_random, places_random = np.split(random, 2)
+        spans = 1 + randint_below(self.config.max_span, lengths_random)
+        spans[0] = 1 + np.searchsorted(self.cumulative_probs, lengths_random[0], side="right")
         contexts = self.config.tokens_per_prediction * spans
         starts = np.cumsum(contexts) - contexts - randint_below(int(contexts[0]), u)
-        firsts = starts + randint_below(contexts - spans + 1, where)
+        firsts = starts + randint_below(contexts - spans + 1, places_random)
         numbers = np.repeat(firsts - np.cumsum(spans) + spans, spans) + np.arange(spans.sum())
         return numbers[(numbers >= 0) & (numbers < n)]

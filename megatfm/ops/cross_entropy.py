@@ -117,10 +117,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # oneDNN's bf16 products with AMX read on in a row beyond its end, and multiply by zero what is there.
         buffer[:, vocabulary:] = 0
         total = hidden_MD.new_zeros((), dtype=precise)
-        of_hidden, of_weight, of_bias = needs_grad
-        hidden_gradient = torch.empty_like(hidden_MD) if of_hidden else None
+        needs_hidden_grad, needs_weight_grad, needs_bias_grad = needs_grad
+        hidden_gradient = torch.empty_like(hidden_MD) if needs_hidden_grad else None
         weight_gradient = None
-        bias_gradient = torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and of_bias else None
+        bias_gradient = (
+            torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and needs_bias_grad else None
+        )
         for start in range(0, hidden_MD.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden = hidden_MD[part]
@@ -130,11 +132,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             gradient = logits
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ weight_WD
-            if of_weight:
+            if needs_weight_grad:
                 weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=precise)
-        if of_weight and weight_gradient is None:
+        if needs_weight_grad and weight_gradient is None:
             weight_gradient = torch.zeros_like(weight_WD)
         ctx.save_for_backward(
             hidden_gradient,
@@ -169,11 +171,11 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return total.to(_precise(right)).add_(left @ right)
 
 
-def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, into: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, out: Tensor) -> Tensor:
     """They are in the hidden vectors' dtype, as a product leaves them."""
     if bias_W is None:
-        return torch.mm(hidden, weight_WD.T, out=into)
-    return torch.addmm(bias_W, hidden, weight_WD.T, out=into)
+        return torch.mm(hidden, weight_WD.T, out=out)
+    return torch.addmm(bias_W, hidden, weight_WD.T, out=out)
 
 
 def _to_gradient(
@@ -241,7 +243,7 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     """Losses [M, 1] of a chunk, and the gradient of their sum with respect to the logits [M, W], which are
     overwritten."""
-    counted = targets_M1 != IGNORE
+    has_target = targets_M1 != IGNORE
     local = targets_M1 - vocab_start
     is_local = (local >= 0) & (local < logits.shape[1])
     local = local.where(is_local, 0)
@@ -272,13 +274,13 @@ def _chunk(
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
     # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
     losses = (normaliser.log() - target_logit).where(target_count > 0, torch.nan)
-    gradient = exponentials.mul_(counted * (largest - top).exp() / normaliser)
+    gradient = exponentials.mul_(has_target * (largest - top).exp() / normaliser)
     if variant.smoothing:
-        gradient -= spread * counted
-    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (is_local & counted).to(gradient.dtype))
+        gradient -= spread * has_target
+    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (is_local & has_target).to(gradient.dtype))
     if slope is not None:
         gradient *= slope
-    return losses.where(counted, 0), gradient
+    return losses.where(has_target, 0), gradient
 
 
 def _precise(tensor: Tensor) -> torch.dtype:
@@ -287,8 +289,8 @@ def _precise(tensor: Tensor) -> torch.dtype:
 
 def shifted_targets(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
     """The targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
-    ahead = torch.full_like(targets_BT, IGNORE)
-    ahead[:, :-n] = targets_BT[:, n:]
+    shifted = torch.full_like(targets_BT, IGNORE)
+    shifted[:, :-n] = targets_BT[:, n:]
     if documents_BT is not None:
-        ahead[:, :-n][documents_BT[:, n:] != documents_BT[:, :-n]] = IGNORE
-    return ahead
+        shifted[:, :-n][documents_BT[:, n:] != documents_BT[:, :-n]] = IGNORE
+    return shifted

@@ -61,8 +61,8 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
     single = [name for name in matrices if name not in stacked]
     groups = [OptimizerGroup(single, "whole_tensor", make_muon, options, rates)]
     if stacked:
-        several = [name for name in matrices if name in stacked]
-        groups.append(OptimizerGroup(several, "whole_tensor", make_batched_muon, options, rates))
+        batched = [name for name in matrices if name in stacked]
+        groups.append(OptimizerGroup(batched, "whole_tensor", make_batched_muon, options, rates))
     return [*groups, *adamw(config, remaining)]
 
 
@@ -113,11 +113,9 @@ def apply_updates(batch: Sequence[Update], *, in_bf16: bool = True) -> None:
     stacks = [update.view(-1, *update.shape[-2:]) for _, update, _ in batch]
     orthogonal_Emn = newton_schulz(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
     parts = orthogonal_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
-    for by, several in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
-        weights, moved = zip(
-            *((weight, part.view_as(weight)) for (weight, _, _), part in several), strict=True
-        )
-        torch._foreach_add_(weights, moved, alpha=by)
+    for layout, pairs in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
+        weights, moved = zip(*((weight, part.view_as(weight)) for (weight, _, _), part in pairs), strict=True)
+        torch._foreach_add_(weights, moved, alpha=layout)
 
 
 def newton_schulz(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:

@@ -210,7 +210,7 @@ class Lamb(torch.optim.Optimizer):
                 if group["scaled"]:
                     norms = weight.norm(), update.norm()
                     ratio = norms[0] / norms[1]
-                    # As a tensor: to look at the norms here would wait for the device, once for each weight.
+                    # Stays a tensor: reading the norms here would wait for the device, once for each weight.
                     update.mul_(torch.where((norms[0] > 0) & (norms[1] > 0), ratio, torch.ones_like(ratio)))
                 weight.add_(update, alpha=-group["lr"])
 

@@ -191,24 +191,24 @@ class _AsyncAllToAll:
         input_splits, output_splits = (self._received, self._sent) if back else (self._sent, self._received)
         first = x.contiguous()
         if _functional():
-            coming, self._work = (
+            output, self._work = (
                 _ops.all_to_all_single(first, output_splits, input_splits, self._group.group_name),
                 None,
             )
         else:
-            coming = first.new_empty((sum(output_splits), *first.shape[1:]))
-            self._work = self._group.alltoall_base(coming, first, output_splits, input_splits)
-        self._buffers = first, coming
+            output = first.new_empty((sum(output_splits), *first.shape[1:]))
+            self._work = self._group.alltoall_base(output, first, output_splits, input_splits)
+        self._buffers = first, output
 
     def wait(self) -> Tensor:
         """Wait for the rows that `start` asked for."""
-        _, coming = self._buffers
+        _, output = self._buffers
         if self._work is None:
-            coming = _ops.wait_tensor(coming)
+            output = _ops.wait_tensor(output)
         else:
             self._work.wait()
         self._buffers, self._work = (), None
-        return coming
+        return output
 
 
 class _Start(torch.autograd.Function):

@@ -41,7 +41,7 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
-        """How many ranks share a row."""
+        """Number of ranks that share a row."""
         return self.group.size()
 
     @cached_property
@@ -99,10 +99,10 @@ def is_folded(model: nn.Module, length: int) -> bool:
 
 def _grow(patterns: Sequence[Any], length: int) -> bool:
     """Whether the cost grows with the position in any of the patterns, of which a plugin's may not say."""
-    within = (
+    in_part = (
         getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns
     )
-    return any(getattr(pattern, "has_uneven_work", False) for pattern in within)
+    return any(getattr(pattern, "has_uneven_work", False) for pattern in in_part)
 
 
 SIDES = ("", "encoder_")
@@ -203,15 +203,18 @@ class FetchPlan:
         needed_indices: Sequence[Tensor],
     ) -> "FetchPlan":
         """indices_by_rank[r]: the tokens of rank r; needed_indices[r]: sorted, the tokens that rank r looks at."""
-        me, none = contexts.rank, torch.empty(0, dtype=torch.int64)
-        local, ranks = indices_by_rank[me], range(contexts.size)
+        own_rank, no_places = contexts.rank, torch.empty(0, dtype=torch.int64)
+        local, ranks = indices_by_rank[own_rank], range(contexts.size)
         length = sum(map(len, indices_by_rank))
         is_needed = torch.zeros(contexts.size, length, dtype=torch.bool)
         for r in ranks:
             is_needed[r, needed_indices[r]] = True
         most = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
-        send = [is_needed[r, local].nonzero()[:, 0] if r != me else none for r in ranks]
-        recv = [indices_by_rank[r][is_needed[me, indices_by_rank[r]]] if r != me else none for r in ranks]
+        send = [is_needed[r, local].nonzero()[:, 0] if r != own_rank else no_places for r in ranks]
+        recv = [
+            indices_by_rank[r][is_needed[own_rank, indices_by_rank[r]]] if r != own_rank else no_places
+            for r in ranks
+        ]
         indices, permutation = torch.cat([local, *recv]).sort()
         return cls(contexts, send, recv, indices, permutation, most, length)
 
@@ -242,8 +245,8 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
         ctx.plan = plan
         sends = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
-        came = [(r, _empty(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
-        received = P2PExchange(plan.contexts.group, sends, came).wait()
+        receives = [(r, _empty(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
+        received = P2PExchange(plan.contexts.group, sends, receives).wait()
         return torch.cat([x, *received], 2)[:, :, moved(plan.permutation, x.device)]
 
     @staticmethod
@@ -255,8 +258,8 @@ class _Fetch(torch.autograd.Function):
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
         sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
         users = [(r, at) for r, at in enumerate(plan.send_indices) if len(at)]
-        came = [(r, _empty(g, len(at))) for r, at in users]
-        returned = P2PExchange(plan.contexts.group, sends, came).wait()
+        receives = [(r, _empty(g, len(at))) for r, at in users]
+        returned = P2PExchange(plan.contexts.group, sends, receives).wait()
         local_grad = local_grad.clone()
         for (_, at), part in zip(users, returned, strict=True):
             local_grad.index_add_(2, moved(at, g.device), part)

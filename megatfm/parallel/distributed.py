@@ -46,7 +46,7 @@ class ProcessInfo:
     launcher: Launcher
     device: torch.device
     address: str | None = None
-    """Where rank 0 can be reached; None in a group that was there already."""
+    """Address of rank 0; None if the process group existed already."""
 
     @property
     def is_main(self) -> bool:
@@ -65,8 +65,8 @@ def init_distributed(
     """
     later = timedelta(seconds=collective_timeout or timeout)
     if dist.is_initialized():
-        beside = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % beside))
+        local_ranks = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_ranks))
         _timeout_of_later_groups(later, later)
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _device(env, device))
@@ -77,7 +77,7 @@ def init_distributed(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
-    begun = time.monotonic()
+    start = time.monotonic()
     if env.address and env.launcher != "mpirun":
         check_resolves(env.address, env.rank)
     try:
@@ -87,15 +87,15 @@ def init_distributed(
             else:
                 store = _store(env, timedelta(seconds=timeout))
             if env.world_size > 1:
-                # What rank 0 has waited for the others in torchrun's store is a part of the time that they have.
-                since = begun if env.rank == 0 else time.monotonic()
+                # Rank 0's wait in torchrun's store counts towards the time that the others have.
+                since = start if env.rank == 0 else time.monotonic()
                 _wait_for_all_ranks(store, env, timedelta(seconds=timeout), since)
             dist.init_process_group(store=store, rank=env.rank, world_size=env.world_size, **options)
             _timeout_of_later_groups(later, later)
     except (dist.DistError, RuntimeError) as error:
-        where = f" at {env.address}:{env.port}" if env.address else ""
+        address = f" at {env.address}:{env.port}" if env.address else ""
         raise MegatfmError(
-            f"rank {env.rank} of {env.world_size} could not meet the others{where} within {timeout:g} s: check "
+            f"rank {env.rank} of {env.world_size} could not meet the others{address} within {timeout:g} s: check "
             f"that all ranks run, that the host is reachable and the port free ({_first_line(error)})"
         ) from error
     return ProcessInfo(env.rank, env.world_size, env.local_rank, env.launcher, chosen, env.address)

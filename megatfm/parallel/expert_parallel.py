@@ -70,7 +70,7 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
 
 
 def _read_splits(leaving_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank, and come from each: the host's one read, as it has to allocate what is received.
+    """Return the rows that go to each rank and come from each: the host's one read, as it allocates the receive buffer.
     Of shapes without values: as many to each."""
     counts_2P = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)]).cpu()
     if is_fake(leaving_PE):
@@ -148,15 +148,15 @@ LOCAL_TOKENS = register_style(ParallelStyle("no_communication", communication=()
 """A module that takes each rank's own tokens."""
 
 register_style(replace(ENTER, name="gather_expert_input", expert_tp_overrides={"folded": LOCAL_TOKENS}))
-"""As "gather_input", where experts are cut."""
+"""Style "gather_input" for cut experts."""
 
 register_style(
     replace(PARTIAL_OUTPUT, name="reduce_expert_output", expert_tp_overrides={"folded": LOCAL_TOKENS})
 )
-"""As "reduce_output", where experts are cut."""
+"""Style "reduce_output" for cut experts."""
 
 register_style(replace(SPLIT_OUTPUT, name="split_kept_choices", expert_tp_overrides={"folded": LOCAL_TOKENS}))
-"""As "split_output", where experts are cut."""
+"""Style "split_output" for cut experts."""
 
 register_style(
     replace(
@@ -214,7 +214,7 @@ def install_soft_moe(mixture: nn.Module, contexts: ContextParallel) -> None:
 
 
 def slots_per_rank(slots: int, ranks: int) -> int:
-    """How many of a row's slots a rank takes; the last ranks have some that are padding."""
+    """Return the number of a row's slots that a rank takes; the last ranks have some that are padding."""
     return -(-slots // ranks)
 
 

@@ -113,7 +113,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_ranks` shares of a global batch is read here, from 0; replicas are the slower axis."""
+        """Index of this rank's share among the `data_ranks` of a global batch, from 0; replicas are the slower axis."""
         return self.rank(REPLICATE) * self.size(SHARD) + self.rank(SHARD)
 
     @property
@@ -167,11 +167,11 @@ class Mesh:
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
         """One process group over several axes, made once. If only one axis has more than one rank, that axis's group.
         Expert axes combined with the axes that they are folded from stand for all of these."""
-        outer, of_experts = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
-        if of_experts and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
+        outer, expert_axes = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
+        if expert_axes and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
             outer |= set(axes_folded_into_ep(self.expert_tp))
         else:
-            outer |= of_experts
+            outer |= expert_axes
         nontrivial = [axis for axis in sort_axes(outer) if self.size(axis) > 1]
         if len(nontrivial) <= 1:
             return self.group(nontrivial[0] if nontrivial else sort_axes(outer)[0])
@@ -271,8 +271,8 @@ def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mes
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     if config.ep == 1:
         return Mesh(mesh, expert_tp=config.expert_tp)
-    without = axes_folded_into_ep(config.expert_tp)
-    sizes |= {EXPERT_SHARD: math.prod(sizes[axis] for axis in without) // config.ep, EXPERT: config.ep}
-    axes = tuple(axis for axis in ALL_AXES if axis not in without)
+    folded_axes = axes_folded_into_ep(config.expert_tp)
+    sizes |= {EXPERT_SHARD: math.prod(sizes[axis] for axis in folded_axes) // config.ep, EXPERT: config.ep}
+    axes = tuple(axis for axis in ALL_AXES if axis not in folded_axes)
     experts = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
     return Mesh(mesh, experts, config.expert_tp)

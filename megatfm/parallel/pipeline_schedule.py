@@ -59,11 +59,11 @@ def build_schedule(schedule: str, ranks: int, virtual: int, microbatches: int) -
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    ahead = min(ranks - 1 - rank, microbatches)
-    order = [Action(rank, "F", i) for i in range(ahead)]
+    n_warmup = min(ranks - 1 - rank, microbatches)
+    order = [Action(rank, "F", i) for i in range(n_warmup)]
     for i in range(microbatches):
-        if ahead + i < microbatches:
-            order.append(Action(rank, "F", ahead + i))
+        if n_warmup + i < microbatches:
+            order.append(Action(rank, "F", n_warmup + i))
         order.append(Action(rank, "B", i))
     return order
 

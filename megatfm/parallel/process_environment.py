@@ -49,7 +49,7 @@ def read_process_environment(environment: Mapping[str, str]) -> ProcessEnvironme
 
 
 def ranks_here(environment: Mapping[str, str]) -> int | None:
-    """How many ranks of this run are on this machine; None where the launcher doesn't say."""
+    """Number of this run's ranks on this machine; None if the launcher doesn't say."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if (text := environment.get(name, "")).isdecimal():
             return int(text)

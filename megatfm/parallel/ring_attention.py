@@ -84,7 +84,7 @@ def bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
 
 
 class KeyValueFormat(Protocol):
-    """How keys and values are made of what is sent."""
+    """Function from the sent tensor to keys and values."""
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -241,5 +241,5 @@ def _shift(x: Tensor, contexts: ContextParallel, next_plans: Sequence[BlockAtten
     (plan,) = next_plans
     assert plan.places is not None
     after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
-    came = x.new_empty(*x.shape[:2], len(plan.places), x.shape[3])
-    return P2PExchange(contexts.group, [(after, x)], [(before, came)])
+    received = x.new_empty(*x.shape[:2], len(plan.places), x.shape[3])
+    return P2PExchange(contexts.group, [(after, x)], [(before, received)])

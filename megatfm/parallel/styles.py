@@ -302,7 +302,7 @@ ENTER = register_style(
 """A module without parameters of its own whose input is gathered once for all the columns in it."""
 
 register_style(replace(ENTER, name="gather_input_shard_heads", dim=-2))
-"""The same, with vectors for each head, the heads last but one."""
+"""Style "gather_input" of a module whose input has a vector for each head, with heads in dim -2."""
 
 register_style(
     ParallelStyle("gather_output", apply=_gather_output, is_listed=True, communication=("output gathered",))

@@ -94,7 +94,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def reserved_spellings(self) -> list[str]:
-        """How special tokens are spelled, in texts that are read by `encode_with_offsets`."""
+        """Spellings of special tokens in texts for `encode_with_offsets`."""
         return list(self._special_tokens())
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
@@ -132,23 +132,23 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._escape_reserved(np.array(encoding.ids, np.int32)) for encoding in encodings]
 
-    def _find_special(self, named: Mapping[str, str], name: str) -> tuple[Special, bytes]:
+    def _find_special(self, role_names: Mapping[str, str], name: str) -> tuple[Special, bytes]:
         """The reserved ids, and what of them is known from elsewhere than the file, to be hashed with it."""
         frame = self._post_processor_roles()
         try:
             from_file = find_special_tokens(self._special_tokens(), frame, name)
         except UsageError:
             from_file = None
-            if not named:
+            if not role_names:
                 raise
-        for role, piece in named.items():
+        for role, piece in role_names.items():
             if self._tokenizer.token_to_id(piece) is None:
                 raise UsageError(
                     f"{name}: has no {piece!r}, which {CONFIG} beside it calls its {role}_token: load both with "
                     "transformers' AutoTokenizer and save them again"
                 )
-        self._tokenizer.add_special_tokens(list(named.values()))
-        special = find_special_tokens(self._special_tokens(), {**frame, **named}, name)
+        self._tokenizer.add_special_tokens(list(role_names.values()))
+        special = find_special_tokens(self._special_tokens(), {**frame, **role_names}, name)
         return special, b"" if special == from_file else json.dumps(vars(special), sort_keys=True).encode()
 
     def _special_tokens(self) -> dict[str, int]:

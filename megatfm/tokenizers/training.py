@@ -111,8 +111,8 @@ def _with_spaces(model: bytes) -> bytes:
         if tag == _FIELD_1:
             text_size, text_start = read_varint(payload, 1)
             text = payload[text_start : text_start + text_size]
-            for mark, spelled in _MARKS_TO_PIECE.items():
-                text = text.replace(mark.encode(), spelled.encode())
+            for mark, piece_text in _MARKS_TO_PIECE.items():
+                text = text.replace(mark.encode(), piece_text.encode())
             payload = bytes([_FIELD_1, *as_varint(len(text)), *text, *payload[text_start + text_size :]])
         changed += bytes([tag, *as_varint(len(payload))]) + payload
     return bytes(changed)

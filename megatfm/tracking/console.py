@@ -82,7 +82,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and kind is not None:
-            # What the user asked wrongly is said in a line, and no stack tells more.
+            # A usage error is one line; a stack would add nothing.
             stack = None if isinstance(error, UsageError) else (kind, error, traceback)
             record = log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), stack)
             self._to_file.handle(record)

@@ -235,8 +235,11 @@ class Utilization:
 
     def mfu(self, tokens_per_second: float) -> dict[str, float]:
         """`mfu` and, without the masked half of attention, `mfu_causal`, each at a speed."""
-        reached = tokens_per_second / (self.peak.flops * self.devices)
-        return {"mfu": reached * self.flops_per_token, "mfu_causal": reached * self.causal_flops_per_token}
+        utilisation = tokens_per_second / (self.peak.flops * self.devices)
+        return {
+            "mfu": utilisation * self.flops_per_token,
+            "mfu_causal": utilisation * self.causal_flops_per_token,
+        }
 
 
 def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
@@ -244,10 +247,10 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     bits = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = from_data_sheet(name, dtype)
+        data_sheet_flops = from_data_sheet(name, dtype)
         return (
-            Peak(known, f"{name}, {bits}: data sheet")
-            if known
+            Peak(data_sheet_flops, f"{name}, {bits}: data sheet")
+            if data_sheet_flops
             else measure_peak_flops(device, dtype, f"{name}, {bits}")
         )
     return measure_peak_flops(device, dtype, f"CPU, {bits}, {torch.get_num_threads()} threads")
@@ -260,13 +263,13 @@ def from_data_sheet(name: str, dtype: torch.dtype) -> float | None:
     words = name.replace("-", " ").split()
     if OTHER_CHIPS.intersection(words):
         return None
-    for known, flops in PEAK_FLOPS.items():
-        if all(word in words for word in known.split()):
+    for device_name, flops in PEAK_FLOPS.items():
+        if all(word in words for word in device_name.split()):
             return flops
     return None
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, where: str) -> Peak:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, device_name: str) -> Peak:
     """Return the rate of the fastest of several products of square matrices; on a CPU by its threads' own time, so that
     other processes don't lower the peak."""
     a, b = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2))
@@ -281,7 +284,9 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, where: str) -> 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, clock() - start)
-    return Peak(2 * MATMUL_SIZE**3 / best, f"{where}: measured, products of {MATMUL_SIZE} × {MATMUL_SIZE}")
+    return Peak(
+        2 * MATMUL_SIZE**3 / best, f"{device_name}: measured, products of {MATMUL_SIZE} × {MATMUL_SIZE}"
+    )
 
 
 def time_matmul(dtype: torch.dtype, device: torch.device) -> float:

@@ -156,9 +156,9 @@ class RunLock:
 
     def _refusal(self, holder: dict[str, Any]) -> str:
         job = f", job {holder['job']}" if holder.get("job") else ""
-        who = f" (process {holder['pid']} on {holder['host']}{job})" if holder else ""
+        holder_name = f" (process {holder['pid']} on {holder['host']}{job})" if holder else ""
         return (
-            f"{self.path.parent}: another process is training in this run directory{who}: wait for it or give "
+            f"{self.path.parent}: another process is training in this run directory{holder_name}: wait for it or give "
             "another name"
         )
 
@@ -178,10 +178,10 @@ def _read_holder(file: int) -> dict[str, Any]:
         holder = json.loads(os.pread(file, 4096, 0))
     except (ValueError, RecursionError):  # empty, or torn by a kill
         return {}
-    known = (
+    holder_fields = (
         isinstance(holder, dict) and isinstance(holder.get("host"), str) and type(holder.get("pid")) is int
     )
-    return holder if known and 0 < holder["pid"] < 2**31 else {}
+    return holder if holder_fields and 0 < holder["pid"] < 2**31 else {}
 
 
 def _try_lock(file: int) -> bool:

@@ -60,7 +60,7 @@ def origin_of(source: Path, tokenizer: str) -> JsonValue:
     return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
 
-def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> "LoadReport":
+def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ()) -> "LoadReport":
     """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision.
 
     only: patterns over names, such as "decoder.*", of the weights that are taken over; the others stay as they are.
@@ -75,7 +75,7 @@ def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> 
         if name.startswith("model.")
     }
     shapes = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}
-    report = match_weights(shapes, stored, only, source)
+    report = match_weights(shapes, stored, patterns, source)
     weights = {f"model.{name}": box for name, box in engine.weights().items() if name in report.loaded}
     checkpoint.load(source, weights, cast=True)
     engine.weights_changed()
@@ -87,7 +87,7 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
 
     Raises UsageError that says what of them is not there, and which patterns would do.
     """
-    chosen = {name for name in expected if not only or any(fnmatchcase(name, pattern) for pattern in only)}
+    selected = {name for name in expected if not only or any(fnmatchcase(name, pattern) for pattern in only)}
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in expected):
             loadable = ", ".join(map(repr, _loadable_patterns(expected, stored) or ["decoder.*"]))
@@ -95,7 +95,7 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
                 f"train.init_include: {pattern!r} matches none of the model's weights"
                 f"{did_you_mean(pattern, expected)}; patterns are such as {loadable}"
             )
-    unfit = [name for name in expected if name in chosen and stored.get(name) != expected[name]]
+    unfit = [name for name in expected if name in selected and stored.get(name) != expected[name]]
     if unfit:
         mismatches = [
             f"{name} is {list(stored[name])} there and {list(expected[name])} here"
@@ -131,9 +131,9 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
         raise UsageError(f"train.init_from = {source}: {'; '.join(mismatches)}{more}: {advice}")
     return LoadReport(
         source,
-        {name: shape for name, shape in expected.items() if name in chosen},
-        {name: shape for name, shape in expected.items() if name not in chosen},
-        {name: shape for name, shape in stored.items() if name not in chosen},
+        {name: shape for name, shape in expected.items() if name in selected},
+        {name: shape for name, shape in expected.items() if name not in selected},
+        {name: shape for name, shape in stored.items() if name not in selected},
     )
 
 
@@ -155,6 +155,6 @@ def _count(shapes: Shapes) -> str:
 
 
 def _list_names(shapes: Shapes) -> str:
-    named = [f"{name} {list(shape)}" for name, shape in list(shapes.items())[:MAX_LISTED]]
+    listed_shapes = [f"{name} {list(shape)}" for name, shape in list(shapes.items())[:MAX_LISTED]]
     more = [f"{len(shapes) - MAX_LISTED} more"] if len(shapes) > MAX_LISTED else []
-    return f": {', '.join(named + more)}" if shapes else ""
+    return f": {', '.join(listed_shapes + more)}" if shapes else ""

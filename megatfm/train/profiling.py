@@ -182,9 +182,9 @@ class StepProfile:
         if self._profile:
             self._profile.stop()
             self._path.parent.mkdir(exist_ok=True)
-            path, again = self._path, 1
+            path, suffix = self._path, 1
             while path.exists():
-                again += 1
-                path = self._path.with_stem(f"{self._path.stem}-{again}")
+                suffix += 1
+                path = self._path.with_stem(f"{self._path.stem}-{suffix}")
             self._profile.export_chrome_trace(str(path))
             self._profile = None

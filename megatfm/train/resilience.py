@@ -113,7 +113,7 @@ class DecisionLog:
         if record["decision"] == "retry":
             self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
             return
-        # What was decided about later steps was decided about other data.
+        # Decisions about later steps were about other data.
         self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
         self.data_resume_positions = {
             skipped_step: at for skipped_step, at in self.data_resume_positions.items() if skipped_step < step
@@ -207,10 +207,10 @@ class LossGuard:
                 "run ends (resilience.max_skipped). Resume with a lower optimizer.lr, or another train.precision"
             )
         self.decisions.skip(step)
-        why = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
+        reason = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
         return (
             math.nan,
-            f"{why}: not finite, so the weights stay as they are ({self.consecutive_skips} in a row)",
+            f"{reason}: not finite, so the weights stay as they are ({self.consecutive_skips} in a row)",
         )
 
     def record_rollback(self, spike: int, step: int, position: int) -> None:
@@ -265,12 +265,12 @@ def forward_backward_with_replay(
     before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
-    again = engine.forward_backward(microbatches, objective, **options)
+    replayed = engine.forward_backward(microbatches, objective, **options)
     differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
-    if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
+    if stats.sums != replayed.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")
     raise_together(differ, f"step {step}, computed twice, differs")
-    return again
+    return replayed
 
 
 def compare_replicas(engine: Engine, step: int, every: int) -> None:
@@ -286,7 +286,7 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
     differ = []
     for (name, place), local_hash in local_hashes.items():
-        # Of what one rank keeps for all, as the state of a whole tensor, there may be no other copy.
+        # State that one rank keeps for all, such as that of a full tensor, may have no other copy.
         votes = Counter(
             rank_hashes[name, place] for rank_hashes in all_hashes if (name, place) in rank_hashes
         )
@@ -322,10 +322,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
 def raise_together(differ: list[str], subject: str) -> None:
     """Raise one error on every rank if any rank has names in `differ`."""
     if names_by_rank := gather_errors(differ):
-        where = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
+        ranks_text = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
         raise MegatfmError(
-            f"{subject}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
-            "without that machine"
+            f"{subject}: {ranks_text}. A processor, its memory or a kernel is at fault: nothing was saved since, so "
+            "resume without that machine"
         )
 
 

@@ -243,19 +243,19 @@ def check_compatible(
             line = f"{name}: {saved.get(key)!s:.200} → {after.get(key)!s:.200}"
             changed.setdefault(group, []).append(line)
     allowed = [line for group, lines in changed.items() if group in allow for line in lines]
-    refused = {group: lines for group, lines in changed.items() if group not in allow}
+    refused_changes = {group: lines for group, lines in changed.items() if group not in allow}
     if unfit:
-        changes = "; ".join([*(line for lines in refused.values() for line in lines), *allowed])
+        changes = "; ".join([*(line for lines in refused_changes.values() for line in lines), *allowed])
         raise UsageError(
             f"{point.path}: was saved by a run that differs: {changes}, so that its weights don't fit ({unfit}), and "
             f"no resume.allow makes them: {instead}"
         )
-    if refused:
-        changes = "; ".join(line for lines in refused.values() for line in lines)
+    if refused_changes:
+        changes = "; ".join(line for lines in refused_changes.values() for line in lines)
         raise UsageError(
             f"{point.path}: was saved by a run that differs: {changes}. "
             f"{'Give the run another name, or accept' if same_run else 'Accept'} the change with "
-            f"resume.allow={','.join(sorted([*allow, *refused]))}"
+            f"resume.allow={','.join(sorted([*allow, *refused_changes]))}"
         )
     return [*allowed, *precision]
 
@@ -296,7 +296,7 @@ def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
         for name, (_, shape) in stored_tensors(point).items()
         if name.startswith("model.")
     }
-    all_shapes = {name: shape for of_rank in all_gather(shapes) for name, shape in of_rank.items()}
+    all_shapes = {name: shape for rank_shapes in all_gather(shapes) for name, shape in rank_shapes.items()}
     return first_shape_mismatch(stored, all_shapes)
 
 
@@ -306,8 +306,8 @@ def first_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[
         model, source_checkpoint = expected.get(name), stored.get(name)
         if model is None or source_checkpoint is None or list(model) != list(source_checkpoint):
             shapes = [
-                f"{list(shape)} {where}"
-                for shape, where in ((source_checkpoint, "there"), (model, "here"))
+                f"{list(shape)} {place}"
+                for shape, place in ((source_checkpoint, "there"), (model, "here"))
                 if shape is not None
             ]
             return f"{name} is {' and '.join(shapes)}" + (" alone" if len(shapes) == 1 else "")

@@ -200,7 +200,7 @@ class Trainer:
     def train_step(self, loader: DataLoader) -> dict[str, Any]:
         """One optimizer step: forward and backward of a global batch, clip, update. Returns its line of metrics."""
         config, engine, checks = self.config, self.engine, self.config.resilience
-        times, waited = StepTimes(), loader.wait_seconds
+        times, wait_seconds = StepTimes(), loader.wait_seconds
         self.monitor.tick(self.step, "step")
 
         # Forward and backward of the step's micro-batches; gradients are summed over them and over the data ranks.
@@ -230,9 +230,9 @@ class Trainer:
         compare_replicas(engine, self.step, checks.compare_replicas_every)
 
         self.tokens += loader.step_tokens
-        seconds = times.stop(loader.wait_seconds - waited)
+        seconds = times.stop(loader.wait_seconds - wait_seconds)
         speed = loader.step_tokens / seconds["step_seconds"]
-        of_some_steps = {
+        periodic_metrics = {
             "save_seconds": self._save_seconds,
             "terms": stats.terms,
             "loss_by_source": stats.loss_by_source,
@@ -251,7 +251,7 @@ class Trainer:
             "padding": loader.padding,
             "memory_bytes": memory_bytes(engine.device),
             "time": time.time(),
-            **{key: value for key, value in of_some_steps.items() if value},
+            **{key: value for key, value in periodic_metrics.items() if value},
             **({"skipped": True} if skipped else {}),
         }
 

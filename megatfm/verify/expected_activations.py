@@ -70,8 +70,8 @@ def add_activations(
 def forwards(call: Call, recompute: str) -> tuple[int, int]:
     """Number of forward collectives before and after a call: 2 if recomputation repeats it. Recomputation stops after
     the last tensor that the block saves; "selective" keeps sums."""
-    again = call.in_layer and recompute in ("full", "selective")
-    return 1 + again, 1 + (again and recompute == "full" and call.saves_tensors_after)
+    is_recomputed = call.in_layer and recompute in ("full", "selective")
+    return 1 + is_recomputed, 1 + (is_recomputed and recompute == "full" and call.saves_tensors_after)
 
 
 def _vocabulary(
@@ -114,18 +114,18 @@ def add_experts(
     out, each part's rows go to a rank of its own.
     """
     size, parts, own_part = PRECISIONS[config.train.precision].compute_dtype.itemsize, len(among), place.ep
-    dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, place.peers
+    n_dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, place.peers
     for calls in zip(*among, strict=True):
         call, experts = calls[own_part], calls[own_part].n_experts // parts
-        local_experts = experts // dealt
-        chosen = [
+        local_experts = experts // n_dealt
+        rows_by_expert = [
             _rows_by_expert(config, peer_call, peer, cut)
             for peer_call, peer in zip(calls, peers, strict=True)
         ]
 
-        def rows(source: int, target: int, chosen: list[list[int]] = chosen, n: int = experts) -> int:
-            first = target * n + (place.tp * (n // dealt) if dealt > 1 else 0)
-            return sum(chosen[source][first : first + n // dealt])
+        def rows(source: int, target: int, chosen: list[list[int]] = rows_by_expert, n: int = experts) -> int:
+            first = target * n + (place.tp * (n // n_dealt) if n_dealt > 1 else 0)
+            return sum(chosen[source][first : first + n // n_dealt])
 
         other_ranks = [rank for rank in range(parts) if rank != own_part]
         width = call.input_numel // call.n_tokens * size

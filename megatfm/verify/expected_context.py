@@ -92,8 +92,8 @@ class ContextShards:
             ]
         ranks, slots = self._config.parallel.cp, chosen_BTK.shape[1]
         share = -(-slots // ranks)
-        none: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
-        padded = F.pad(chosen_BTK, (0, 0, 0, share * ranks - slots), value=none)
+        no_expert: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
+        padded = F.pad(chosen_BTK, (0, 0, 0, share * ranks - slots), value=no_expert)
         return padded[:, rank * share :][:, :share]
 
     def add_context_traffic(
@@ -107,8 +107,12 @@ class ContextShards:
                     add(self, ledger, microbatch, rank, call, module)
                     break
             if call.path.endswith(".counted"):
-                again = self._config.train.recompute == "full" and call.in_layer and call.saves_tensors_after
-                ledger.all_reduce(CONTEXT, call.output_numel * self._at_least_float32, times=1 + again)
+                is_recomputed = (
+                    self._config.train.recompute == "full" and call.in_layer and call.saves_tensors_after
+                )
+                ledger.all_reduce(
+                    CONTEXT, call.output_numel * self._at_least_float32, times=1 + is_recomputed
+                )
 
     def _core(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -118,36 +122,41 @@ class ContextShards:
         qkv = qkv_of_latents(call) if latents else known_shapes(call.inputs[:3])
         sent_shapes = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
         side, numel_per_token = self._side(call), self._numel_per_token(sent_shapes)
-        dealt = self._positions_by_rank[side]
+        positions_by_rank = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
         if is_cross_attention(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
             self._point_to_point(
-                ledger, rank, call, dealt, [np.sort(np.concatenate(dealt))] * len(dealt), numel_per_token
+                ledger,
+                rank,
+                call,
+                positions_by_rank,
+                [np.sort(np.concatenate(positions_by_rank))] * len(positions_by_rank),
+                numel_per_token,
             )
             return
         needed_places = self._needs_of(microbatch, call, module)
-        if sees_runs_alone(pattern, sum(map(len, dealt)), causal=causal):
+        if sees_runs_alone(pattern, sum(map(len, positions_by_rank)), causal=causal):
             if not is_a(module, "LocalAttention"):  # what sees all is computed apart there
                 self._wide_queries(ledger, microbatch, call, qkv)
-            self._point_to_point(ledger, rank, call, dealt, needed_places, numel_per_token)
+            self._point_to_point(ledger, rank, call, positions_by_rank, needed_places, numel_per_token)
             return
-        share = self._fetched_share(dealt, needed_places)
+        share = self._fetched_share(positions_by_rank, needed_places)
         is_ring = 2 * share >= 1
         if self._by_heads(qkv, numel_per_token, None if is_ring else share):
-            self._exchange(ledger, rank, call, qkv, dealt)
+            self._exchange(ledger, rank, call, qkv, positions_by_rank)
         elif is_ring:
-            self._ring(ledger, rank, call, [len(places) for places in dealt], numel_per_token)
+            self._ring(ledger, rank, call, [len(places) for places in positions_by_rank], numel_per_token)
         else:
-            self._point_to_point(ledger, rank, call, dealt, needed_places, numel_per_token)
+            self._point_to_point(ledger, rank, call, positions_by_rank, needed_places, numel_per_token)
 
     @staticmethod
-    def _fetched_share(dealt: Sequence[Places], needed_places: Sequence[Places]) -> Fraction:
+    def _fetched_share(positions_by_rank: Sequence[Places], needed_places: Sequence[Places]) -> Fraction:
         """Most keys that a rank needs of others, as a share of what a ring brings it."""
-        c, length = len(dealt), sum(map(len, dealt))
+        c, length = len(positions_by_rank), sum(map(len, positions_by_rank))
         most = max(
             len(np.setdiff1d(need, local_positions))
-            for need, local_positions in zip(needed_places, dealt, strict=True)
+            for need, local_positions in zip(needed_places, positions_by_rank, strict=True)
         )
         return Fraction(most * c, (c - 1) * length)
 
@@ -168,17 +177,20 @@ class ContextShards:
         ledger: ExpectedTraffic,
         rank: int,
         call: Call,
-        dealt: list[Places],
+        positions_by_rank: list[Places],
         needed_places: Sequence[Places],
         numel_per_token: int,
     ) -> None:
         """One message to each rank that needs tokens held here, and one back with gradients of what was needed here."""
-        for peer, peer_places in enumerate(dealt):
+        for peer, peer_places in enumerate(positions_by_rank):
             if peer == rank:
                 continue
             n_sent, n_received = (
                 len(np.intersect1d(*place_pairs))
-                for place_pairs in ((dealt[rank], needed_places[peer]), (peer_places, needed_places[rank]))
+                for place_pairs in (
+                    (positions_by_rank[rank], needed_places[peer]),
+                    (peer_places, needed_places[rank]),
+                )
             )
             for _ in range(self._forwards(call) if n_sent else 0):
                 ledger.send(CONTEXT, n_sent * numel_per_token * self._computed)
@@ -198,13 +210,13 @@ class ContextShards:
         return self._needs[key]
 
     def _exchange(
-        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], dealt: list[Places]
+        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], positions_by_rank: list[Places]
     ) -> None:  # fmt: skip
         """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
-        c, (n, k) = len(dealt), self._heads(*qkv[:2])
+        c, (n, k) = len(positions_by_rank), self._heads(*qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
-        local_rows = rows * len(dealt[rank]) * (c - 1)
-        remote_rows = rows * sum(len(places) for i, places in enumerate(dealt) if i != rank)
+        local_rows = rows * len(positions_by_rank[rank]) * (c - 1)
+        remote_rows = rows * sum(len(places) for i, places in enumerate(positions_by_rank) if i != rank)
         for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
             for _ in range(self._forwards(call)):
                 ledger.all_to_all(CONTEXT, (local_rows if to_heads else remote_rows) * width * self._computed)
@@ -235,9 +247,9 @@ class ContextShards:
         logarithms of the sums, in float32 or better, and back go gradients of both."""
         (rows, n, _, h), (*_, v) = qkv[0], qkv[2]
         side, size = self._side(call), self._computed
-        dealt = self._positions_by_rank[side]
-        rank_of = np.zeros(sum(map(len, dealt)), np.int64)
-        for rank, places in enumerate(dealt):
+        positions_by_rank = self._positions_by_rank[side]
+        rank_of = np.zeros(sum(map(len, positions_by_rank)), np.int64)
+        for rank, places in enumerate(positions_by_rank):
             rank_of[places] = rank
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         count = count_wide(pattern, self._rows(microbatch, side), rank_of, causal=causal)
@@ -283,21 +295,26 @@ class ContextShards:
         (rows, _, d), (slots, _) = call.inputs[0] or (0, 0, 0), mixture.weight.shape  # type: ignore[misc]
         documents = self._rows(microbatch, self._side(call)).documents
         slots *= 1 if documents is None else int(documents.max()) + 1
-        of_rank = rows * -(-slots // ranks) * d * self._computed
-        for gathered in (rows * slots * self._at_least_float32, of_rank):
+        rank_bytes = rows * -(-slots // ranks) * d * self._computed
+        for gathered in (rows * slots * self._at_least_float32, rank_bytes):
             ledger.all_gather(CONTEXT, gathered, times=self._forwards(call))
             ledger.reduce_scatter(CONTEXT, gathered * ranks, times=call.has_gradient)
-        ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=self._sums_forward(call))
-        ledger.all_gather(CONTEXT, of_rank, times=call.has_gradient)
+        ledger.reduce_scatter(CONTEXT, rank_bytes * ranks, times=self._sums_forward(call))
+        ledger.all_gather(CONTEXT, rank_bytes, times=call.has_gradient)
 
     def _keys(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """All keys and values of whole rows, for attention of two streams."""
-        dealt = self._positions_by_rank[""]
-        everywhere = [np.sort(np.concatenate(dealt))] * len(dealt)
+        positions_by_rank = self._positions_by_rank[""]
+        everywhere = [np.sort(np.concatenate(positions_by_rank))] * len(positions_by_rank)
         self._point_to_point(
-            ledger, rank, call, dealt, everywhere, self._numel_per_token(known_shapes(call.inputs[:2]))
+            ledger,
+            rank,
+            call,
+            positions_by_rank,
+            everywhere,
+            self._numel_per_token(known_shapes(call.inputs[:2])),
         )
 
     def _around(
@@ -305,11 +322,11 @@ class ContextShards:
     ) -> None:
         """Hidden states of the tokens around spans of which another rank has masked tokens; on each tensor-parallel
         rank."""
-        count, dealt = self._config.train.micro_batch, self._positions_by_rank[""]
+        count, positions_by_rank = self._config.train.micro_batch, self._positions_by_rank[""]
         first = microbatch * count
         left, right = (self._batch[name][first : first + count] for name in ("span_left", "span_right"))
         needed_places = []
-        for positions in dealt:
+        for positions in positions_by_rank:
             boundary_places: set[int] = set()
             for row in range(len(left)):
                 for place in positions.tolist():
@@ -317,7 +334,7 @@ class ContextShards:
                         boundary_places |= {place - int(left[row, place]), place + int(right[row, place])}
             needed_places.append(np.array(sorted(boundary_places), np.int64))
         (hidden,) = known_shapes(call.inputs[:1])
-        self._point_to_point(ledger, rank, call, dealt, needed_places, hidden[0] * hidden[2])
+        self._point_to_point(ledger, rank, call, positions_by_rank, needed_places, hidden[0] * hidden[2])
 
     def _image_sums(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -365,8 +382,8 @@ class ContextShards:
 
     def _side(self, call: Call) -> str:
         """Prefix of the fields of the rows whose keys are looked at."""
-        of_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
-        return "encoder_" if of_encoder and "encoder_" in self._positions_by_rank else ""
+        is_in_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
+        return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
 
     def _rows(self, microbatch: int, side: str) -> Rows:
         count = self._config.train.micro_batch

@@ -139,13 +139,13 @@ def _of_bigbird(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: b
     if not causal and length <= drawn_from * size:
         return ((0, length),)
     begin = q - q % size
-    ahead = max(pattern.n_global_tokens or size, drawn_from * size if pattern.n_random_blocks else 0)
+    n_first = max(pattern.n_global_tokens or size, drawn_from * size if pattern.n_random_blocks else 0)
     if causal:
-        return (begin - size, q + 1), (0, min(ahead, q + 1))
+        return (begin - size, q + 1), (0, min(n_first, q + 1))
     last = (length - 1) // size * size
     return (
         (begin - size, begin + 2 * size),
-        (0, ahead),
+        (0, n_first),
         *(() if pattern.n_global_tokens else ((last, length),)),
     )
 

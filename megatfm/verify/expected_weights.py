@@ -92,7 +92,7 @@ class RankParameters:
         return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
 
     def block(self, name: str, place: MeshPosition) -> tuple[int, ...]:
-        """Which of a parameter's blocks a rank holds: the same for all that hold the same one."""
+        """Identify the block of a parameter that a rank holds: equal for ranks with the same block."""
         part = place.edp if self.is_expert(name) else place.shard
         return (
             place.ep if self.is_expert(name) else 0,
@@ -130,7 +130,8 @@ class RankParameters:
         return ranks * -(-size // ranks) * (prod(shape) // size)
 
     def _data_dim(self, name: str) -> int:
-        """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
+        """Dimension that the data axes cut: within experts under ZeRO 2 and 3 if the number of experts isn't
+        divisible."""
         if not self._cut(name).are_experts or self.zero < 2:
             return 0
         (experts, *inner), ranks = self.shape_at(name, self.position), self.shards(name)
@@ -184,11 +185,11 @@ def _sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: Rank
     precision = PRECISIONS[config.train.precision]
     for axis, names in _by_shard_axis(parameters, parameters.trained).items():
         for bucket in _buckets(parameters, names):
-            everything, ranks = sum(map(parameters.padded_numel, bucket)), ledger.sizes[axis]
-            ledger.reduce_scatter(axis, everything * precision.param_dtype.itemsize)
+            n_elements, ranks = sum(map(parameters.padded_numel, bucket)), ledger.sizes[axis]
+            ledger.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
             for copies in _replica_axes(axis):
-                ledger.all_reduce(copies, everything // ranks * precision.param_dtype.itemsize)
-            ledger.all_gather(axis, everything // ranks * precision.compute_dtype.itemsize)
+                ledger.all_reduce(copies, n_elements // ranks * precision.param_dtype.itemsize)
+            ledger.all_gather(axis, n_elements // ranks * precision.compute_dtype.itemsize)
 
 
 def _buckets(parameters: RankParameters, names: Sequence[str]) -> list[list[str]]:
@@ -256,10 +257,10 @@ def _block_gathers(path: str, calls: Sequence[Call]) -> int:
     is_block = any(call.is_layer_output for call in calls if call.path == path)
     order = [call for call in calls if call.is_layer_output or (call.path == path and not is_block)]
     own_calls = [i for i, call in enumerate(order) if call.path == path]
-    ahead = [
+    prefetched = [
         i for i in own_calls if not order[i].has_gradient and i + 1 < len(order) and order[i + 1].has_gradient
     ]
-    return len(own_calls) + sum(order[i].has_gradient for i in own_calls) + len(ahead) * is_block
+    return len(own_calls) + sum(order[i].has_gradient for i in own_calls) + len(prefetched) * is_block
 
 
 def _groups(parameters: RankParameters) -> dict[str, list[str]]:
@@ -274,8 +275,8 @@ def _groups(parameters: RankParameters) -> dict[str, list[str]]:
 
 
 def _root_all_gathers(parameters: RankParameters, microbatches: int) -> int:
-    """How often what lies in no block is gathered: for the first pass, and again after each backward pass, which gives
-    it back, but after the last of all: that is the backward pass of the rank's first stage."""
+    """Count the all-gathers of parameters outside blocks: for the first pass, and again after each backward pass, which
+    gives it back, but after the last of all: that is the backward pass of the rank's first stage."""
     assert parameters.pipeline is not None
     stages = parameters.pipeline.of_rank(parameters.position.pp)
     go_back = [bool(stage.returns) or _trains(parameters, stage) for stage in stages]
@@ -310,7 +311,7 @@ def _whole_tensors(ledger: ExpectedTraffic, config: Config, parameters: RankPara
         for tp in range(parallel.tp)
     ]
     axis = joined(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
-    me = ranks.index(parameters.position)
+    own_index = ranks.index(parameters.position)
     for group in optimizer_groups(config.optimizer, parameters.model):
         names = [name for name in group.names if name in parameters.shapes]
         if group.granularity != "whole_tensor" or not names:
@@ -320,9 +321,9 @@ def _whole_tensors(ledger: ExpectedTraffic, config: Config, parameters: RankPara
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
             owner = load.index(min(load))
             load[owner] += sizes[name]
-            if owner == me:
+            if owner == own_index:
                 from_owner += sum(
-                    parameters.local_numel(name, peer) for i, peer in enumerate(ranks) if i != me
+                    parameters.local_numel(name, peer) for i, peer in enumerate(ranks) if i != own_index
                 )
             elif (
                 next(

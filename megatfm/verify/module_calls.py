@@ -159,12 +159,12 @@ def record_module_calls(
 
 def known_shapes(shapes: Sequence[Shape | None]) -> list[Shape]:
     """Shapes of arguments, each of which is a tensor."""
-    known = [shape for shape in shapes if shape is not None]
-    assert len(known) == len(shapes)
-    return known
+    present = [shape for shape in shapes if shape is not None]
+    assert len(present) == len(shapes)
+    return present
 
 
 def qkv_of_latents(call: Call) -> list[Shape]:
     """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
-    q, of_values = known_shapes([call.inputs[0], call.inputs[3]])
-    return [q, q, (*q[:3], of_values[0] // q[1])]
+    q, values = known_shapes([call.inputs[0], call.inputs[3]])
+    return [q, q, (*q[:3], values[0] // q[1])]

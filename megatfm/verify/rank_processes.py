@@ -302,10 +302,11 @@ def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: floa
         if not any(sign in failure.text for sign in SECONDARY_ERRORS)
     ]
     if not causes and silent:
-        waited = COLLECTIVE_SECONDS if failures else seconds
+        seconds_to_wait = COLLECTIVE_SECONDS if failures else seconds
         names = ", ".join(map(str, silent))
         return MegatfmError(
-            f"rank {names} hangs: no answer within {waited:g} s; look for a collective that not all ranks reach"
+            f"rank {names} hangs: no answer within {seconds_to_wait:g} s; look for a collective that "
+            "not all ranks reach"
         )
     rank = causes[0] if causes else next(iter(failures))
     failure = failures[rank]

@@ -126,11 +126,11 @@ def plain_step(
     factor = clip / (float(norm) + CLIPPED) if clip and norm > clip else 1.0
     moved = {name: weight.clone() for name, weight in weights.items()}
     for group in optimizer_groups(config.optimizer, model):
-        of_group = {name: moved[name] for name in group.names if name in moved}
+        group_gradients = {name: moved[name] for name in group.names if name in moved}
         _step(
             group,
-            of_group,
-            {name: gradients[name].to(moved[name]) * factor for name in of_group},
+            group_gradients,
+            {name: gradients[name].to(moved[name]) * factor for name in group_gradients},
             config.optimizer.lr,
         )
     return moved
@@ -154,8 +154,8 @@ def _step(
     for shared in optimizer.param_groups:
         shared["lr"] = lr * shared["lr_ratio"]
     for name, gradient in gradients.items():
-        for part, of_part in zip(split[name], parts(name, gradient), strict=True):
-            part.grad = of_part.clone()
+        for part, part_gradient in zip(split[name], parts(name, gradient), strict=True):
+            part.grad = part_gradient.clone()
     if isinstance(optimizer, NeedsShardLocations):
         origin = (0,) * 8
         optimizer.set_shard_locations(

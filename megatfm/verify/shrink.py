@@ -66,9 +66,9 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
-        few = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
+        n_rows = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
         ep_multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
-        parallel = parallel.model_copy(update={"dp_shard": -(-few // ep_multiple) * ep_multiple})
+        parallel = parallel.model_copy(update={"dp_shard": -(-n_rows // ep_multiple) * ep_multiple})
     parallel = parallel.model_copy(update={"pp_split_points": []})
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:
@@ -140,8 +140,10 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
     head_dim = min(model.head_width, HEAD_DIM)
     is_square = model.d_model == model.attention.n_heads * model.head_width
     distinct = model.distinct_layers and min(model.distinct_layers, LAYERS)
-    of_kinds = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
-    layers = max(LAYERS, stages, 1 + (distinct or 0), *of_kinds)  # one block more, so that two share weights
+    first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
+    layers = max(
+        LAYERS, stages, 1 + (distinct or 0), *first_depths
+    )  # one block more, so that two share weights
     changes: dict[str, Any] = {
         "vocab_size": _shrunk_size(model.vocab_size or VOCABULARY, WIDTH, shards),
         "n_layers": min(model.n_layers, layers),
@@ -221,7 +223,7 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
             "kv_lora_rank": _shrunk_size(attention.kv_lora_rank, RANK, shards),
             "q_lora_rank": attention.q_lora_rank and _shrunk_size(attention.q_lora_rank, RANK, shards),
             "qk_rope_head_dim": _shrunk_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
-            # Of another width than keys have, where it was.
+            # Keeps another width than keys have, if it had one.
             "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.qk_nope_head_dim else 2)),
         }
     if isinstance(attention, LinformerAttentionConfig):
@@ -262,12 +264,16 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
             stride = min(pattern.stride, eighth)
             return {"stride": stride, "n_summary_tokens": max(1, min(pattern.n_summary_tokens, stride // 3))}
         case BigBirdPatternConfig():
-            # Documents of at most `few` blocks are seen whole: a row keeps more blocks than that if it had more.
+            # Documents of at most `n_blocks` blocks are seen whole: a row keeps more blocks than that if it had more.
             random, extra = min(pattern.n_random_blocks, 2), min(pattern.n_global_tokens, eighth)
-            few = 5 + 2 * random
+            n_blocks = 5 + 2 * random
             if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= before:
-                return {"block_size": -(-length // few), "n_random_blocks": random, "n_global_tokens": extra}
-            block = min(pattern.block_size, max(1, length // (few + 4)))
+                return {
+                    "block_size": -(-length // n_blocks),
+                    "n_random_blocks": random,
+                    "n_global_tokens": extra,
+                }
+            block = min(pattern.block_size, max(1, length // (n_blocks + 4)))
             return {"block_size": block, "n_random_blocks": random, "n_global_tokens": extra}
     return {}
 

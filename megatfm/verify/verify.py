@@ -108,9 +108,9 @@ def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None
         with RankTeam() as team:
             answers = team.step(small, batch)
     limits = LIMITS[small.train.precision]
-    without = unpredicted(small)
+    unpredicted_axes = unpredicted(small)
     by_rank = [
-        {key: flow for key, flow in flows.items() if key[0] not in without}
+        {key: flow for key, flow in flows.items() if key[0] not in unpredicted_axes}
         for flows in expected_flows(small, batch)
     ]
     return Comparison(
@@ -122,24 +122,26 @@ def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None
         grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm, limits),
         flows=_busiest_rank(answers),
         expected=_max_over_ranks(by_rank),
-        axes_without_closed_form=without,
-        traffic_mismatches=traffic_mismatches_of(answers, by_rank, without),
+        axes_without_closed_form=unpredicted_axes,
+        traffic_mismatches=traffic_mismatches_of(answers, by_rank, unpredicted_axes),
     )
 
 
 def traffic_mismatches_of(
-    answers: Sequence[RankResult], by_rank: Sequence[TrafficTable], without: Collection[str] = ()
+    answers: Sequence[RankResult], by_rank: Sequence[TrafficTable], unpredicted_axes: Collection[str] = ()
 ) -> list[str]:
     """A line for each flow of a rank that is not what it should be. without: axes that are not looked at."""
     mismatches = []
     for rank, (answer, expected) in enumerate(zip(answers, by_rank, strict=True)):
-        counted = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
-        for axis, collective in sorted(counted.keys() | expected.keys()):
-            has, should = (flows.get((axis, collective), (0, 0)) for flows in (counted, expected))
-            if has != should and axis not in without:
+        flow_of = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
+        for axis, collective in sorted(flow_of.keys() | expected.keys()):
+            counted_flow, expected_flow = (
+                flows.get((axis, collective), (0, 0)) for flows in (flow_of, expected)
+            )
+            if counted_flow != expected_flow and axis not in unpredicted_axes:
                 mismatches.append(
-                    f"rank {rank}, {collective} over {axis}: {has[1]:,} bytes in {has[0]} calls, expected "
-                    f"{should[1]:,} in {should[0]}"
+                    f"rank {rank}, {collective} over {axis}: {counted_flow[1]:,} bytes in {counted_flow[0]} calls, "
+                    f"expected {expected_flow[1]:,} in {expected_flow[0]}"
                 )
     return mismatches
 
@@ -159,12 +161,12 @@ def gradient_differences(
 
     A block that several ranks hold counts with the worst of them; an element that no rank holds counts as NaN.
     """
-    everything = ReferenceStep(0.0, expected).grad_norm
+    expected_norm = ReferenceStep(0.0, expected).grad_norm
     differences = []
     for name, gradient in expected.items():
         norm = float(gradient.norm())
         distance = _distance(gradient, [answer.blocks.get(name, []) for answer in answers])
-        error = _relative(distance, max(norm, limits.relative_floor * everything))
+        error = _relative(distance, max(norm, limits.relative_floor * expected_norm))
         differences.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
     return _worst_first(differences)
 
@@ -182,13 +184,13 @@ def update_differences(config: Config, answers: Sequence[RankResult], limits: Li
     }
     after = plain_step(config, build_model(config), before, gradients)
     updates = {name: after[name] - weight for name, weight in before.items()}
-    everything = ReferenceStep(0.0, updates).grad_norm
+    expected_norm = ReferenceStep(0.0, updates).grad_norm
     last_place = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
     differences = []
     for name, update in updates.items():
         norm = float(update.norm())
         distance = _distance(after[name], [answer.weights.get(name, []) for answer in answers])
-        size = max(norm, limits.relative_floor * everything, 4 * last_place * float(after[name].norm()))
+        size = max(norm, limits.relative_floor * expected_norm, 4 * last_place * float(after[name].norm()))
         differences.append(
             Difference(
                 f"update of {name}", _relative(distance, size), norm, tuple(update.shape), limits.bound

@@ -1,4 +1,4 @@
-"""The tables of docs/internals/parallelism.md, model × layout, from the cases of tests/parity.
+"""The tables of docs/internals/tested-layouts.md, model × layout, from the cases of tests/parity.
 
 `python -m tests.support.layout_table` writes them anew.
 
@@ -38,7 +38,7 @@ from tests.support.expert_models import (
 from tests.support.layouts import FAMILY_LAYOUTS
 from tests.support.models import FAMILY_NAMES
 
-PAGE = Path(__file__).parents[2] / "docs" / "internals" / "parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "tested-layouts.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
 BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py -->"
 GREEN = "✓"

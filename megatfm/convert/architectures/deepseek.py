@@ -73,7 +73,7 @@ KEYS = ROPE | {
     "moe_layer_freq": supported_values(1),
     "scoring_func": supported_values("sigmoid"),
     "topk_method": supported_values("noaux_tc"),
-    # How to train and to run, and heads for later tokens.
+    # Settings of training and inference, and heads for later tokens.
     **ignored(
         "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers",
     ),
@@ -184,7 +184,7 @@ def _their_scale(config: ModelConfig) -> Json:
 
 
 def _blocks(hf_config: Json, n_layers: int, router: Json) -> Json:
-    """Which blocks have experts, and these."""
+    """Read the blocks that have experts, and the experts."""
     n_dense = max(hf_config["first_k_dense_replace"], 0)
     if n_dense >= n_layers:
         return {}

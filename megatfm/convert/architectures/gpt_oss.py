@@ -112,10 +112,10 @@ def read(hf_config: Json) -> ModelConfig:
 def write(config: ModelConfig) -> Json:
     experts = require_dropless(config)
     require_top_k_router(config)
-    without = ("hidden_act", "mlp_bias")
+    absent_keys = ("hidden_act", "mlp_bias")
     hf_config = write_llama(config.with_changes({"ffn.activation": "swiglu"}))
     return {
-        **{key: value for key, value in hf_config.items() if key not in without},
+        **{key: value for key, value in hf_config.items() if key not in absent_keys},
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
         "sliding_window": window_width(config, 128),

@@ -35,7 +35,7 @@ from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear,
 from megatfm.errors import UsageError
 
 EPS = 1e-5
-"""Of the norms of embedding and merging in transformers, whatever config.json says of the others."""
+"""ε of the norms of embedding and merging in transformers, whatever config.json sets for the others."""
 KEYS: dict[str, Key] = {
     **TRAINED,
     "image_size": used(224, int, list),

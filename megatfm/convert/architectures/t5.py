@@ -289,7 +289,8 @@ def read_switch(hf_config: Json) -> ModelConfig:
 
 
 def _sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> list[bool]:
-    """Which layers transformers gives experts to: with none asked for, the second, where there are two or more.
+    """Return the layers to which transformers gives experts: with none asked for, the second, where there are two or
+    more.
 
     step: from config.json, where it overrules the number of such layers.
     """

@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 def load(device: torch.device) -> ModuleType:
     """The package, set up for this device in a process whose groups torch has made. Raises UsageError where it is
     missing."""
-    # What is asked for before the import decides; else it compiles one operator to find out what it may compile.
+    # Set before the import, which would compile one operator to find out what it may compile.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if "LOCAL_RANK" not in os.environ:
         place = read_process_environment(os.environ)
@@ -107,7 +107,7 @@ def release(engine: Any) -> None:
 
 @contextmanager
 def _tolerate_missing_group() -> Iterator[None]:
-    """Where the groups are gone already: DeepSpeed asks for its rank, and does with it nothing but print."""
+    """Answer DeepSpeed's question for its rank after the process groups are destroyed; it only prints the answer."""
     comm = importlib.import_module("deepspeed.comm")
     original_get_rank = comm.get_rank
     if not torch.distributed.is_initialized():
@@ -170,11 +170,11 @@ class ModelParallelUnit:
         self._model = mesh.flat_group((PIPELINE, TENSOR))
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those that hold the other parts of its copy of the model."""
+        """This rank in the group that holds the parts of one copy of the model."""
         return torch.distributed.get_rank(self._model)
 
     def get_model_parallel_world_size(self) -> int:
-        """How many these are."""
+        """Size of that group."""
         return torch.distributed.get_world_size(self._model)
 
     def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
@@ -182,11 +182,11 @@ class ModelParallelUnit:
         return self._model
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among those that see other rows, or other parts of rows."""
+        """This rank in the group that reads different rows, or different parts of rows."""
         return torch.distributed.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many these are."""
+        """Size of that group."""
         return torch.distributed.get_world_size(self._data)
 
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
@@ -210,14 +210,14 @@ def parameter_groups(
     _refuse_frozen_ranks(pipeline)
     names, options = [], []
     for group_names, settings in group.parameter_groups(trained):
-        alike: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
+        names_by_kind: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
         for name in group_names:
             placement, holders = layout[name], pipeline.parameter_ranks[name] if pipeline else ()
             shared = holders if len(holders) > 1 else ()
-            alike.setdefault(
+            names_by_kind.setdefault(
                 (placement.data_axes == EXPERT_DATA_AXES, bool(placement.shards), shared), []
             ).append(name)
-        for (experts, _, _), alike_names in sorted(alike.items()):
+        for (experts, _, _), alike_names in sorted(names_by_kind.items()):
             statistics = {"moe": True, "name": EXPERT} if experts else {}
             names.append(alike_names)
             options.append({**settings, **statistics, "params": [trained[name] for name in alike_names]})
@@ -264,8 +264,8 @@ def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> N
 def _load(package: ModuleType, name: str, feature: str, way_out: str) -> None:
     """Let DeepSpeed find an operator: by itself it would compile it, or compile it again under another ninja."""
     builder = getattr(package.ops.op_builder, name)()
-    known: Any = importlib.import_module("deepspeed.git_version_info")
-    if not known.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
+    version_info: Any = importlib.import_module("deepspeed.git_version_info")
+    if not version_info.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
         requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
         builder._loaded_ops[builder.name] = _compiled(
             builder, requirement, f"{HOW.format(name=name)}, {way_out}"
@@ -286,8 +286,8 @@ def _compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
         try:
             module: ModuleType = _import_module_from_library(builder.name, str(folder), True)
         except ImportError as error:
-            why = f"{library} can't be loaded ({error}): remove {folder}, and compile it for this torch"
-            raise UsageError(f"{requirement}, but {why}: {way_out}") from None
+            reason = f"{library} can't be loaded ({error}): remove {folder}, and compile it for this torch"
+            raise UsageError(f"{requirement}, but {reason}: {way_out}") from None
         return module
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise UsageError(

@@ -52,8 +52,8 @@ class OffloadDirectory:
             )
         try:
             parent = _folder_of_user(path)
-            with (parent / "lock").open("ab") as turn:
-                fcntl.flock(turn, fcntl.LOCK_EX)
+            with (parent / "lock").open("ab") as lock_file:
+                fcntl.flock(lock_file, fcntl.LOCK_EX)
                 host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
                 _remove_stale(parent, host)
                 self.path = Path(tempfile.mkdtemp(prefix=f"{host}-", dir=parent))

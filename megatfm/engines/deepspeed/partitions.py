@@ -1,4 +1,4 @@
-"""Where DeepSpeed 0.19 keeps weights, gradients and optimizer state; only `nvme_offload.py` knows its insides, too.
+"""Access to DeepSpeed 0.19's weights, gradients and optimizer state; only `nvme_offload.py` uses its internals, too.
 
 Stage 0 leaves parameters alone. Stages 1 and 2 lay those of an optimizer's group one after another, and give each data
 rank an equal part of that; stage 3 does so with each parameter by itself. So what a rank holds of a parameter is

@@ -159,8 +159,10 @@ class GraphedModel:
 
     def _bind_gradients(self) -> None:
         """Gradients are in the places to which graphs add: what there was, or 0."""
-        if none := [gradient for parameter, gradient in self._gradients.items() if parameter.grad is None]:
-            torch._foreach_zero_(none)
+        if without_gradient := [
+            gradient for parameter, gradient in self._gradients.items() if parameter.grad is None
+        ]:
+            torch._foreach_zero_(without_gradient)
         for parameter, gradient in self._gradients.items():
             if parameter.grad is not None and parameter.grad is not gradient:
                 gradient.copy_(parameter.grad)

@@ -141,7 +141,7 @@ def _shard(
             module.set_gradient_divide_factor(1.0)
 
 
-def _prefetch(model: nn.Module, ahead: int) -> None:
+def _prefetch(model: nn.Module, depth: int) -> None:
     """Have each block ask for the weights of so many after it before it runs, and of so many before it before its
     backward pass. Only within its own stack, whose blocks surely run one after another: what is asked for and not used
     would stay."""
@@ -151,8 +151,8 @@ def _prefetch(model: nn.Module, ahead: int) -> None:
             stacks.setdefault(path.rpartition(".")[0], []).append(module)
     for stack in stacks.values():
         for place, block in enumerate(stack):
-            block.set_modules_to_forward_prefetch(stack[place + 1 : place + 1 + ahead])
-            block.set_modules_to_backward_prefetch(stack[max(place - ahead, 0) : place][::-1])
+            block.set_modules_to_forward_prefetch(stack[place + 1 : place + 1 + depth])
+            block.set_modules_to_backward_prefetch(stack[max(place - depth, 0) : place][::-1])
 
 
 def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> None:

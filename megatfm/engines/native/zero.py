@@ -71,7 +71,7 @@ class DataParallel(GradientSync, Protocol):
     local: dict[str, Tensor]
     """The blocks of the weights that the optimizer moves here, in the stored precision."""
     boxes: dict[str, Chunk]
-    """Where they are in the global tensors."""
+    """Their offsets in the global tensors."""
     sharded: bool
     """Whether the blocks on the ranks of a parameter's shard axis are different ones, or copies."""
 

@@ -127,8 +127,8 @@ class DotProductAttention(nn.Module):
         mask = mask or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
         sinks = None
         if self.sinks is not None:
-            of_parts = self.sinks.weight.view(-1, n_heads)
-            sinks = of_parts[head_shard % len(of_parts)]
+            sinks_by_part = self.sinks.weight.view(-1, n_heads)
+            sinks = sinks_by_part[head_shard % len(sinks_by_part)]
         case = AttentionRequest.from_inputs(
             q_BNTH,
             k_BKSH,
@@ -137,7 +137,7 @@ class DotProductAttention(nn.Module):
             drops=rng_keys is not None,
             bias=bias,
             sinks=sinks is not None,
-            of_values=v_BKSH.shape[-1],
+            v_width=v_BKSH.shape[-1],
         )
         kernel = choose(case)
         log_once(kernel.name, self.pattern_name, case)
@@ -169,8 +169,8 @@ def _tell(
     kind = (kernel, pattern, plain, slow, drops, device, dtype)
     if kind not in _TOLD:
         _TOLD.add(kind)
-        by = {"products": "by a mask", "fused": "by a mask", "varlen": "by documents laid end to end"}
-        strategy = f"plainly {plain}" if plain else by.get(kernel, "by blocks")
+        method_of = {"products": "by a mask", "fused": "by a mask", "varlen": "by documents laid end to end"}
+        strategy = f"plainly {plain}" if plain else method_of.get(kernel, "by blocks")
         costs = ""
         if slow:
             costs = ", which looks at all pairs: slow, and memory grows with the square of the length"

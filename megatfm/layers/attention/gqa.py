@@ -43,8 +43,8 @@ class GroupedQueryAttention(HeadProjections):
         elif options.qk_norm:
             self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         position = POSITIONS.get(config.position.name)
-        turns = position.rotary is not None and not pattern.is_cross_attention
-        self.position = position.rotary(config, initial) if turns and position.rotary else None
+        is_rotary = position.rotary is not None and not pattern.is_cross_attention
+        self.position = position.rotary(config, initial) if is_rotary and position.rotary else None
         core = (
             position.attention
             if position.attention and not pattern.is_cross_attention
@@ -75,7 +75,7 @@ class GroupedQueryAttention(HeadProjections):
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
-                # Of keys that don't stand next to one another, biases are not those of distances in a row.
+                # Keys that aren't neighbours in the row have other biases than their distance in the cache.
                 keep_all = bias is not None and self.pattern.n_initial_kept > 0
                 k_BKSH, v_BKSH, sequence = update_cache(
                     cache, k_BKSH, v_BKSH, self.pattern, sequence, keep_all=keep_all

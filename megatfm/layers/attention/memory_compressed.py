@@ -100,9 +100,9 @@ class CompressedKeyMask:
         return self.cached("mask", self._mask)
 
     def _mask(self) -> Tensor:
-        of_q, of_k = self._documents()
-        near = self._places[:, None, None] <= self._sequence.indices[None, None, :, None]
-        return near & (of_q[:, None, :, None] == of_k[:, None, None])
+        documents_q, documents_k = self._documents()
+        is_earlier = self._places[:, None, None] <= self._sequence.indices[None, None, :, None]
+        return is_earlier & (documents_q[:, None, :, None] == documents_k[:, None, None])
 
     def block_mask(self, size: int) -> Tensor:
         return self._table(size, full=False)
@@ -116,17 +116,17 @@ class CompressedKeyMask:
             _ends(x, size, dim) for x, dim in ((self._sequence.indices[None], -1), (self._places, -2))
         )
         documents_q, documents_k = self._documents()
-        (of_q, of_q_last), (of_k, of_k_last) = _ends(documents_q, size, -1), _ends(documents_k, size, -2)
+        (first_q, last_q), (first_k, last_k) = _ends(documents_q, size, -1), _ends(documents_k, size, -2)
         if full:
-            is_same_block = (of_q == of_q_last) & (of_k == of_k_last) & (of_q == of_k)
+            is_same_block = (first_q == last_q) & (first_k == last_k) & (first_q == first_k)
             return (k_last <= q_first) & is_same_block
-        return (k_first <= q_last) & (of_k <= of_q_last) & (of_k_last >= of_q)
+        return (k_first <= q_last) & (first_k <= last_q) & (last_k >= first_q)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        of_q, of_k = self._documents()
+        documents_q, documents_k = self._documents()
         rows = b % len(self._places)
-        near = self._places[rows, k] <= self._sequence.indices[q]
-        return near & (of_q[b % len(of_q), q] == of_k[b % len(of_k), k])
+        is_earlier = self._places[rows, k] <= self._sequence.indices[q]
+        return is_earlier & (documents_q[b % len(documents_q), q] == documents_k[b % len(documents_k), k])
 
     def translation_invariant_blocks(self, size: int) -> None:
         return None
@@ -154,8 +154,8 @@ class CompressedKeyMask:
         starts_BT = (places_BT == 0).cumsum(1)
         starts_BT = starts_BT.expand(max(len(starts_BT), len(self._places)), -1)
         has_BS = self._places < NO_POSITION
-        of_k = starts_BT.gather(1, self._places.where(has_BS, 0)).where(has_BS, NO_POSITION)
-        return starts_BT[:, sequence.indices], of_k
+        key_documents = starts_BT.gather(1, self._places.where(has_BS, 0)).where(has_BS, NO_POSITION)
+        return starts_BT[:, sequence.indices], key_documents
 
 
 def _ends(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -257,7 +257,7 @@ class CompressedAttentionCore(DotProductAttention):
         self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, places_BS: Tensor
     ) -> Tensor:
         """[B, N, T, H]."""
-        # What a block stores is measured with a plain pattern in place of its own.
+        # Activations of a block are measured with a plain pattern in place of its own.
         pattern = self.pattern
         mask = (
             CompressedKeyMask(sequence, places_BS, pattern.factor)

@@ -134,9 +134,9 @@ class AxisBias(nn.Module):
     def forward(self, q_INHWC: Tensor, keys: tuple[int, int]) -> Tensor:
         """[I, N, Q, K] of pooled queries, not scaled, and the sides of the keys' map."""
         rows, columns = q_INHWC.shape[2:4]
-        of_rows = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _by_offset(self.rows, rows, keys[0]))
-        of_columns = torch.einsum("inhwc,wkc->inhwk", q_INHWC, _by_offset(self.columns, columns, keys[1]))
-        return (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4, 5).flatten(2, 3)
+        row_bias = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _by_offset(self.rows, rows, keys[0]))
+        column_bias = torch.einsum("inhwc,wkc->inhwk", q_INHWC, _by_offset(self.columns, columns, keys[1]))
+        return (row_bias[..., :, None] + column_bias[..., None, :]).flatten(4, 5).flatten(2, 3)
 
 
 def _by_offset(table_OC: Tensor, queries: int, keys: int) -> Tensor:

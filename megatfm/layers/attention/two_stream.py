@@ -67,10 +67,10 @@ class QueryStream:
         return self.sequence.cached("pairs of a stream", lambda: self._pairs(rows))
 
     def _pairs(self, rows: slice) -> PairwiseInputs:
-        of_row = self.segments.full
-        places_S = torch.arange(of_row.shape[1], device=of_row.device)
-        distances_BQS = self.places_BQ[:, rows, None] - places_S + of_row.shape[1] - 1
-        segments_BQS = (self.segments.local[:, rows, None] != of_row[:, None]).long()
+        full_segments = self.segments.full
+        places_S = torch.arange(full_segments.shape[1], device=full_segments.device)
+        distances_BQS = self.places_BQ[:, rows, None] - places_S + full_segments.shape[1] - 1
+        segments_BQS = (self.segments.local[:, rows, None] != full_segments[:, None]).long()
         masks = [of.full[:, None] <= of.local[:, rows, None] for of in (self.order,) if of]
         masks += [of.full[:, None] == of.local[:, rows, None] for of in (self.documents,) if of]
         mask_B1QS = reduce(torch.logical_and, masks)[:, None] if masks else None
@@ -131,10 +131,10 @@ class TwoStreamAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segment_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segments = nn.Parameter(torch.empty(2, heads, self.head_dim))
-        # As in the released code, biases start as everything else; they are added to all queries, and don't decay.
+        # Biases are initialised like all weights, as in the released code; they are added to queries, and don't decay.
         biases = ("content_bias", "position_bias", "segment_bias")
-        drawn = initial("relative", 2, width)
-        self.initial = dict.fromkeys((*biases, "segments"), drawn)
+        relative_init = initial("relative", 2, width)
+        self.initial = dict.fromkeys((*biases, "segments"), relative_init)
         self.roles = dict.fromkeys(biases, "vector") | {"segments": "embedding"}
         self.dropout = Dropout(config.attention.dropout, "attention")
 
@@ -170,8 +170,8 @@ class TwoStreamAttention(nn.Module):
 
         def attend(rows: slice) -> Tensor:
             scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], content, stream.pairs(rows))
-            drawn = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
-            shares_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, drawn)
+            chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
+            shares_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
             return unless_blind(shares_BNQS @ content.values, mask_B1QS)
 
         heads_BNQH = attend_in_chunks(attend, q_BNQH, content.keys.shape[2], "of two streams")

@@ -175,10 +175,10 @@ class Experts(nn.Module):
             if has_bias:
                 self.initial[name] = Constant(0.0)
         self.roles = {name: "vector" if name in biases else "matrices" for name in self.initial}
-        self.down_bias_scale = 1.0  # of the last bias, where others add the rest
-        # Where ranks that share the experts get each other's tokens, and their parts of the sums.
+        self.down_bias_scale = 1.0  # of the last bias, if other ranks add the rest
+        # Seams at which ranks that share the experts gather tokens, and reduce the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
-        # Where ranks that have a part of each row get its other choices, and their part of what follows from all.
+        # Seams at which ranks that share a row gather its choices, and take their part of the result.
         self.gather_row, self.split_row = RowSeam(), RowSeam()
 
     def cost(self, tokens: TokenCounts) -> Cost:
@@ -231,9 +231,9 @@ class Experts(nn.Module):
 
     def _reached(self, choices_M: Tensor) -> Tensor:
         """The places of choices among the experts that are reached; −1, or one too large, for others."""
-        of_group, local_experts = self.n_experts // self.ep_size, len(self.w_up)
-        within_M = choices_M % of_group - self.first
-        places_M = choices_M // of_group * local_experts + within_M
+        group_experts, local_experts = self.n_experts // self.ep_size, len(self.w_up)
+        within_M = choices_M % group_experts - self.first
+        places_M = choices_M // group_experts * local_experts + within_M
         return places_M.where((within_M >= 0) & (within_M < local_experts), -1)
 
     def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:

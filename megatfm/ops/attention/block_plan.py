@@ -75,20 +75,22 @@ def plan_blocks(
     counts = table.sum(-1)
     count = counts.amax(1)
     masked = (partial.sum(-1) + count[:, None] - counts).amax(1)
-    alike = _shares_mask(host_mask, table, grid)
+    shares_mask = _shares_mask(host_mask, table, grid)
     planned = []
     for m, p in torch.stack([count, masked], 1).unique(dim=0).tolist():
         rows = ((count == m) & (masked == p)).nonzero()[:, 0]
         if not m:
             continue
-        listed = order[rows][..., :m]
+        visible_blocks = order[rows][..., :m]
         if not p:
-            planned.append(BlockGroup(moved(rows, device), moved(listed, device), None))
+            planned.append(BlockGroup(moved(rows, device), moved(visible_blocks, device), None))
             continue
-        for at, shared in _group_by_offset(rows % grid.rows, listed[..., m - p :], alike[rows]):
+        for at, shared in _group_by_offset(rows % grid.rows, visible_blocks[..., m - p :], shares_mask[rows]):
             queried = at[:1] if shared else at
-            group_mask = _masks(mask, table, rows[queried], listed[queried][..., m - p :], grid, device)
-            planned.append(BlockGroup(moved(rows[at], device), moved(listed[at], device), group_mask))
+            group_mask = _masks(
+                mask, table, rows[queried], visible_blocks[queried][..., m - p :], grid, device
+            )
+            planned.append(BlockGroup(moved(rows[at], device), moved(visible_blocks[at], device), group_mask))
     return planned
 
 
@@ -109,11 +111,11 @@ def _shares_mask(mask: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
     return q_BQ.flatten() & ~(table & is_hidden[:, None]).flatten(1).any(1)
 
 
-def _group_by_offset(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[tuple[Tensor, bool]]:
+def _group_by_offset(places: Tensor, blocks: Tensor, shares_mask: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """Yield the rows of each group, and whether they share one mask."""
-    if not alike.all():
-        yield (~alike).nonzero()[:, 0], False
-    at = alike.nonzero()[:, 0]
+    if not shares_mask.all():
+        yield (~shares_mask).nonzero()[:, 0], False
+    at = shares_mask.nonzero()[:, 0]
     if len(at):
         distances, kind = (blocks[at] - places[at, None, None]).flatten(1).unique(dim=0, return_inverse=True)
         for number in range(len(distances)):
@@ -127,9 +129,9 @@ def _masks(
     inside = torch.arange(grid.size, device=device)
     n = torch.arange(blocks.shape[1], device=device)[None, :, None, None]
     blocks_at_once = max(1, MASKED // (grid.size**2 * blocks[0].numel()))
-    of_all = (moved(x, device).split(blocks_at_once) for x in (rows, blocks, table[rows].gather(-1, blocks)))
+    chunks = (moved(x, device).split(blocks_at_once) for x in (rows, blocks, table[rows].gather(-1, blocks)))
     masks = []
-    for row, block, listed in zip(*of_all, strict=True):
+    for row, block, listed in zip(*chunks, strict=True):
         b = (row // grid.rows)[:, None, None, None]
         q = ((row % grid.rows)[:, None] * grid.size + inside).clamp(max=grid.queries - 1)[:, None, :, None]
         k = (block[..., None] * grid.size + inside).flatten(2)[:, :, None]
@@ -182,8 +184,8 @@ def bands(
 
 def tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tensor:
     """[…, T, H] → […, n, size, H], a view."""
-    over = x.narrow(-2, first, (count - 1) * step + size)
-    return over.unfold(-2, size, step).transpose(-1, -2)
+    windows = x.narrow(-2, first, (count - 1) * step + size)
+    return windows.unfold(-2, size, step).transpose(-1, -2)
 
 
 def add_tiles(total: Tensor, parts: Tensor, first: int, step: int) -> None:
@@ -224,16 +226,30 @@ def _of_tokens(
     places = torch.arange(end - begin, device=device)
     tokens = moved(torch.tensor(sides.global_tokens, dtype=torch.int64), device)
     for low, high in _neighbours([token for token in sides.global_tokens if token < end - begin]):
-        far = ~_near(sides, places[:, None], places[low:high])
-        of_others = far & ~torch.isin(places, tokens)[:, None]
-        of_token = ~_near(sides, places[low:high, None], places)
+        is_far = ~_near(sides, places[:, None], places[low:high])
+        is_hidden_for_rows = is_far & ~torch.isin(places, tokens)[:, None]
+        is_hidden_for_tokens = ~_near(sides, places[low:high, None], places)
         at, count = begin + low, high - low
-        if of_others.any():
+        if is_hidden_for_rows.any():
             yield Band(
-                row, begin, at, end - begin, count, partial_columns=((0, of_others),), accumulates=True
+                row,
+                begin,
+                at,
+                end - begin,
+                count,
+                partial_columns=((0, is_hidden_for_rows),),
+                accumulates=True,
             )
-        if of_token.any():
-            yield Band(row, at, begin, count, end - begin, partial_columns=((0, of_token),), accumulates=True)
+        if is_hidden_for_tokens.any():
+            yield Band(
+                row,
+                at,
+                begin,
+                count,
+                end - begin,
+                partial_columns=((0, is_hidden_for_tokens),),
+                accumulates=True,
+            )
 
 
 def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -246,8 +262,8 @@ def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _near(sides: BandLimits, q: Tensor, k: Tensor) -> Tensor:
-    near = q == q if sides.left is None else k >= q - sides.left
-    return near & (k == k) if sides.right is None else near & (k <= q + sides.right)
+    in_window = q == q if sides.left is None else k >= q - sides.left
+    return in_window & (k == k) if sides.right is None else in_window & (k <= q + sides.right)
 
 
 def _edges(

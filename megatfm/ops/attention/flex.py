@@ -37,7 +37,7 @@ def flex(
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, with biases by distance only.
+    """Compute `attention_reference` with biases by distance only.
 
     Probabilities are dropped inside the kernel, by the keys: with scores of −∞ at what is dropped it gives the mean of
     the values that are left, and the logarithm of the sum over these. A second pass gives that over all of them.

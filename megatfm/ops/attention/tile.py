@@ -122,15 +122,15 @@ def attend_backward(
         return dq, dk, dv, None
     scores, slope = _scores(q, k, bias, plan)
     shares = scores.to(lse.dtype).sub_(lse).exp_()
-    of_shares, used = g @ v.transpose(-1, -2), shares
+    shares_grad, used = g @ v.transpose(-1, -2), shares
     if keep is not None:
         factor = keep.to(shares.dtype) * (RATE_STEPS / (RATE_STEPS - plan.threshold))
-        of_shares, used = of_shares * factor, shares * factor
-    of_scores = (of_shares - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
-    of_bias = of_scores if learns else None
-    of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
-    of_q, of_k = (of_scores @ k) * plan.scale, of_scores.transpose(-1, -2) @ (q * plan.scale)
-    return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g, of_bias
+        shares_grad, used = shares_grad * factor, shares * factor
+    scores_grad = (shares_grad - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
+    bias_grad = scores_grad if learns else None
+    scores_grad = (scores_grad if slope is None else scores_grad * slope).to(q.dtype)
+    q_grad, k_grad = (scores_grad @ k) * plan.scale, scores_grad.transpose(-1, -2) @ (q * plan.scale)
+    return q_grad, k_grad, used.to(q.dtype).transpose(-1, -2) @ g, bias_grad
 
 
 def append_columns(x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def append_columns(x: Tensor) -> Tensor:
 def tile_backward_bf16(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_backward` in bfloat16; keys and values have room beside them.
+    """Compute `attend_backward` in bfloat16; keys and values have room beside them.
 
     What is taken off scores and their gradients, in float32, is taken off within the matrix product, in two parts:
     the scores are then rounded once, and near 0, where bfloat16 is finest. Probabilities are kept `level` powers of 2
@@ -159,10 +159,10 @@ def tile_backward_bf16(
     if bias is not None:
         shares.add_(bias)
     shares.exp_()
-    of_scores = torch.cat([g, *_split_high_low(delta * -(2.0**-level), g.dtype)], -1) @ v.transpose(-1, -2)
-    of_scores.mul_(shares)
-    of_q, of_k = (of_scores @ k)[..., :-EXTRA_COLUMNS], of_scores.transpose(-1, -2) @ scaled
-    return of_q * scale, of_k, shares.transpose(-1, -2) @ g
+    scores_grad = torch.cat([g, *_split_high_low(delta * -(2.0**-level), g.dtype)], -1) @ v.transpose(-1, -2)
+    scores_grad.mul_(shares)
+    q_grad, k_grad = (scores_grad @ k)[..., :-EXTRA_COLUMNS], scores_grad.transpose(-1, -2) @ scaled
+    return q_grad * scale, k_grad, shares.transpose(-1, -2) @ g
 
 
 def _split_high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,9 +182,9 @@ def _scores(
     return (scores if bias is None else scores.add_(bias)), slope
 
 
-def uses_bf16_backward(q: Tensor, v: Tensor, drawn: Tensor | None, plan: BlockAttentionPlan) -> bool:
+def uses_bf16_backward(q: Tensor, v: Tensor, rng_keys: Tensor | None, plan: BlockAttentionPlan) -> bool:
     """Whether `tile_backward_bf16` serves it: on matrix units it is several times as fast as the fused kernel."""
-    return q.dtype == torch.bfloat16 and is_plain(q, v, drawn, plan)
+    return q.dtype == torch.bfloat16 and is_plain(q, v, rng_keys, plan)
 
 
 def is_plain(q: Tensor, v: Tensor, keep: Tensor | None, plan: BlockAttentionPlan) -> bool:
@@ -233,7 +233,7 @@ def forward(
 
 def backward(
     band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, bias: Tensor | None, of_bias: Tensor | None, plan: BlockAttentionPlan,
+    dv: Tensor, bias: Tensor | None, bias_grad: Tensor | None, plan: BlockAttentionPlan,
 ) -> None:  # fmt: skip
     """Adds to the gradients of q, k and v, and of a bias that learns; all but that of q in the type of `lse`."""
     heads, length, width = k.shape[1], *q.shape[2:]
@@ -251,26 +251,26 @@ def backward(
         if folded:
             results: Gradients = (*_products(gc, qc, kc, vc, oc, lc, added, plan.scale), None)
         else:
-            learns = of_bias is not None
+            learns = bias_grad is not None
             results = attend_backward(gc, qc, kc, vc, oc, lc, added, None, plan, band.causal, learns)
-            if of_bias is not None and results[3] is not None:
-                of_head = (
+            if bias_grad is not None and results[3] is not None:
+                kv_head_of = (
                     results[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
                 )
-                add_tile(of_bias, of_head, length, band.first, band.start)
-        of_q = _of_heads(results[0], q.shape[1], band)
+                add_tile(bias_grad, kv_head_of, length, band.first, band.start)
+        q_grad = _of_heads(results[0], q.shape[1], band)
         place = tiles(dq, first, band.queries, count, band.step)
-        place.copy_(place + of_q if band.accumulates else of_q)
+        place.copy_(place + q_grad if band.accumulates else q_grad)
         for total, part in ((dk, results[1]), (dv, results[2])):
             part = part.sum(1, keepdim=True, dtype=total.dtype) if band.causal else part
             add_tiles(total, part, start, band.step)
 
 
-def merge_partial(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+def merge_partial(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
-    total = torch.logaddexp(lse, of_more)
+    total = torch.logaddexp(lse, more_lse)
     safe = total.masked_fill(total == -torch.inf, 0)
-    return out * (lse - safe).exp() + more * (of_more - safe).exp(), total
+    return out * (lse - safe).exp() + more_out * (more_lse - safe).exp(), total
 
 
 def _by_keys(x: Tensor, band: Band, heads: int) -> Tensor:

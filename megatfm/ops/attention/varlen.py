@@ -39,7 +39,7 @@ def varlen(
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, without biases, soft cap, dropped probabilities and sinks."""
+    """Compute `attention_reference` without biases, soft cap, dropped probabilities and sinks."""
     assert mask.window is not None
     rows, heads, length = q_BNTH.shape[:3]
     starts_C = mask.starts()
@@ -53,9 +53,9 @@ def varlen(
 
 
 @constant_when_compiled
-def supports_head_dims(width: int, of_values: int, *, grouped: bool) -> bool:
+def supports_head_dims(width: int, v_width: int, *, grouped: bool) -> bool:
     """Whether this torch has the operator, and it takes heads of these widths, of which several share keys."""
-    fits = width == of_values and width <= WIDEST and width % 8 == 0
+    fits = width == v_width and width <= WIDEST and width % 8 == 0
     return fits and (not grouped or "enable_gqa" in parameters()) and all(n in parameters() for n in NEEDED)
 
 

@@ -54,13 +54,13 @@ class BigBird(AttentionPattern):
 
     def key_ranges(self, first: int, last: int, length: int) -> Ranges:
         size, end = self.block, -(-length // self.block) * self.block
-        near = (first // size - 1) * size, (-(-last // size) + 1) * size
-        ahead = 0, max(self.extra or size, size * self._full_below_blocks if self.n_random else 0)
+        neighbours = (first // size - 1) * size, (-(-last // size) + 1) * size
+        first_blocks = 0, max(self.extra or size, size * self._full_below_blocks if self.n_random else 0)
         if self.causal:
-            return (near[0], last), (0, min(last, ahead[1]))
+            return (neighbours[0], last), (0, min(last, first_blocks[1]))
         if length <= self._full_below_blocks * size:
             return ((0, length),)
-        return (near, ahead) if self.extra else (near, ahead, (end - size, end))
+        return (neighbours, first_blocks) if self.extra else (neighbours, first_blocks, (end - size, end))
 
     def global_queries(self, length: int) -> Ranges:
         size, end = self.block, -(-length // self.block) * self.block
@@ -101,8 +101,8 @@ class BigBird(AttentionPattern):
         if not self.causal:
             may_see = may_see | (count <= self._full_below_blocks)
         for step in range(min(MAX_BLOCKS_CHECKED, int((q1 - q0).max()) + 1)):
-            for drawn in self._random_blocks_of(torch.minimum(q0 + step, q1), heads):
-                may_see = may_see | ((k0 <= drawn) & (drawn <= k1))
+            for random_block in self._random_blocks_of(torch.minimum(q0 + step, q1), heads):
+                may_see = may_see | ((k0 <= random_block) & (random_block <= k1))
         return may_see & (k.first <= q.last) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ class BigBird(AttentionPattern):
             is_visible = is_visible | (k == 0)
         if not (self.causal or self.extra):
             is_visible = is_visible | (q == 0) | (q == count - 1) | (k == count - 1)
-        for drawn in self._random_blocks_of(q, heads):
-            is_visible = is_visible | (k == drawn)
+        for random_block in self._random_blocks_of(q, heads):
+            is_visible = is_visible | (k == random_block)
         return is_visible if self.causal else is_visible | (count <= self._full_below_blocks)
 
     def _random_blocks_of(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
@@ -155,8 +155,8 @@ def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
         not_these = {row - 1, row, row + 1, 0, choice - 1}
         not_these |= {choice - 2} if row == 1 else {1} if row == choice - 2 else set()
         for head in range(n_heads):
-            drawn = [block for block in generator.permutation(choice) if block not in not_these]
-            table[head, row] = drawn[:n_random]
+            random_blocks = [block for block in generator.permutation(choice) if block not in not_these]
+            table[head, row] = random_blocks[:n_random]
     return torch.from_numpy(table)
 
 

@@ -123,26 +123,26 @@ class Window(AttentionPattern):
 
     def simplify(self, length: int) -> AttentionPattern:
         causal = self.right == 0
-        everything = self.step == 1 and self.left >= length - 1 and (causal or self.right >= length - 1)
-        return Full(causal) if everything else self
+        sees_all = self.step == 1 and self.left >= length - 1 and (causal or self.right >= length - 1)
+        return Full(causal) if sees_all else self
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        near = (k >= q - self.left) & (k <= q + self.right)
+        in_window = (k >= q - self.left) & (k <= q + self.right)
         if self.step > 1:
-            near = near & ((q - k) % self.step == 0)
-        return near | ((k < self.first) & (k <= q)) if self.first else near
+            in_window = in_window & ((q - k) % self.step == 0)
+        return in_window | ((k < self.first) & (k <= q)) if self.first else in_window
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        # How far back the nearest and the farthest pair lie, and whether a step lies between.
+        # Distances of the nearest and the farthest pair, and whether a multiple of the dilation lies between.
         least, most = (q.first - k.last).clamp(min=-self.right), (q.last - k.first).clamp(max=self.left)
-        near = most // self.step * self.step >= least
-        return near | ((k.first < self.first) & (k.first <= q.last)) if self.first else near
+        in_window = most // self.step * self.step >= least
+        return in_window | ((k.first < self.first) & (k.first <= q.last)) if self.first else in_window
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         if self.step > 1:
             return super().full_block_mask(q, k, heads)
-        near = (k.first >= q.last - self.left) & (k.last <= q.first + self.right)
-        return near | ((k.last < self.first) & (k.last <= q.first)) if self.first else near
+        in_window = (k.first >= q.last - self.left) & (k.last <= q.first + self.right)
+        return in_window | ((k.last < self.first) & (k.last <= q.first)) if self.first else in_window
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
         places = torch.arange(length)
@@ -151,8 +151,8 @@ class Window(AttentionPattern):
         n_pairs = length + int(before.sum()) + int(after.sum())
         if self.first:  # those that lie before the window, or between its steps
             k = torch.arange(min(self.first, length))[:, None]
-            near = (k >= places - self.left) & ((places - k) % self.step == 0)
-            n_pairs += int(((k <= places) & ~near).sum())
+            in_window = (k >= places - self.left) & ((places - k) % self.step == 0)
+            n_pairs += int(((k <= places) & ~in_window).sum())
         return n_pairs
 
 

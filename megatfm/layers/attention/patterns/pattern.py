@@ -125,7 +125,7 @@ class AttentionPattern:
         raise NotImplementedError
 
     def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
-        """The same, in documents of these lengths, int64 that broadcast."""
+        """Compute `mask_mod` in documents of these lengths (int64, broadcastable)."""
         return self.mask_mod(q, k, heads)
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
@@ -154,14 +154,14 @@ class AttentionPattern:
             _heads(0, n_heads, lengths.device),
         )
         ends = (starts + size).clamp(max=length) - 1
-        of_k, n_pairs = BlockBounds(starts, ends, lengths, lengths), 0
+        bounds_k, n_pairs = BlockBounds(starts, ends, lengths, lengths), 0
         for first, last in zip(starts.split(BLOCK), ends.split(BLOCK), strict=True):
-            of_q, shape = (
+            bounds_q, shape = (
                 BlockBounds(first[:, None], last[:, None], lengths, lengths),
                 (1, n_heads, len(first), len(starts)),
             )
-            partly_visible = self.block_mask(of_q, of_k, heads).expand(shape)
-            fully_visible = partly_visible & self.full_block_mask(of_q, of_k, heads).expand(shape)
+            partly_visible = self.block_mask(bounds_q, bounds_k, heads).expand(shape)
+            fully_visible = partly_visible & self.full_block_mask(bounds_q, bounds_k, heads).expand(shape)
             n_pairs += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
             partly = (partly_visible & ~fully_visible).nonzero()[:, 1:, None, None]
             for part in partly.split(COUNTED) if len(partly) else ():
@@ -232,23 +232,27 @@ class AttentionPattern:
         """
         q, k = self.places(sequence)
         lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
-        of_q, of_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
-        block_mask = self.full_block_mask(of_q, of_k, heads) if full else self.block_mask(of_q, of_k, heads)
+        bounds_q, bounds_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
+        block_mask = (
+            self.full_block_mask(bounds_q, bounds_k, heads)
+            if full
+            else self.block_mask(bounds_q, bounds_k, heads)
+        )
         if sequence.prefix_mask is not None:
-            opened = block_bounds(sequence.prefix_mask.long(), size, -2)
-            block_mask = block_mask | (opened.first if full else opened.last).bool()
+            prefix_bounds = block_bounds(sequence.prefix_mask.long(), size, -2)
+            block_mask = block_mask | (prefix_bounds.first if full else prefix_bounds.last).bool()
         numbers = sequence.document_ids(of_memory=self.is_cross_attention)
         if numbers is None:
             return block_mask
-        of_q, of_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
+        bounds_q, bounds_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
         if full:
             return (
                 block_mask
-                & (of_q.first == of_q.last)
-                & (of_k.first == of_k.last)
-                & (of_q.first == of_k.first)
+                & (bounds_q.first == bounds_q.last)
+                & (bounds_k.first == bounds_k.last)
+                & (bounds_q.first == bounds_k.first)
             )
-        return block_mask & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
+        return block_mask & (bounds_k.first <= bounds_q.last) & (bounds_k.last >= bounds_q.first)
 
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
         """Lengths of the queries' documents [B or 1, T or 1]; any number where they make no difference."""
