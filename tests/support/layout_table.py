@@ -2,7 +2,7 @@
 
 `python -m tests.support.layout_table` writes them anew.
 
-Nothing is written down here about what works: a cell is models_of_layout because a case of that name is run by the suite, which
+Nothing is written down here about what works: a cell has a tick because a case of that name is run by the suite, which
 fails if a gradient differs (many by `make test-all` alone); it is empty where there is no such case.
 """
 

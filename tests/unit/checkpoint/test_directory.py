@@ -57,7 +57,7 @@ def test_other_names_are_not_checkpoints(tmp_path: Path) -> None:
     assert find_latest(tmp_path) == path
 
 
-def test_keep(tmp_path: Path) -> None:
+def test_save_keeps_the_newest_steps(tmp_path: Path) -> None:
     for step in range(1, 6):
         save_step(tmp_path, step, keep=2)
     assert steps(tmp_path) == [4, 5]

@@ -55,7 +55,7 @@ def test_a_url_gives_what_the_folder_gives(
     )
 
 
-def test_over_http(folder: Path, cache: ShardCacheConfig) -> None:
+def test_reads_a_corpus_over_http(folder: Path, cache: ShardCacheConfig) -> None:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
 
@@ -86,7 +86,9 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_over_s3(bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]) -> None:
+def test_reads_a_corpus_over_s3(
+    bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]
+) -> None:
     remote = Corpus.open(bucket, cache)
     assert same_corpora(remote, Corpus.open(folder))
     assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
@@ -128,7 +130,7 @@ class Gcs(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def test_over_gcs(
+def test_reads_a_corpus_over_gcs(
     folder: Path, cache: ShardCacheConfig, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By gcsfs, from a server of this file, since no fake server of GCS is small enough to be installed for it."""

@@ -206,7 +206,7 @@ def test_what_is_no_image_is_named(tmp_path: Path, lay: Any, members: dict[str, 
     assert "500" in result["skipped_files"][0]
 
 
-def test_hostile_tars(tmp_path: Path) -> None:
+def test_hostile_tars_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     path = tmp_path / "in" / "all.tar"
 

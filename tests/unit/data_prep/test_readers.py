@@ -274,7 +274,7 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
         assert bomb == "is longer than 10,000 bytes once unpacked"
 
 
-def test_wikitext() -> None:
+def test_wikitext_loses_its_markup() -> None:
     text = (
         "'''Bold''' [[link|shown]] and [[plain]].<ref>{{cite|x}}</ref>\n[[File:a.jpg|thumb|A [[caption]]]]\n"
         "{{Infobox|name=x}}\n== Title ==\n{| class=x\n|a cell\n|}\n* item &amp; more\n[[Category:Cats]]"

@@ -196,7 +196,7 @@ def test_ngrams_by_definition() -> None:
     assert over > 300, "bounds decided that often"
 
 
-def test_blocked_urls(tmp_path: Path) -> None:
+def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
     path = tmp_path / "urls.txt"
     path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\n")
     for url, why in {
@@ -211,7 +211,7 @@ def test_blocked_urls(tmp_path: Path) -> None:
         assert rule_outcome(rule("url_filter", file=str(path)), "text", url)[1] == why, url
 
 
-def test_blocked_words(tmp_path: Path) -> None:
+def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")
     each = lambda **settings: rule("c4_badwords", file=str(path), **settings)  # noqa: E731

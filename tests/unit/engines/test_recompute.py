@@ -159,7 +159,7 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])
-def test_sizes(text: str, size: int) -> None:
+def test_recompute_sizes_are_parsed(text: str, size: int) -> None:
     assert activation_checkpointing.size_of(text) == size
 
 

@@ -301,7 +301,9 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.count("--dependency") == 1, "of two, sbatch would take the last"
 
 
-def test_from_python(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_from_python_writes_the_job(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_slurm.answer("sbatch", "12\n")
     run = submit("quickstart", "train.steps=77", nodes=2, chain=2, sbatch=["--exclusive", "--mail-type=FAIL"])
     assert run.run_dir == folder / "runs" / "quickstart"

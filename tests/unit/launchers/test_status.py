@@ -55,7 +55,7 @@ def test_several_runs_in_a_table(
     assert second == ["b", "PENDING", "0", "of", "100", "job", "9,", "Resources"]
 
 
-def test_for_programs(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
     _, said = megatfm("status", "runs/mine", "--json", capsys=capsys)

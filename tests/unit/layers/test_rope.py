@@ -15,7 +15,7 @@ def draw(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     )
 
 
-def test_against_transformers() -> None:
+def test_rope_equals_transformers() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 4, 3, 900, 1, 0, 77]])
     cos, sin = rotary_table(positions, frequencies(H, THETA))
     q, k = draw(1), draw(2)

@@ -32,14 +32,14 @@ class TestFrequencies:
         torch.testing.assert_close(actual[0].float(), wanted[0].float(), rtol=1e-5, atol=0)
         assert actual[1] == pytest.approx(wanted[1], rel=1e-12)
 
-    def test_linear(self, width: int, theta: float) -> None:
+    def test_linear_scaling_equals_transformers(self, width: int, theta: float) -> None:
         self.check(
             scaled_frequencies(width, theta, LinearScaling(factor=8.0)),
             theirs("linear", width, theta, factor=8.0),
         )
 
     @pytest.mark.parametrize("stretch", [1.0, 2.0, 7.0])
-    def test_ntk(self, width: int, theta: float, stretch: float) -> None:
+    def test_ntk_scaling_equals_transformers(self, width: int, theta: float, stretch: float) -> None:
         """Their dynamic form at a length: `factor · length / longest − (factor − 1)` is the factor of our fixed one."""
         at = 3.0 * stretch - 2.0
         self.check(
@@ -50,7 +50,7 @@ class TestFrequencies:
     @pytest.mark.parametrize("factor", [1.0, 4.0, 32.0])
     @pytest.mark.parametrize("betas", [(32.0, 1.0), (8.0, 2.0)])
     @pytest.mark.parametrize("attention_factor", [None, 1.3])
-    def test_yarn(
+    def test_yarn_scaling_equals_transformers(
         self,
         width: int,
         theta: float,
@@ -69,7 +69,9 @@ class TestFrequencies:
         self.check(scaled_frequencies(width, theta, scaling), wanted)
 
     @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.5, 8.0)])
-    def test_llama3(self, width: int, theta: float, low: float, high: float) -> None:
+    def test_llama3_scaling_equals_transformers(
+        self, width: int, theta: float, low: float, high: float
+    ) -> None:
         scaling = Llama3Scaling(factor=8.0, original_length=8192, low_freq_factor=low, high_freq_factor=high)
         wanted = theirs(
             "llama3", width, theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=low,

@@ -16,7 +16,7 @@ def texts_targets(fields: dict[str, np.ndarray]) -> np.ndarray:
     return fields["targets"][~np.isin(fields["tokens"], (SEP, CLS))] != IGNORE
 
 
-def test_the_sequence(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_permutation_sequence_and_its_cuts(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result, cuts = make_objective("permutation"), set()
     for sample in range(200):
         tokens = make_text(20, sample)

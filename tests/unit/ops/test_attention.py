@@ -47,7 +47,7 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
 @pytest.mark.parametrize("function", [chosen_attention, attention_reference])
 @pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
 @pytest.mark.parametrize("past", [0, 4])
-def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
+def test_attention_equals_one_query_at_a_time(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
     seen = PatternMask(EARLIER, SequenceMetadata(positions, past=past))
