@@ -102,8 +102,8 @@ def _nothing_fits(opened_estimator: "Estimator", result: "SearchResult") -> str:
         return f"--search: no layout of {opened_estimator.base.name} is possible on {cluster.gpus} GPUs: {reasons}"
     needed = result.smallest.score.n_bytes / 2**30
     return (
-        f"--search: none of {result.tried:,} layouts of {opened_estimator.base.name} fits {cluster}: the smallest takes "
-        f"{needed:.0f} GiB of {cluster.device.memory_gib:.0f}: take more GPUs, or shorter rows"
+        f"--search: none of {result.tried:,} layouts of {opened_estimator.base.name} fits {cluster}: the smallest "
+        f"takes {needed:.0f} GiB of {cluster.device.memory_gib:.0f}: take more GPUs, or shorter rows"
     )
 
 

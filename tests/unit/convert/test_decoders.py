@@ -45,10 +45,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
-        wanted = decoder_logits(reference, is_megatfm=False)
+        expected = decoder_logits(reference, is_megatfm=False)
         for path in ("theirs", "ours"):
-            got = decoder_logits(megatfm.load(tmp_path / path), is_megatfm=True)
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            actual = decoder_logits(megatfm.load(tmp_path / path), is_megatfm=True)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
         HF_DECODERS[name][0]
@@ -56,7 +56,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        assert torch.equal(decoder_logits(with_fresh_memory(loaded), is_megatfm=False), wanted)
+        assert torch.equal(decoder_logits(with_fresh_memory(loaded), is_megatfm=False), expected)
     original, back = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(original[key], back[key]) for key in original)
@@ -68,9 +68,9 @@ def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Pa
     reference.save_pretrained(tmp_path, save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
-        wanted = decoder_logits(reference, is_megatfm=False)
-        got = decoder_logits(megatfm.load(tmp_path), is_megatfm=True)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        expected = decoder_logits(reference, is_megatfm=False)
+        actual = decoder_logits(megatfm.load(tmp_path), is_megatfm=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -153,16 +153,16 @@ def test_substrings_by_definition(tmp_path: Path, sizes: tuple[int, ...], memory
     expected = {}
     for number, text in enumerate(texts):
         data = text.encode()
-        gone = [False] * len(data)
+        removed = [False] * len(data)
         for at in range(len(data) - 23):
             run = data[at : at + 24]
             if run in seen:
-                gone[at : at + 24] = [True] * 24
+                removed[at : at + 24] = [True] * 24
             seen.add(run)
         kept, at = "", 0
         for character in text:
             size = len(character.encode())
-            kept += "" if all(gone[at : at + size]) else character
+            kept += "" if all(removed[at : at + size]) else character
             at += size
         if kept.strip():
             expected[str(number)] = kept

@@ -152,10 +152,10 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert sample.text_bytes == len(caption.encode())
         captioned += bool(caption)
     assert captioned > 15
-    shown = show(tmp_path / "out" / "train", 0)
+    displayed = show(tmp_path / "out" / "train", 0)
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(item in page for item in ("<h1>30 images</h1>", "<dt>Captions</dt>", "<dt>Tokens</dt>"))
-    assert ".png" in shown or ".jp" in shown
+    assert ".png" in displayed or ".jp" in displayed
     with pytest.raises(SystemExit) as ended:
         main(["data", "show", str(tmp_path / "out" / "train"), "--sample", "1"])
     assert ended.value.code in (0, None)

@@ -43,7 +43,7 @@ def test_language_filter_keeps_its_languages() -> None:
 
 
 def test_languages_and_probabilities_are_those_of_the_library() -> None:
-    theirs, ours = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
+    reference, actual = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
     rng = random.Random(0)
     blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
@@ -56,9 +56,9 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
     texts += [page[:at] for page in random_pages(40) for at in (7, 1000)]
     folder = Path(str(resources.files("megatfm.data_prep")))
     texts += [path.read_text()[:2000] for path in sorted(folder.rglob("*.py"))]
-    assert len({ours.classify(text)[0] for text in texts}) > 20
+    assert len({actual.classify(text)[0] for text in texts}) > 20
     for text in texts:
-        assert ours.rank(text) == theirs.rank(text), text
+        assert actual.rank(text) == reference.rank(text), text
 
 
 def test_a_language_is_that_of_most_of_the_text() -> None:

@@ -28,11 +28,11 @@ def test_permutation_sequence_and_its_cuts(make_objective: Any, make_text: Any, 
         assert marks[1:].tolist() == [21, 22]
         assert np.delete(fields["tokens"], marks).tolist() == tokens.tolist(), "nothing is masked"
         assert fields["segments"].tolist() == [0] * (first + 1) + [1] * (21 - first) + [2]
-        wanted = fields["targets"] != IGNORE
-        assert (fields["targets"][wanted] == fields["tokens"][wanted]).all()
-        assert not wanted[marks].any()
-        assert (fields["order"] > 0).tolist() == wanted.tolist()
-        assert sorted(fields["order"][wanted]) == list(range(1, wanted.sum() + 1))
+        expected = fields["targets"] != IGNORE
+        assert (fields["targets"][expected] == fields["tokens"][expected]).all()
+        assert not expected[marks].any()
+        assert (fields["order"] > 0).tolist() == expected.tolist()
+        assert sorted(fields["order"][expected]) == list(range(1, expected.sum() + 1))
     assert cuts == set(range(1, 20)), "both segments have a token, and every cut is drawn"
 
 

@@ -82,9 +82,9 @@ def test_the_inverse_root_is_the_transformer_s_own() -> None:
     """d^-½ · min(s^-½, s · w^-1.5), with lr = (d·w)^-½ for d = 512."""
     warmup, width = 40, 512
     lr = (width * warmup) ** -0.5
-    wanted = [width**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, 201)]
+    expected = [width**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, 201)]
     rates = [lr * rate for rate in factors(200, name="inverse_sqrt", warmup_steps=warmup)]
-    assert rates == pytest.approx(wanted, rel=1e-12)
+    assert rates == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", ["linear", "1-sqrt"])

@@ -96,11 +96,11 @@ def decay_of(name: str, weight_decay: float) -> float:
     return 0.0 if SHAPES[name][1] == "vector" else weight_decay
 
 
-def assert_same(got: Weights, wanted: Weights, tolerance: float = 1e-12) -> None:
+def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-12) -> None:
     first = start()
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert (weight - first[name]).norm() > 0.05 * first[name].norm(), f"{name} hardly moved"
-        assert (got[name] - weight).norm() <= tolerance * weight.norm(), name
+        assert (actual[name] - weight).norm() <= tolerance * weight.norm(), name
 
 
 class Adam:
@@ -129,8 +129,8 @@ def adamw(betas: tuple[float, float], eps: float, weight_decay: float) -> Callab
 
 
 def test_adamw_equals_torch() -> None:
-    wanted = theirs(adamw((0.8, 0.9), 1e-6, 0.3))
-    assert_same(ours("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], wanted)
+    expected = theirs(adamw((0.8, 0.9), 1e-6, 0.3))
+    assert_same(ours("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], expected)
 
 
 def test_muon_equals_the_paper_written_out() -> None:
@@ -282,11 +282,11 @@ def test_schedule_free_equals_its_reference() -> None:
             z[name] = z[name] - lr * (direction + decay_of(name, 0.2) * y[name])
             x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
             y[name] = (1 - beta) * z[name] + beta * x[name]
-    got, (result,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
-    assert_same(got, y)
+    actual, (result,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
+    assert_same(actual, y)
     config = OPTIMIZER_SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
     (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())
-    again = ElementwiseOptimizer(group, got)
+    again = ElementwiseOptimizer(group, actual)
     again._torch = result
     assert_same(again.averaged(), x)
     assert all((x[name] - y[name]).norm() > 1e-3 for name in x), "they would not be told apart"

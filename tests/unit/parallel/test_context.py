@@ -258,7 +258,7 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
         model = build(model_config)
     base = traffic_config(model_config, OBJECTIVE_OF[model_config.family](), ParallelConfig(dp_shard=1))
     for (axes, parallel), engine, compiled in product(AXES.items(), ENGINES, (False, True)):
-        output, wanted = "", why_not(model_config, axes, engine, compiled=compiled)
+        output, expected = "", why_not(model_config, axes, engine, compiled=compiled)
         train = base.train.model_copy(update={"compile": compiled, "precision": "fp32"})
         layout = ParallelConfig(**{"dp_shard": 1, **parallel, "engine": engine})
         try:
@@ -267,5 +267,5 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
                 refuse(model)
         except ValidationError as error:
             output = error.errors()[0]["msg"]
-        assert wanted in output if wanted else not output, (axes, engine, compiled, output)
+        assert expected in output if expected else not output, (axes, engine, compiled, output)
         assert "\n" not in output

@@ -45,8 +45,10 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_nothing_comes_from_what_is_checked(path: Path) -> None:
     assert not {name for name in imports(path) if name.startswith(CHECKED)}
-    asked = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert not asked & THEIRS
+    requested = {
+        node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+    }
+    assert not requested & THEIRS
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:
