@@ -236,8 +236,8 @@ class RunHandle:
 def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:
     """`megatfm launch CONFIG --slurm …`: overrides are its `key=value`, flags its flags, with `_` for `-`.
 
-    `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`. True stands for a flag alone,
-    a list for one that is repeated. Raises UsageError, MegatfmError.
+    `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`. True means a
+    flag without a value, a list a repeated flag. Raises UsageError, MegatfmError.
     """
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     add_arguments(parser)

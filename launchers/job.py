@@ -73,7 +73,7 @@ class Job:
 
     @property
     def largest_node_count(self) -> int:
-        """Nodes that the run may grow to; where no range was asked for, those that it has."""
+        """Nodes that the run may grow to; without a range, the nodes that it has."""
         return self.max_nodes or self.min_nodes
 
     @property
@@ -103,7 +103,7 @@ def megatfm_command(kind: Kind, python: str | None = None) -> list[str]:
 def python_path() -> dict[str, str]:
     """PYTHONPATH for ranks, where this megatfm is found in the working directory alone; else nothing.
 
-    That is a checkout that nobody installed, used by `python -m megatfm` from its top.
+    That is an uninstalled checkout, used by `python -m megatfm` from its top.
     """
     root = Path(version.__file__).resolve().parents[1]
     first, *later_paths = sys.path
@@ -130,7 +130,7 @@ OVER = {
 }
 """States of a job that has ended for good: SLURM's, then ours. Jobs in other states hold nodes or may start."""
 UNKNOWN = "UNKNOWN"
-"""Name for a job of which nobody can tell: the scheduler doesn't answer, or it runs on another machine."""
+"""State of a job whose state is unknown: the scheduler doesn't answer, or it runs on another machine."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class JobState:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nobody can tell how it is."""
+        """Whether its state is unknown."""
         return self.name == UNKNOWN
 
 

@@ -16,7 +16,7 @@ from megatfm.launchers.run_jobs import job_ids
 
 POLL_SECONDS = 0.5
 LINE_BYTES = 4096
-"""Bytes kept of a line that the last look ended in; longer ones tell of trouble at their beginning."""
+"""Bytes kept of a line that the last look ended in; longer ones begin with the error."""
 ERROR_PATTERN = re.compile(
     r"\b(ERROR|CRITICAL|Traceback|Fatal Python error|Segmentation fault|Aborted|hangs?|hung|out of memory)\b"
 )

@@ -48,7 +48,7 @@ LOG_BYTES = 2**24
 UNSEEN_STOPS = 100
 """Stops of a task whose parts can't be counted, as they lie in the scratch folder of a preparation to a URL."""
 PROLOG_MARK = f"{PREFIX}attempt"
-# srun names the node and how its tasks ended; who was killed by a signal is no victim of another's failure.
+# srun names the node and how its tasks ended; a rank killed by a signal is no victim of another's failure.
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node ([\w.-]+): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
@@ -111,7 +111,7 @@ def prolog(args: argparse.Namespace) -> int:
     number = sum(earlier.submission == group for earlier in restarts.attempts)
     log(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
     if spent := restarts.restart_limit_reason(group, args.max_restarts):
-        # Reached when SLURM itself requeued the job, so that nobody could say so before.
+        # Reached when SLURM itself requeued the job, without a record.
         return _stop_without_progress(args, restarts, attempt, spent)
     bad = set(restarts.faulty_hosts(now)) & set(nodes)
     usable = [node for node in nodes if node not in bad]
@@ -319,7 +319,7 @@ def find_failure_cause(
     tasks = list(_SRUN.finditer(text))
     guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
     if not guilty and len({match[1] for match in tasks}) > 1:
-        return FailureCause(reason=f"{tasks[0][3]} on several nodes")  # nobody can say who began
+        return FailureCause(reason=f"{tasks[0][3]} on several nodes")  # the first failure is unknown
     if first := next(iter(guilty or tasks), None):
         return FailureCause(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
     return (

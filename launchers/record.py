@@ -1,7 +1,7 @@
 """Files that a run directory holds for launchers and watchers: launch.json, restarts.json, the ends of its JSON lines.
 
-`restarts.json` lists all attempts at a run, from which follows whether another one makes sense. Only who starts and
-restarts a run writes it: the job script's prolog and epilog, or `megatfm launch`.
+`restarts.json` lists all attempts at a run, from which follows whether another one makes sense. Only launchers write
+it: the job script's prolog and epilog, or `megatfm launch`.
 """
 
 import json
@@ -233,7 +233,7 @@ class AttemptLog:
         return ended
 
     def unfinished_attempt(self, submission: str) -> Attempt | None:
-        """The last attempt of a submission if nobody has noted its end."""
+        """Return the last attempt of a submission if its end isn't recorded."""
         last = next(
             (attempt for attempt in reversed(self.attempts) if attempt.submission == submission), None
         )

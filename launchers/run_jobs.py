@@ -57,7 +57,7 @@ def evaluation_job_ids(run: Path) -> list[str]:
 
 
 def active_jobs(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Jobs of these that wait or run, and those of which nobody can tell, and how they are."""
+    """Return the jobs of these that wait or run, or whose state is unknown, with their states."""
     states = {job: job_state(job) for job in jobs}
     return {job: state for job, state in states.items() if not state.is_over}
 
@@ -259,7 +259,7 @@ def cancel(run: Path) -> str:
 def cancel_job_id(number: str) -> str:
     """Cancel the run that a SLURM job belongs to; a job that evaluates, or that no run records, is cancelled alone.
 
-    Raises UsageError for a job that is none of ours.
+    Raises UsageError for a job that megatfm didn't submit.
     """
     record = scheduler.show_job(number)
     script, log = Path(record.get("Command", "")), Path(record.get("StdOut", ""))

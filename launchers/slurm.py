@@ -75,7 +75,7 @@ class Site(Section):
     interface: SlurmToken | None = None
     """Network interface over which processes meet."""
     stop_seconds: PositiveInt = 300
-    """Seconds before the time limit at which a run is told to save and requeue."""
+    """Seconds before the time limit at which a run is signalled to save and requeue."""
     requeue: bool = True
     """Whether jobs may be requeued here; where not, use `--chain`."""
     max_restarts: NonNegativeInt = 3

@@ -119,7 +119,7 @@ def run_status(run: Path) -> RunStatus:
 
 
 def launched_state(run: Path) -> JobState | None:
-    """State of the jobs or processes that launched a run last; None where nobody noted a launch."""
+    """State of the jobs or processes that launched a run last; None if no launch is recorded."""
     launcher = read_launch_record(run).get("launcher")
     if launcher == "slurm":
         return run_job_state(run)
@@ -152,7 +152,7 @@ def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
 
 
 def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
-    """Whether the holder of a run's lock lives: its process here, or whoever moves the file from another machine."""
+    """Whether the holder of a run's lock lives: its process here, or a holder on another machine."""
     if holder.get("host") == socket.gethostname():
         lock_time, pid = number_of(holder, "time"), number_of(holder, "pid")
         try:

@@ -34,10 +34,10 @@ PR_SET_PDEATHSIG = 1
 class Child:
     """One process to start. Without a log it inherits this terminal.
 
-    `environment` is added to ours. `stop_signal` replaces every signal that is forwarded; `parent_death_signal` is what
-    the process gets when we are killed ourselves. `forward_signal(pid, signal)` forwards to others than the process
-    itself; `translate_exit_code` says what its exit code means. `blocks_stop_signals`: it starts with USR1 and TERM
-    blocked, and unblocks them once its handlers are installed (`megatfm train` does).
+    `environment` is added to this process's. `stop_signal` replaces every signal that is forwarded;
+    `parent_death_signal` is what the process gets when we are killed ourselves. `forward_signal(pid, signal)` forwards
+    to others than the process itself; `translate_exit_code` says what its exit code means. `blocks_stop_signals`: it
+    starts with USR1 and TERM blocked, and unblocks them once its handlers are installed (`megatfm train` does).
     """
 
     name: str
@@ -117,7 +117,8 @@ class _Children:
     def start(self) -> None:
         """Start every child in a process group of its own, so that the terminal's Ctrl-C comes only through us.
 
-        A single one stays in ours, where it may read from the terminal, as a debugger does: Ctrl-C reaches it, too.
+        A single child stays in this process group, where it may read from the terminal, as a debugger does: Ctrl-C
+        reaches it, too.
         """
         for child in self.children:
             output = None
@@ -150,7 +151,7 @@ class _Children:
                 continue
             self._forwarded.add(number)
             if number == signal.SIGINT and self._in_front and os.tcgetpgrp(0) == os.getpgrp():
-                continue  # typed at the terminal, which has told the child itself
+                continue  # typed at the terminal, which signalled the child itself
             for child in self.running:
                 process, stop_signal = self.processes[child.name], child.stop_signal or number
                 if process.poll() is not None:  # its number may be another process's by now
@@ -161,7 +162,7 @@ class _Children:
                     process.send_signal(stop_signal)
 
     def poll(self) -> None:
-        """See who ended, and end the others when one failed: gently, then for good."""
+        """Record ended children, and end the others when one failed: gently, then for good."""
         now = time.monotonic()
         ended = {child.name: child for child in self.running if self.processes[child.name].poll() is not None}
         if ended:  # perhaps of a signal to our whole group, which we have only received since the last look
@@ -191,7 +192,7 @@ class _Children:
             self.kill()
 
     def _translate_code(self, child: Child, code: int) -> int:
-        """Its exit code; who died of the signal that we passed on, before it could take it, has stopped."""
+        """Its exit code; a child that died of the forwarded signal before it could handle it counts as stopped."""
         passed_on = {int(child.stop_signal or number) for number in self._forwarded}
         return EXIT_REQUEUE if {-code, code - 128} & passed_on else code
 
@@ -210,7 +211,7 @@ class _Children:
             process.wait()
 
     def exit_code(self) -> int:
-        """The exit code; says who failed first."""
+        """The exit code; names the first failure."""
         common = set(self.codes.values())
         code = common.pop() if len(common) == 1 else EXIT_FAILED
         if code not in COMMON_CODES:
@@ -245,7 +246,7 @@ def _is_terminal() -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal (Linux; elsewhere nobody knows)."""
+    """Whether a process was stopped by a signal (Linux; elsewhere unknown)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):

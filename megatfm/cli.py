@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the other end of the output is closed: whoever read, as in `megatfm … | head`, has read enough."""
+    """Whether the other end of the output is closed: the reader of the pipe, as in `megatfm … | head`, has read
+    enough."""
     output = select.poll()
     output.register(sys.stdout.fileno())
     return any(event & select.POLLERR for _, event in output.poll(0))

@@ -1,7 +1,7 @@
 """Cost of a part of a model on a row: parts that differ from the rule say so in a method `cost`, this adds up.
 
 The rule: each weight is multiplied once with every token that goes through the module; tables, whose weights have a
-role, are only looked up. Whoever plans, cuts or describes a model reads this, and no list of parts.
+role, are only looked up. Planning, pipeline cuts and `describe` read this, and no list of parts.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 Failure = tuple[str, str]
-"""Host, and the one line that it says."""
+"""A host, and its line."""
 
 
 def is_distributed() -> bool:
@@ -92,7 +92,7 @@ def gather_errors(value: Sequence[str]) -> dict[str, list[str]]:
 
 
 def machine() -> str:
-    """Return a name that tells this machine, or container, from others of a run: several may be called localhost."""
+    """Return a name of this machine or container that is unique in a run: several may be called localhost."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -174,7 +174,7 @@ def collective_errors(action: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's first line (torch adds stacks to its own); the type says more where it isn't ours."""
+    """Return an error's first line (torch adds stacks to its own); the type helps for foreign errors."""
     text = str(error).strip().split("\n", 1)[0]
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
 
@@ -202,7 +202,7 @@ def _raise_if(action: str, reasons: list[Failure | None], cause: Exception | Non
 
 
 def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
-    """The error that every rank raises: the lowest failed rank's reason, and who failed besides."""
+    """The error that every rank raises: the lowest failed rank's reason, and the other failed ranks."""
     first, *more_ranks = sorted(reasons)
     host, text = reasons[first]
     location = f"rank {first} on {host}: " if is_distributed() else ""

@@ -94,7 +94,7 @@ def import_plugins(packages: Iterable[str]) -> None:
             importlib.import_module(package)
         except UsageError:
             raise
-        except (Exception, SystemExit) as error:  # it is somebody's code, which may raise anything
+        except (Exception, SystemExit) as error:  # third-party code may raise anything
             if isinstance(error, ImportError) and _place(error) is None:
                 raise UsageError(
                     f"plugins: can't import {package!r} ({error}): put it beside the config or into the current "
@@ -116,7 +116,7 @@ def _place(error: BaseException) -> str | None:
 
 
 def import_foreign_plugins(packages: Iterable[str], source: str | Path, *, trusted: bool) -> None:
-    """Import the packages that the config of a run or a checkpoint names, which may be anybody's.
+    """Import the packages that the config of a run or a checkpoint names, which may be third-party code.
 
     Those that are imported already do no more. Raises UsageError that names the others unless `trusted`.
     """

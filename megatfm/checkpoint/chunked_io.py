@@ -164,11 +164,11 @@ class FileReader:
         return os.readv(self._fd, [target[:CHUNK_BYTES]])
 
     def close(self) -> None:
-        """Leave the file; whoever opened it closes it."""
+        """Leave the file; the caller closes it."""
 
 
 class DirectFileReader(FileReader):
-    """Reads with O_DIRECT by chunks, some ahead of what is asked for."""
+    """Reads with O_DIRECT by chunks, some ahead of the requests."""
 
     def __init__(self, fd: int, size: int) -> None:
         super().__init__(fd)
@@ -232,7 +232,7 @@ def open_reader(fd: int, size: int, direct: bool) -> FileReader:
 
 
 def _in_page_cache(fd: int, size: int) -> bool:
-    """Return whether the page cache holds a file, as far as three of its bytes tell."""
+    """Return whether the page cache holds a file, judged by three of its bytes."""
     try:
         return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
     except OSError:

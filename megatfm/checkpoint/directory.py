@@ -203,7 +203,7 @@ def put_aside(folder: Path) -> list[tuple[Path, int]]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: first out of the way, so that nobody ever finds half of it under its name."""
+    """Remove a checkpoint: first out of the way, so that no reader finds half of it under its name."""
     name = path.name.removeprefix(".").partition(".")[0]
     removed = path.with_name(f".{name}.removed-{secrets.token_hex(4)}")
     file_io.rename(path, removed)
@@ -226,7 +226,7 @@ def step_from_path(path: Path) -> int:
 def remove_leftovers(folder: Path) -> list[Path]:
     """Remove what killed saves and removals left in a folder, and return it. No save may be running there.
 
-    What can't be removed is named in a warning: it is in nobody's way.
+    What can't be removed is named in a warning: it does no harm.
     """
     if not folder.exists():
         return []

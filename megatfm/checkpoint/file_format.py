@@ -282,7 +282,7 @@ def read_safetensors(
     """Return the file's tensors; raises MegatfmError unless the content has its hash.
 
     destinations: key → tensor to fill in place (it must fit), or None for a new tensor. Keys that are absent are hashed
-    but not kept: a meta tensor stands for them. After an error, destinations hold undefined values. direct_io: bypass
+    but not kept: a meta tensor takes their place. After an error, destinations hold undefined values. direct_io: bypass
     the page cache for a large file, which no other rank of this machine reads.
     """
     with file_io.HashedFile(path, direct_io and entry.bytes >= DIRECT_BYTES) as file:

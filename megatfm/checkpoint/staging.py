@@ -100,7 +100,7 @@ class Staging:
                 copies[index].copy_(piece.detach())
         copying = self._copying = _CopyQueue(parts)
         copying.run()
-        with self._assist_lock:  # nobody assists any more
+        with self._assist_lock:  # no thread assists any more
             self._copying = None
         copying.finish_interrupted()
         return copies
@@ -172,7 +172,7 @@ class _CopyQueue:
             self._done[number] = 1
 
     def finish_interrupted(self) -> None:
-        """Copy what was begun and interrupted; nobody else is at it any more."""
+        """Copy what was begun and interrupted; no other thread works on it."""
         for part, event in zip(self._parts, self._done, strict=True):
             if not event:
                 _copy(*part)

@@ -82,7 +82,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _none_is_empty(cls, values: Any) -> Any:
-        """A preset's corpus can't be left out by whoever wants a mixture in its place."""
+        """A preset's corpus can't be removed in favour of a mixture."""
         if isinstance(values, dict) and values.get("train") == "" and values.get("mixture"):
             return {key: value for key, value in values.items() if key != "train"}
         return values

@@ -66,7 +66,7 @@ WHOLE_TENSOR_OPTIMIZERS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 def check_compatibility(
     parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, deepspeed: DeepSpeedConfig
 ) -> None:
-    """Raise ValueError for what DeepSpeed can't carry, or for a `deepspeed` section that nobody reads.
+    """Raise ValueError for what DeepSpeed can't carry, or for an unused `deepspeed` section.
 
     A JSON of the user's own is not looked at: a config can be read where that file is not.
     """
@@ -183,7 +183,7 @@ def _hpz_problem(offload: DeepSpeedConfig) -> str:
 
 
 def precision_problem(parallel: ParallelConfig, precision: str) -> str:
-    """Why a stage can't be had in a precision, and what can; empty where it can."""
+    """Why a stage doesn't support a precision, and which one does; empty where it can."""
     if parallel.zero or precision not in ("bf16", "fp16"):
         return ""
     return f"train.precision = {precision!r} and parallel.zero = 0, which adds gradients in that: set parallel.zero = 1"

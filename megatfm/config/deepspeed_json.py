@@ -161,7 +161,7 @@ def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
 
 
 def _optimizer_types(name: str) -> str | tuple[str, ...]:
-    """DeepSpeed's Adam is AdamW unless it is told otherwise."""
+    """DeepSpeed's Adam is AdamW by default."""
     names: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
     return names.get(name, name)
 
@@ -285,7 +285,7 @@ def _matches(value: Any, expected: Any) -> bool:
 
 
 def _conflict(source: str, expected: Any) -> str:
-    """A key of ours with its value, or words that say it."""
+    """A megatfm key with its value, or a phrase for it."""
     value = expected[0] if isinstance(expected, tuple) else expected
     return f", but {source}" if " " in source else f", but {source} = {json.dumps(value)}"
 

@@ -6,7 +6,7 @@ add to `VALUES_BEFORE` what those computed. A user's own file is not translated:
 old name is never given a new meaning, so that a stored config needs no version to be read by.
 
 A key is a path such as "optimizer.clip". `section[NAME].key` means the section where its `name` is NAME, and `*` every
-key of a table. A list of tables stands for each of them. Rows of "model." hold in the kinds of blocks as well.
+key of a table. A list of tables means each of them. Rows of "model." hold in the kinds of blocks as well.
 """
 
 import copy

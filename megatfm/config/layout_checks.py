@@ -185,7 +185,7 @@ def check_pipeline(config: "Config") -> None:
 
 
 def split_backward_conflict(schedule: str, key: str, value: object, other_value: object) -> str:
-    """Say why a setting can't be had under a schedule that splits backward passes, and what to set."""
+    """Explain why a setting doesn't work under a schedule that splits backward passes, and what to set."""
     return (
         f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
         f"would repeat: "

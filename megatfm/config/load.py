@@ -28,7 +28,7 @@ from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
 CORPUS = "data.corpus"
-"""Stands for three keys: the parts of a corpus as `megatfm prep` makes it."""
+"""Shorthand for three keys: the parts of a corpus as `megatfm prep` makes it."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """The command that takes a config of each kind."""
 
@@ -81,7 +81,7 @@ def load(
         raise UsageError(f"{subject}: {_format_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
         folders = [file.path.resolve().parent for file in files]
-        # A run may be anybody's: code in it must not become importable by reading its config.
+        # A run may come from another user: code in it must not become importable by reading its config.
         trusted = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
         add_plugin_folders(config.plugins, [*trusted, Path.cwd()])
     return config

@@ -26,12 +26,12 @@ class ParallelConfig(Section):
     """Type in which gradients are summed over data ranks; param: the weights' own. bf16 sends half of it, and each rank
     rounds what it has added up over its micro-batches."""
     fsdp_prefetch: NonNegativeInt | None = None
-    """With zero = 2 or 3: blocks ahead of the running one whose weights are asked for before it runs; 0: torch asks
+    """With zero = 2 or 3: number of blocks whose weights are prefetched ahead of the running one; 0: torch asks
     when a block's turn comes, and one ahead in the backward pass; left out: 1 on GPUs, else 0. Each takes its gathered
     weights of memory."""
     comm_buffers: Literal["torch", "process_group"] = "torch"
-    """With zero = 2 or 3: who allocates what gathering and scattering send; "process_group": the process group
-    itself, where it can (NCCL on a switch that computes), so that the network takes it without a copy."""
+    """With zero = 2 or 3: allocator of the buffers of all-gathers and reduce-scatters; "process_group": the process
+    group itself, where it can (NCCL on a switch that computes), so that the network takes it without a copy."""
     tp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True

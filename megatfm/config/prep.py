@@ -169,8 +169,8 @@ class PrepConfig(Section):
     out: PathStr = Field(examples=["corpora/mine"])
     """Folder to make: the tokenizer, train/, validation/ and prep.json; or its URL, such as `s3://bucket/mine`."""
     scratch: PathStr | None = Field(None, examples=["/scratch/me"])
-    """Where a corpus that goes to a URL is made, from where each shard is sent when it is final: a folder that all who
-    share the work see; left out, `~/.cache/megatfm/prep`."""
+    """Where a corpus that goes to a URL is made, from where each shard is sent when it is final: a folder that all
+    tasks see; left out, `~/.cache/megatfm/prep`."""
     overwrite: bool = False
     """Replace what an earlier prep with another config left in `out`."""
     tokenizer_threads: PositiveInt | None = None

@@ -32,7 +32,7 @@ class HtmlConfig(Section):
 
 
 class LanguageConfig(Section):
-    """Finds each document's language, and keeps those that are asked for."""
+    """Identifies each document's language, and keeps the listed ones."""
 
     name: Literal["language"]
     languages: tuple[str, ...] = Field((), examples=[["en", "de"]])

@@ -87,7 +87,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_bool_as_number(cls, values: Any) -> Any:
-        """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
+        """Python takes true for the number 1; `checkpoint.every = true` is a mistake."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
             if field and (type_name := _number_in_place_of_bool(value, field.annotation)):

@@ -144,7 +144,7 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
         OSError,
         RuntimeError,
         ValueError,
-    ) as error:  # a home of nobody, a name that is too long or no name
+    ) as error:  # an unknown home folder, a name that is too long or no name
         raise UsageError(f"{path}: extends = {base!r}: {error}") from None
     except UsageError as error:
         hint = did_you_mean(base, [*preset_names(), *ALIASES])

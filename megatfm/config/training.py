@@ -85,7 +85,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Newest checkpoints that are kept, besides the last one of which a resume has compared every byte."""
     keep_every: NonNegativeInt = 0
-    """Checkpoints of steps that this divides are kept for ever. 0: none is."""
+    """Checkpoints of steps divisible by this are never removed. 0: none is."""
     mode: Literal["async", "sync"] = "async"
     """async: training goes on while a copy of the state is written; it takes that much memory. sync: it waits."""
     verify_after_write: bool = False

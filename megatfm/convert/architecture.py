@@ -1,4 +1,4 @@
-"""The registry of architectures: which class of transformers stores which models of ours, and how."""
+"""The registry of architectures: the class of transformers that stores a megatfm model, and how."""
 
 import math
 import re

@@ -114,7 +114,7 @@ UNTRAINABLE = {
     "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
     "FOLDER/generator and FOLDER/discriminator, or add a head (model.extra_heads) with an objective of its own"
 }
-"""Families that no objective of ours trains, and what to do."""
+"""Families that no objective trains, and what to do."""
 
 
 def config_comment(
@@ -341,7 +341,7 @@ def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -
 
 
 class _Reader:
-    """Tensors of a checkpoint, read some at a time in the order in which they will be asked for."""
+    """Tensors of a checkpoint, read some at a time in the order of their use."""
 
     def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self.path, self.order, self.tensors = path, list(order), tensors
@@ -349,7 +349,7 @@ class _Reader:
         self.broken: list[str] = []
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Each name can be asked for once."""
+        """Each name can be read once."""
         while any(name not in self.rank_params for name in names):
             self._read_more()
         return {name: self.rank_params.pop(name) for name in names}

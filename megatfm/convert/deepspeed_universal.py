@@ -1,9 +1,9 @@
-"""DeepSpeed's universal checkpoints, of a model of transformers: weights and Adam's state become a checkpoint of ours.
+"""DeepSpeed's universal checkpoints, of a model of transformers: weights and Adam's state become a megatfm checkpoint.
 
 `ds_to_universal` writes a folder `zero/NAME` for each parameter, with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`: of
 stages 1 and 2 a table that holds the tensor, of stage 3 its elements alone. The count of steps is beside them in
-`step.pt`, or for stage 3 in `zero/optimizer_state.pt`. Rules between their tensors and ours are linear, and move
-elements, so they hold for Adam's state as for weights.
+`step.pt`, or for stage 3 in `zero/optimizer_state.pt`. Rules between both sides' tensors are linear, and move elements,
+so they hold for Adam's state as for weights.
 """
 
 import math
@@ -154,7 +154,7 @@ class UniversalFolder(HfFolder):
         return step
 
     def state_tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a checkpoint of ours, one after the other."""
+        """Yield the tensors of a megatfm checkpoint, one after the other."""
         shapes, broken = meta_shapes(self.config), list[str]()
         for name, tensor in converted_tensors(self, shapes):
             yield f"model.{name}", tensor

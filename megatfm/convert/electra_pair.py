@@ -25,7 +25,7 @@ SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """One model of transformers that a model of ours is stored as; folder: where in the target, "" for itself."""
+    """One of the transformers models that a megatfm model is stored as; folder: where in the target, "" for itself."""
 
     folder: str
     name: str

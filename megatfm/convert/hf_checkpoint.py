@@ -39,7 +39,7 @@ class HfFolder:
     """A Hugging Face checkpoint folder. Tensors are read lazily, by the names in its architecture's table."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises UsageError where it can't be a model of ours, MegatfmError where it is damaged."""
+        """Raises UsageError if megatfm has no such model, MegatfmError if the folder is damaged."""
         self.path = Path(path)
         self.json = read_json(self.path / CONFIG)
         self._open: dict[str, Any] = {}
@@ -144,7 +144,7 @@ class HfFolder:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise MegatfmError for what is there but no file: opening a FIFO waits for who writes into it."""
+    """Raise MegatfmError for what is there but no file: opening a FIFO waits for a writer."""
     if path.exists() and not path.is_file():
         raise MegatfmError(f"{path}: no regular file")
 

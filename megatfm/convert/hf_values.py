@@ -22,7 +22,7 @@ ACTIVATIONS = {
     "swish": "swish",
     "quick_gelu": "quick_gelu",
 }
-"""transformers' name of a plain activation → ours; the first of several is what we write."""
+"""transformers' name of a plain activation → megatfm's; the first of several is what we write."""
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "swish": "swiglu"}
 """Our name of a plain activation → that of its gated form."""
 

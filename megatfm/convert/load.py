@@ -1,4 +1,4 @@
-"""A folder in the Hugging Face format as a model of ours."""
+"""Load a folder in the Hugging Face format as a megatfm model."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Tensors out of files that torch.save wrote elsewhere, without running anything of theirs.
+"""Read tensors of foreign torch.save files without running their code.
 
 A file must be a zip of one pickle and of the bytes of its tensors, stored as they are. torch never sees it, for
 `torch.load` opens a TorchScript archive, whose code then runs, whatever reader it is told to use. Classes in the pickle
@@ -204,7 +204,7 @@ class _Archive:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A regular file: a FIFO would wait for who writes into it."""
+    """A regular file: opening a FIFO would wait for a writer."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise MegatfmError(f"{path}: no regular file")

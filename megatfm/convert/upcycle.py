@@ -196,7 +196,7 @@ def upcycle(
 
 
 class _LazyCheckpoint(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each read when it is asked for."""
+    """A checkpoint's tensors, each read on use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

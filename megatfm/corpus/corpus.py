@@ -180,7 +180,7 @@ class Corpus:
         return bool(self._verified[number])
 
     def prefetch_block(self, number: int) -> None:
-        """Have the system fetch a block from disk meanwhile, where it can be told to."""
+        """Have the system fetch a block from disk meanwhile, if it supports that."""
         if not hasattr(os, "posix_fadvise"):  # as on macOS
             return
         shard, frame = self._locate(number)
@@ -192,7 +192,7 @@ class Corpus:
             os.close(descriptor)
 
     def read_samples(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read when asked for."""
+        """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read on use."""
         shard, frame = self._locate(number)
         entry, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]

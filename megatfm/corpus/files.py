@@ -57,7 +57,7 @@ def check_size(path: Path, size: int) -> None:
 def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
     """Open what is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
     try:
-        # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
+        # Without O_NONBLOCK opening a planted FIFO would wait for a writer indefinitely.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise _unreadable(path, error, remedy) from error
@@ -154,7 +154,7 @@ class AtomicFile:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to `path` as a whole: temporary name, fsync, rename. The name is the same for every process, so that
-    whoever prepares a corpus again finds what a kill left."""
+    another preparation finds the files of a killed one."""
     file = AtomicFile(path)
     file.write(data)
     file.commit()

@@ -97,8 +97,8 @@ class SharedIndexes(Indexes):
     """Indexes of which all processes of a machine map one file. Raises OSError where none can be.
 
     The file appears under its name when it is complete, is written by one process while the others wait for its lock,
-    and is held against its hash by each that opens it. Who maps it keeps a shared lock on it, which ends with the
-    process: files that are locked are not removed to make room for others.
+    and is held against its hash by each that opens it. A process that maps it keeps a shared lock on it, which ends
+    with the process: files that are locked are not removed to make room for others.
     """
 
     def __init__(self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig) -> None:
@@ -144,7 +144,7 @@ class SharedIndexes(Indexes):
         return ShardIndex(self._arrays["frames"][frames], spans, hashes, bool(kind & _HAS_PACKED_FRAMES))
 
     def _release(self, number: int) -> None:
-        """Unmap the pages of a shard's spans; who still reads them gets them again."""
+        """Unmap the pages of a shard's spans; a process that still reads them gets them again."""
         start, end = (HEADER_BYTES + SPAN.itemsize * self._first_samples[number : number + 2]).tolist()
         start -= start % mmap.PAGESIZE
         self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)

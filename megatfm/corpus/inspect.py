@@ -50,7 +50,7 @@ def check(folder: str | Path) -> CheckReport:
             raise MegatfmError(
                 f"{corpus.store.path(shard)}: sample {twice!r} is there twice: {corpus.store.remedy}"
             )
-        # Samples first: they tell where the damage is, the hash only that there is some.
+        # Samples first: they locate the damage, the hash only detects it.
         for block in corpus.shard_blocks(number):
             fingerprint.update(corpus.frame_bytes(block))
             for sample in corpus.read_block_samples(block):

@@ -42,7 +42,7 @@ log = logging.getLogger("megatfm")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a place: its name there, its bytes, and what tells this version from another."""
+    """A file of a place: its name there, its bytes, and its version."""
 
     name: str
     size: int
@@ -129,7 +129,7 @@ class RemoteFolder:
 
     def upload(self, path: Path, name: str) -> RemoteFile:
         """Write a file, in parts if it is large. It appears under its name when it is whole; then its bytes are
-        compared: by the store's checksum, or read again where none says it. Returns what lies there now."""
+        compared: by the store's checksum, or read again where none says it. Returns the stored file."""
 
         def send(fs: Any, root: str) -> RemoteFile:
             final = f"{root}/{name}"
@@ -191,7 +191,7 @@ def with_retries(
 
     A network's faults, and a store that is away, are waited for: 1 s, 2 s, 4 s and so on up to a minute, each a half
     more or less so that ranks don't ask together, `ATTEMPTS` times in all, counted from where `progress` last changed.
-    Each is told to the log. What no waiting mends, such as a URL's own faults or missing rights, ends at once.
+    Each is logged. What no waiting mends, such as a URL's own faults or missing rights, ends at once.
     """
     import fsspec  # by name, since it takes a while to import and most corpora are local
 

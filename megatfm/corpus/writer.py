@@ -53,7 +53,7 @@ class ShardWriter:
     - compress: as `.tar.zst`; else as plain `.tar`.
     - pack: documents without files share the members of a frame, where each would need two of its own, and a KiB and
       a half of headers and padding.
-    - final: told of each file as soon as it is whole, which it may take away.
+    - final: called with each complete file, which it may remove.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class _CachedBlock:
     packed: PackedBlock | BinPackedRows
     n_rows: int
     n_requests: Iterator[int] = field(default_factory=partial(count, 1))
-    """Counts the rows that were asked for. One of `itertools`, since the loader's threads share it: no number twice."""
+    """Counts the requested rows. One of `itertools`, since the loader's threads share it: no number twice."""
 
     @property
     def nbytes(self) -> int:
@@ -224,7 +224,7 @@ class PackedDataset:
         return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
 
     def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
-        """A block, or group of blocks, of which a row is asked for."""
+        """Return the block, or group of blocks, of a requested row."""
         block_data = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
         if next(block_data.n_requests) == block_data.n_rows:
             # So that the next block gets its memory, since fresh memory is slow.

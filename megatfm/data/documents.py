@@ -1,4 +1,4 @@
-"""The documents of blocks, read as they are asked for, and the quarantine of those that are not to be read."""
+"""The documents of blocks, read on use, and the quarantine of blocks that must not be read."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ReaderGroup(Protocol):
-    """Ranks that train on the same rows: the first of them read some each, and tell the others."""
+    """Ranks that train on the same rows: the first ranks read a share each, and send it to the others."""
 
     @property
     def rank(self) -> int:
@@ -78,9 +78,9 @@ class DataLoader(Iterator[list[Fields]]):
     there on are rows of padding, and iteration ends after the step that reaches it.
 
     Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
-    Where several `readers` get the same rows, each fetches its part of a step, and they tell one another when the step
-    is asked for, not before: so nothing is under way between them when some of them stop. What one of them raises, all
-    do. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for
+    Where several `readers` get the same rows, each fetches its part of a step, and they exchange the parts when the
+    step is requested, not before: so nothing is under way between them when some of them stop. What one of them raises,
+    all do. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for
     data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part
     of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its micro-batches.
 
@@ -245,8 +245,8 @@ def padding_fraction(rows: Fields) -> float:
 def without_documents(batch: Fields) -> Fields:
     """A micro-batch; without document numbers where every row is one document from end to end.
 
-    Attention then needs no mask. Whoever shares the rows (ranks of tensor, pipeline and context parallelism) reads the
-    same micro-batch, and so does the same; it is decided here, where rows are still on the host.
+    Attention then needs no mask. Ranks that share the rows (tensor, pipeline and context parallelism) read the same
+    micro-batch, and so do the same; it is decided here, where rows are still on the host.
     """
     numbers = [name for name in batch if name.endswith("documents")]
     if any(batch[name].any() for name in numbers):

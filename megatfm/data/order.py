@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """`warmup` stages, one after another, and then `global_batch` rows for ever."""
+    """`warmup` stages, one after another, and then `global_batch` rows without end."""
 
     global_batch: int
     warmup: tuple[Stage, ...] = ()

@@ -45,7 +45,7 @@ class TypedField(NamedTuple):
 class RowStore:
     """The rows of a block on one side: its documents joined in the order of the rows, which are made when copied.
 
-    Rows that lie there ready would take several times the memory: a block with a document of millions of tokens, of
+    Finished rows would take several times the memory: a block with a document of millions of tokens, of
     which a corpus has few but a stream is long in one, would push the other streams' blocks out of the cache.
     """
 
@@ -274,7 +274,7 @@ def concat_and_chunk(
 
 
 class BinPackedRows:
-    """The rows of a group of blocks, each of which is built when it is asked for, so that little is in memory."""
+    """The rows of a group of blocks, each built on use, so that little is in memory."""
 
     def __init__(self, documents: DocumentSource, packing: PackingConfig, epoch: int) -> None:
         self._documents, self._how, self._epoch = documents, packing, epoch

@@ -301,7 +301,7 @@ def build_sequences(
 ) -> list[Fields]:
     """Build the sequence of each piece of documents.
 
-    Documents in quarantine become padding of the same length; they are nobody's partners. Raises a MegatfmError that
+    Documents in quarantine become padding of the same length; they have no partners. Raises a MegatfmError that
     names the sample whose sequence is not what was planned and declared.
     """
     sequences, objective, first = [], packing.objective, documents.first

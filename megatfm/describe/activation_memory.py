@@ -69,8 +69,8 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
     "full", which keeps the blocks' inputs and in the backward pass one block's own. None where a part of the model
     decides by values how much it keeps.
 
-    Blocks are taken as they run eagerly, and experts as on a GPU; one of a kind stands for the others. Attention by
-    blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed. Raises
+    Blocks are taken as they run eagerly, and experts as on a GPU; one block of a kind represents the others. Attention
+    by blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed. Raises
     UsageError for a family without split points, and whatever a part of the model raises.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -133,7 +133,7 @@ def _measured(config: Config) -> tuple[int, int]:
 
     def measured(block: nn.Module, forward: Callable[..., Any], x_BTD: Tensor, *args: Any) -> Any:
         kind = paths[block], type(block), getattr(block, "kind", None), x_BTD.shape
-        # The first of its kind may make what the others share, such as a mask: the second one stands for the rest.
+        # The first of its kind may make what the others share, such as a mask: the second one represents the rest.
         times, n_bytes, result = by_kind.get(kind, (0, 0, None))
         if times < 2:
             saved_tensors = SavedTensors(model)

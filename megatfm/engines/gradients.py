@@ -39,7 +39,7 @@ class GlobalNorm:
         self.kind_of = {name: self.axis_sets.index(reduced_axes) for name, reduced_axes in axes.items()}
 
     def norm(self, tensors: Mapping[str, Tensor], found_inf: bool = False) -> Tensor:
-        """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model, if one of them says so."""
+        """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model if one of them has it."""
         squares = torch.zeros(len(self.axis_sets), dtype=torch.float64, device=self._device)
         blocks_by_kind: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():

@@ -129,7 +129,7 @@ class LossAccumulator:
     def sum_counts(self) -> None:
         """Add up over all data ranks what was counted here. A collective.
 
-        Raises MegatfmError where there was no batch, of which a loss of 0 would be told.
+        Raises MegatfmError without a batch, for which the loss would read 0.
         """
         if not self._batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")

@@ -71,7 +71,7 @@ class SequentialForwardBackward:
 
 WeightBackward = Callable[[], None]
 NOT_ON_INPUT_PATH = None
-"""Stands for a node on the path, where an output doesn't depend on any input."""
+"""Placeholder for a node on the path, if an output depends on no input."""
 
 
 def backward_input(

@@ -105,7 +105,7 @@ class LMHead(nn.Module):
     cp_plan = "local"
 
     recorder: RowLossRecorder | None = None
-    """Set while the losses of rows are asked for."""
+    """Set while the losses of rows are requested."""
 
     def __init__(self, config: ModelConfig, tied_to: Embedding | None, *, sparse: bool = False) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class SentenceHead(nn.Module):
 POSITION_WIDTH = 200
 """Width of the embedding of a token's place in its span (section 3.2 of the paper)."""
 LONGEST_SPAN = 64
-"""Tokens of a span that are told apart; a span has at most 10 words."""
+"""Tokens of a span that are distinguished; a span has at most 10 words."""
 
 
 @HEADS.register("boundary")

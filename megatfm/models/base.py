@@ -225,7 +225,7 @@ def lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
     Under muP with Adam, matrices whose inputs grow with the width learn by base_width / d_model more slowly (Yang et
     al. 2022, table 8): those of attention, feed-forward networks, experts and routers. Tables, vectors, matrices of
     fixed inputs (latents, a head's channels) and the output head, whose output is scaled down instead, learn as fast at
-    every width. A matrix's initial weights tell which it is.
+    every width. The matrix is recognised by its initial weights.
     """
     if config.mup is None:
         return {}

@@ -112,7 +112,7 @@ class XLNet(Model):
 
 
 class QueryEmbedding(nn.Module):
-    """The learned vector with which the query stream starts; it stands for any token."""
+    """The learned vector with which the query stream starts; it is the same for all tokens."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ class SpecialTokens:
         return np.setdiff1d(np.arange(self.vocab_size), np.array(reserved, np.int64))
 
     def require_word_starts(self, key: str) -> NDArray[np.bool_]:
-        """`word_starts`, for a setting that needs it. Raises UsageError if no id tells where words begin."""
+        """`word_starts`, for a setting that needs it. Raises UsageError if ids don't mark the beginnings of words."""
         if self.word_starts is None:
             raise UsageError(
                 f"{key} needs to know where words begin, and the tokenizer does not tell: prepare the corpus with one "
@@ -102,7 +102,7 @@ class SpecialTokens:
 class Objective(Protocol):
     """Makes sequences from pieces of documents, and the terms of the loss; subclass it for the defaults.
 
-    One whose inputs are no text says so: `reads_text`, `fields`, and `needs_files` if it reads stored files.
+    For inputs that are no text: `reads_text`, `fields`, and `needs_files` if it reads stored files.
 
     The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch.
     """
@@ -135,7 +135,8 @@ class Objective(Protocol):
     needs_files: bool = False
     """Whether `build` looks at the files stored with a document, `piece.members`."""
     allows_cross_document_attention: bool = False
-    """Whether `data.attend_across_documents` makes sense: tokens of one document tell nothing of another's targets."""
+    """Whether `data.attend_across_documents` makes sense: tokens of a document carry no information on another's
+    targets."""
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Lengths [n], or [n, sides], of the sequences of pieces of `n_tokens` [n] tokens; 0: it makes none.
@@ -144,7 +145,7 @@ class Objective(Protocol):
         """
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        """The fields of one piece's sequence, as long as `lengths` told; a pure function."""
+        """The fields of one piece's sequence, of the lengths by `lengths`; a pure function."""
 
     def for_evaluation(self) -> "Objective":
         """The objective of validation sets, where it is another: images aren't changed at random."""

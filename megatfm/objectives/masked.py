@@ -216,9 +216,9 @@ class NextSentence(SentencePair):
     """Predict whether B follows A in the text, or is from another document (Devlin et al. 2019, section 3.1; task 2).
 
     A is the start of a piece, and B the rest of it or, half of the time, as many tokens from another document of the
-    block. The place of the cut and the other document are drawn before the label, so that lengths tell nothing of
-    it. In a block with no other document, the label is always 0. Where B is random, the rest of the piece is not read
-    in this epoch; BERT's code reads it later, which would make lengths depend on labels.
+    block. The place of the cut and the other document are drawn before the label, so that lengths don't reveal it. In a
+    block with no other document, the label is always 0. Where B is random, the rest of the piece is not read in this
+    epoch; BERT's code reads it later, which would make lengths depend on labels.
     """
 
     needs_other_documents = True
@@ -231,7 +231,7 @@ class NextSentence(SentencePair):
         if not len(lengths):
             cut = 1 + int(randint_below(n - 1, at))
             return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
-        # A document that could stand for half of the piece, if there is one.
+        # A document that could replace half of the piece, if there is one.
         enough = np.flatnonzero(lengths >= min(int(lengths.max()), n // 2))
         other_document = int(enough[randint_below(len(enough), choice)])
         least = max(1, n - int(lengths[other_document]))

@@ -228,7 +228,7 @@ def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
 
 
 def _losses_by_shape(logits: Tensor, targets_M: Tensor, **_: Any) -> Tensor:
-    """Stand for Triton's kernel, which writes gradients in place, where tensors have shapes alone."""
+    """Replace Triton's kernel, which writes gradients in place, for tensors with shapes only."""
     return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
 
 
@@ -258,7 +258,7 @@ def _chunk(
     if variant.smoothing:
         local_statistics += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
     exponentials = logits.exp_()
-    # Each part has taken off its own largest logit, so all that they have to tell each other fits into one message.
+    # Each part has taken off its own largest logit, so one message holds all that the parts exchange.
     largest_P, target_P, held_P, *rest_P, sums_P = all_gather(
         torch.stack([*local_statistics, exponentials.sum(1, keepdim=True)])
     ).unbind(1)

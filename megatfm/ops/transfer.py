@@ -68,7 +68,7 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
 
 
 def remember_host_copy(tensor: Tensor, host_copy: Tensor) -> Tensor:
-    """A tensor of which the host has a copy that nobody writes."""
+    """A tensor with a read-only copy on the host."""
     if not tensor.is_inference():
         _HOST_COPIES[tensor] = host_copy, tensor._version
     return tensor

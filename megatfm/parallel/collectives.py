@@ -201,7 +201,7 @@ class _AsyncAllToAll:
         self._buffers = first, output
 
     def wait(self) -> Tensor:
-        """Wait for the rows that `start` asked for."""
+        """Wait for the rows that `start` requested."""
         _, output = self._buffers
         if self._work is None:
             output = _ops.wait_tensor(output)

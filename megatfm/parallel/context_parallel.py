@@ -2,7 +2,8 @@
 
 Each rank of the `cp` axis has some tokens of every row: one run of them, or in causal attention, whose cost grows with
 the position, one run from the front and its mirror image from the back (zig-zag). Attention that looks at few tokens
-of other ranks fetches the keys of these (`FetchPlan`); `context_attention.py` says who does so and what others do.
+of other ranks fetches the keys of these (`FetchPlan`); `context_attention.py` lists the modules that do so, and the
+alternatives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -170,7 +171,7 @@ class P2PExchange:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Wait for all transfers; returns the tensors received, in the order in which they were asked for."""
+        """Wait for all transfers; returns the tensors received, in the order of the requests."""
         for work in self._works:
             work.wait()
         self._send_buffers = []

@@ -1,4 +1,4 @@
-"""The default process group, and how the ranks of a run meet in it, whoever started them.
+"""The default process group, and how the ranks of a run meet in it under any launcher.
 
 torchrun, srun, mpirun and a single process all end in the same process group, so that no other code asks.
 """
@@ -187,7 +187,7 @@ def _store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
 def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The part of a store that no other start uses: torchrun's agents keep one over all restarts (torch 2.13).
 
-    What an earlier start left there (who has arrived, where its ranks listen) must not be taken for this one's. The
+    Entries of an earlier start (arrived ranks, their addresses) must not be mistaken for this one's. The
     restart count that torchrun gives doesn't tell starts apart: an agent that restarts because another one did so
     doesn't count it. So rank 0 makes up a name for the start, and the ranks learn it by names that they make up
     themselves. A collective of the ranks of a start. Raises MegatfmError where rank 0 doesn't come; that others don't

@@ -166,7 +166,7 @@ class Mesh:
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
         """One process group over several axes, made once. If only one axis has more than one rank, that axis's group.
-        Expert axes combined with the axes that they are folded from stand for all of these."""
+        Expert axes combined with the axes that they are folded from mean all of these."""
         outer, expert_axes = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
         if expert_axes and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
             outer |= set(axes_folded_into_ep(self.expert_tp))

@@ -3,8 +3,8 @@
 **`tp_plan`**: a module's class says how it and the modules in it are cut, in rows of (pattern relative to the module,
 "" for itself; name of a style), such as `tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo",
 "rowwise"))`. They are
-strings, so that layers know nothing of parallelism. A pattern matches names segment by segment: `*` stays within one
-segment, `**` stands for any number of segments. A row that matches nothing is for a part that not every model has.
+strings, so that layers know nothing of parallelism. A pattern matches names segment by segment: `*` matches within one
+segment, `**` matches any number of segments. A row that matches nothing is for a part that not every model has.
 
 **`cp_plan`**: a module's class says how it computes on some tokens of rows. A module without it is refused.
 
@@ -205,8 +205,8 @@ def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module's name matches a pattern segment by segment: `*`, `?` and `[…]` stay within a segment, and `**`
-    stands for any number of segments, also none."""
+    """Whether a module's name matches a pattern segment by segment: `*`, `?` and `[…]` match within a segment, and `**`
+    matches any number of segments, also none."""
     return _matches_segments(name.split(".") if name else [], pattern.split(".") if pattern else [])
 
 

@@ -130,7 +130,7 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
     """Add sends and receives: each receive stands where its sender sends if all ranks go step by step, so that two
     ranks meet the transfers between them in the same order, which NCCL needs.
 
-    Raises ValueError for orders in which a pass waits for ever.
+    Raises ValueError for orders that deadlock.
     """
     pending, done = [deque(order) for order in actions_by_rank], set[tuple[int, str, int]]()
     planned: Schedule = [[] for _ in actions_by_rank]

@@ -13,7 +13,7 @@ Launcher = Literal["none", "torchrun", "srun", "mpirun"]
 # Below the kernel's range for outgoing connections (32768 up), so no connection sits on the port by accident.
 FIRST_PORT, N_PORTS = 12_000, 20_000
 
-# Rank, world size and local rank as the two families of mpirun tell them (Intel MPI is of MPICH's).
+# Rank, world size and local rank under the two families of mpirun (Intel MPI is of MPICH's).
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")

@@ -2,8 +2,8 @@
 
 Meeting waits inside torch's or MPI's own code, where only the end of the process interrupts it. Two watch: a thread in
 each rank (`StartupWatch`) sees the ranks on its machine, and a small process beside each rank (the sentinel), forked
-before torch is imported, sees that one where it is alone on its machine. The sentinel tells the others in the store
-where they meet, then ends the rank, which its launcher sees.
+before torch is imported, sees that one where it is alone on its machine. The sentinel informs the others through the
+store, then ends the rank, which its launcher sees.
 """
 
 import contextlib

@@ -234,7 +234,7 @@ class Tokenizer(Protocol):
 
     @property
     def unk(self) -> int | None:
-        """Stands for what can't be spelled; None if everything can be."""
+        """Placeholder for text that can't be encoded; None if everything can be."""
         return self.special.unk
 
     @property

@@ -209,7 +209,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return result
 
     def _word_start(self) -> Callable[[str], bool] | None:
-        """Tells of a piece whether it begins a word; None if pieces don't show it."""
+        """Whether a piece begins a word; None if pieces don't show it."""
         model = self._file["model"]
         if model["type"] == "WordLevel":
             return lambda piece: True

@@ -125,7 +125,7 @@ def _not_found_message(folder: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    if path.exists() and not path.is_file():  # a FIFO would wait for who writes into it
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
         raise UsageError(f"{path}: no regular file, and so no tokenizer: make one with `megatfm prep`")
     try:
         return path.read_bytes()

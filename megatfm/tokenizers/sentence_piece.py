@@ -122,7 +122,8 @@ class SentencePieceTokenizer(Tokenizer):
         return bool(self._sp.is_control(token) or self._sp.is_unknown(token))
 
     def _user_defined(self, symbols: Iterable[str]) -> Mapping[str, int]:
-        """Reserved names that SentencePiece would find in text: ids of pieces that it was told to keep whole."""
+        """Reserved names that SentencePiece would find in text: ids of its user-defined symbols, which are never
+        split."""
         return {
             piece: token
             for piece in special_token_names(list(symbols))

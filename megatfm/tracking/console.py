@@ -23,10 +23,10 @@ log = logging.getLogger("megatfm")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Lines for whoever reads along. When they have gone (`megatfm train … | head`), the run goes on without them."""
+    """Progress lines on the console. When they have gone (`megatfm train … | head`), the run goes on without them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Stop writing to a screen that nobody reads; other errors are reported as `logging` does."""
+        """Stop writing to a closed screen; other errors are reported as `logging` does."""
         if not isinstance(sys.exception(), BrokenPipeError):
             super().handleError(record)
             return

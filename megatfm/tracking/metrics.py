@@ -250,7 +250,7 @@ class TensorBoard:
     """TensorBoard event files under RUN/tensorboard; on resume the steps after the checkpoint are purged.
 
     Written in the caller's thread: with tensorboardX's SummaryWriter, a writer thread that dies of a full disk
-    leaves a queue that fills up and blocks training for ever.
+    leaves a queue that fills up and blocks training.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -287,7 +287,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run per run directory, under an id that is kept there, so that a resume goes on in it.
 
-    WANDB_MODE=offline and the like are respected. W&B can't take back what it was told: steps repeated after
+    WANDB_MODE=offline and the like are respected. W&B can't remove logged steps: steps repeated after
     a resume appear twice, at the same place of the step axis. While it can't be reached, the run goes on offline.
     """
 

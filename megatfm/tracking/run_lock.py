@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
-    """The lock on a run directory: `RUN/lock`, which says in JSON who holds it."""
+    """The lock on a run directory: `RUN/lock`, which names its holder in JSON."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class RunLock:
         return file
 
     def _is_at_path(self, file: int) -> bool:
-        """Return whether an open file is still the one under the lock's name, as far as its server tells."""
+        """Return whether an open file is still the one under the lock's name, as far as its server reports."""
         status = os.fstat(file)
         try:
             return self._file_id() == (status.st_dev, status.st_ino)
@@ -119,7 +119,7 @@ class RunLock:
         return status.st_dev, status.st_ino
 
     def release(self) -> None:
-        """Give the lock back, and leave the file empty: nobody needs to wait for a sign of life."""
+        """Give the lock back, and leave the file empty: there is no need to wait for a sign of life."""
         if self._file is None:
             return
         self._released.set()
@@ -140,7 +140,7 @@ class RunLock:
                     os.utime(self._file)
 
     def _mtime_advances(self, holder: dict[str, Any]) -> bool:
-        """Return whether somebody on another machine still touches the file; compares no clocks."""
+        """Return whether a process on another machine still touches the file; compares no clocks."""
         _log.warning(
             "%s names process %s on %s: looking for up to %.0f s whether that still trains",
             self.path, holder["pid"], holder["host"], STALE_SECONDS,
@@ -173,7 +173,7 @@ def _holder_info() -> dict[str, Any]:
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return who holds the lock, or held it last and died; empty where it was released."""
+    """Return the holder of the lock, or the last one, if it died; empty where it was released."""
     try:
         holder = json.loads(os.pread(file, 4096, 0))
     except (ValueError, RecursionError):  # empty, or torn by a kill

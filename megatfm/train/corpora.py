@@ -27,7 +27,7 @@ from megatfm.version import __version__
 FEW_STREAMS = 16
 """Fewest streams with which batches are varied."""
 NO_TOKENIZER = "none"
-"""Stands for a tokenizer's hash where there is none."""
+"""Placeholder for a tokenizer's hash if there is none."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Corpora:
 
     @property
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of text that each id stands for; None where rows are no text, or ids don't tell."""
+        """Bytes of text that each id stands for; None if rows are no text, or lengths of ids are unknown."""
         return self.tokenizer.byte_lengths() if self.tokenizer else None
 
     @property

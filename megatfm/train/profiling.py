@@ -47,7 +47,7 @@ def should_record_allocations(folder: Path, requested: bool) -> bool:
 
 
 def record_allocations_if_asked(folder: Path, device: torch.device, requested: bool) -> None:
-    """Record allocations on a GPU where `should_record_allocations` says so."""
+    """Record allocations on a GPU if `should_record_allocations` is true."""
     if device.type == "cuda" and should_record_allocations(folder, requested):
         record_allocations()
 

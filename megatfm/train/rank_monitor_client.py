@@ -67,8 +67,8 @@ Report = Callable[[str, int, list[int], list[str]], None]
 class RankMonitor:
     """While entered, this rank is watched by the others. Entering is a collective.
 
-    hang_timeout: seconds without progress after which a rank counts as hung. Leaving with an error tells the others;
-    where that error only comes from a lost peer, a MegatfmError that names the cause replaces it."""
+    hang_timeout: seconds without progress after which a rank counts as hung. Leaving with an error notifies the other
+    ranks; where that error only comes from a lost peer, a MegatfmError that names the cause replaces it."""
 
     def __init__(self, rank: ProcessInfo, hang_timeout: float) -> None:
         self._rank, self._hang_timeout = rank, hang_timeout
@@ -86,10 +86,10 @@ class RankMonitor:
         isn't hung."""
         self._progress = 0
         self.save_thread_id: Callable[[], int | None] = lambda: None
-        """Returns the background save thread, whose stack tells during a save where the work is done."""
+        """Returns the background save thread, whose stack shows during a save where the work is done."""
         self._lock = threading.Lock()
         self._leaving = threading.Event()
-        self._finished = threading.Event()  # a diagnosis, or that everybody has left
+        self._finished = threading.Event()  # a diagnosis, or the end of all ranks
         self._diagnosis: Diagnosis | None = None
         self._server: RankMonitorServer | None = None
 
@@ -278,7 +278,7 @@ def _listen(single_host: bool) -> socket.socket:
 
 
 def _describe_thread(frame: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread waits in torch.distributed or for its device, and the innermost line of ours."""
+    """Return whether a thread waits in torch.distributed or for its device, and the innermost line of megatfm."""
     is_waiting, depth = False, 0
     if frame is not None:
         # Between two lines Python may not know which one a thread is at.
@@ -297,7 +297,7 @@ def _describe_thread(frame: FrameType | None) -> tuple[bool, str]:
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, is a collective's that broke off: somebody else's failure, then.
+    """Return whether an error, or what caused it, is a collective's that broke off: the failure of another rank, then.
 
     An error of this rank's own GPU comes out of NCCL as well, and a plugin's may speak of connections: neither is one.
     """

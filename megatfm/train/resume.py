@@ -66,7 +66,7 @@ class ResumePoint:
     local: LocalCheckpoint | None = None
 
     def __post_init__(self) -> None:
-        """Raise MegatfmError for a state that no run of ours has written, though its hash may be right."""
+        """Raise MegatfmError for a state that megatfm didn't write, though its hash may be right."""
         data = self.state.get("data")
         counts = {
             "step": self.state.get("step"),
@@ -282,7 +282,8 @@ def settings_of_skips_changed(allowed: Sequence[str]) -> list[str]:
 
 
 def stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return a checkpoint's tensors by name. A collective: rank 0 tells the others, whose machines may see it later."""
+    """Return a checkpoint's tensors by name. A collective: rank 0 sends it to the others, whose machines may see it
+    later."""
     if point.local:
         return point.local.metadata(point.path).names()
     return run_on_rank_0_raising(lambda: checkpoint.names(point.path))

@@ -90,7 +90,7 @@ def _preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTop
 def checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:
     """Return the bytes of a checkpoint: as much as the last one, or weights and two moments in their precision."""
     for path in reversed(list_checkpoints(run.checkpoints)):
-        with contextlib.suppress(OSError):  # one that can't be read tells nothing
+        with contextlib.suppress(OSError):  # an unreadable file gives no information
             if size := sum(file.stat().st_size for file in path.iterdir()):
                 return size
     elements = sum(torch.Size(p.shape).numel() for p in engine.layout.values())
@@ -245,7 +245,7 @@ def _unseen_probes(run: RunDirectory) -> list[str]:
 
 def raise_together(problems: list[str]) -> None:
     """Raise the same error on all ranks if any has a problem."""
-    ranks: dict[str, list[str]] = {}  # problem → those who have it
+    ranks: dict[str, list[str]] = {}  # problem → ranks that have it
     for rank, texts in gather_errors(problems).items():
         for text in texts:
             ranks.setdefault(text, []).append(rank)

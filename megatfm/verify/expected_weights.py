@@ -88,7 +88,7 @@ class RankParameters:
 
     @property
     def zero(self) -> int:
-        """The stage; 0 where there is nobody to share with."""
+        """The stage; 0 if no other rank shares it."""
         return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
 
     def block(self, name: str, place: MeshPosition) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class ModuleCallRecorder:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._kept += 1
-        return tensor.detach()  # a tensor kept by its own node would form a cycle that nobody frees
+        return tensor.detach()  # a tensor kept by its own node would form a cycle that is never freed
 
     def _enter(self) -> None:
         self._inside = len(self._calls)

@@ -267,7 +267,7 @@ def _fitted(kind: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Whether a module's class, or one that it is derived from, is ours and has this name."""
+    """Whether a module's class, or one that it is derived from, is megatfm's and has this name."""
     return any(
         kind.__name__ == name and kind.__module__.startswith("megatfm.") for kind in type(module).__mro__
     )

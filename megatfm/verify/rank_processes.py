@@ -98,7 +98,7 @@ def run_rank(connection: Connection) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
     torch.set_num_threads(1)
-    # Memory that nobody has written is NaN, so that a kernel which reads it is found.
+    # Unwritten memory is NaN, so that a kernel which reads it is found.
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     blocks.SIZE = BLOCK

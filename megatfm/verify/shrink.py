@@ -332,7 +332,7 @@ Arrays = dict[str, NDArray[Any]]
 
 Documents = Literal["mixed", "short", "long", "one", "sparse"]
 """Documents of a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
-one, then padding; "mixed": rows of these kinds by turns."""
+one, then padding; "mixed": rows of these kinds in turn."""
 
 BY_TURNS: tuple[Documents, ...] = ("short", "one", "sparse", "long")
 KINDS_OF_DOCUMENTS: tuple[Documents, ...] = get_args(Documents)

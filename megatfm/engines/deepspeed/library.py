@@ -28,7 +28,7 @@ from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.parallel.process_environment import read_process_environment
 
 CACHED_METHOD = "_PartitionedParameterCoordinator__params_to_release"
-"""A method whose results are cached for ever, with the models that they are of."""
+"""A method whose results stay cached, and keep their models alive."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _reset_globals() -> None:
 
 
 def release(engine: Any) -> None:
-    """Take the hooks of an engine that nobody uses any more off its parameters, and the model out of what DeepSpeed
+    """Take the hooks of an unused engine off its parameters, and the model out of what DeepSpeed
     keeps for a process: they would keep it, and its groups."""
     with _tolerate_missing_group():
         engine.destroy()
@@ -119,7 +119,7 @@ def _tolerate_missing_group() -> Iterator[None]:
 
 
 def clear_module_stack() -> None:
-    """After passes: where modules are computed again, and not to their ends, which nobody needs, DeepSpeed would
+    """After passes: where modules are computed again, and not to their ends, which aren't needed, DeepSpeed would
     believe for ever that they are running."""
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
 
@@ -127,8 +127,8 @@ def clear_module_stack() -> None:
 def register_experts(
     parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int
 ) -> nn.Module | None:
-    """Tell DeepSpeed which parameters are experts that lie on different ranks, and over whom each one's gradients are
-    summed. Returns what must be a part of its model, for it looks for experts there."""
+    """Tell DeepSpeed which parameters are experts that lie on different ranks, and the ranks over which each one's
+    gradients are summed. Returns what must be a part of its model, for it looks for experts there."""
     groups = importlib.import_module("deepspeed.utils.groups")
     experts = [
         parameter for name, parameter in parameters.items() if layout[name].data_axes == EXPERT_DATA_AXES
@@ -162,8 +162,8 @@ def _make_moe_marker() -> nn.Module:
 
 
 class ModelParallelUnit:
-    """Our groups, as DeepSpeed asks for Megatron-LM's (`mpu`). Those who see other parts of the same rows are data
-    ranks to it: gradients are summed over them, and ZeRO cuts over them, too."""
+    """Our groups, as DeepSpeed asks for Megatron-LM's (`mpu`). Ranks with other parts of the same rows are data ranks
+    to DeepSpeed: gradients are summed over them, and ZeRO cuts over them, too."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._data = mesh.flat_group(DENSE_DATA_AXES.all)
@@ -309,7 +309,7 @@ class Settings:
     folder: OffloadDirectory | None
 
     def remove(self) -> None:
-        """Nobody needs the files any more."""
+        """Remove the files, which aren't needed any more."""
         if self.folder:
             self.folder.remove()
 

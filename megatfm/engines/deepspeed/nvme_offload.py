@@ -24,7 +24,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.layout import transformer_blocks
 
 MARK = "megatfm-offload.json"
-"""The file by which we know a folder as one of ours; its lock says whether the engine lives."""
+"""The file that marks a folder as megatfm's; its lock says whether the engine lives."""
 CONTENT = b'{"made by": "megatfm, for what DeepSpeed offloads: removed with its run"}\n'
 BUFFERS_OF_A_STEP = 4
 """Buffers of the optimizer's step: a group's weights, gradients and, for each optimizer, up to two kinds of state."""
@@ -34,8 +34,8 @@ class OffloadDirectory:
     """A new folder in `path`, which no other engine writes to, and which is removed with its engine.
 
     DeepSpeed names files by a rank alone, and removes what an earlier engine has left under that name: two runs, or two
-    engines of one process, would write over each other's. All lie in one hidden folder a user, which nobody else may
-    enter:
+    engines of one process, would write over each other's. All lie in one hidden folder for each user, which no other
+    user may enter:
 
         nvme_path/.megatfm-offload-UID/lock
         nvme_path/.megatfm-offload-UID/HOST-xxxxxxxx/megatfm-offload.json   locked as long as the engine lives

@@ -38,7 +38,7 @@ class NativeEngine(BaseEngine):
     """Carries out forward, backward and optimizer steps.
 
     model: on the meta device, its plan laid. layout: what laying the plan returned. pipeline: how the whole model is
-    cut into stages, where `model` has only this rank's. graphs: who records passes as graphs, in one process.
+    cut into stages, where `model` has only this rank's. graphs: records passes as CUDA graphs, in one process.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class NativeEngine(BaseEngine):
         self._build_state(
             model, weights, self.optimizers, ties, sharded=self.data.sharded, compiled=compile_blocks
         )
-        # On a CPU there is nobody to wait for, and gradients that aren't clipped need no pass over them.
+        # On a CPU there is nothing to wait for, and gradients that aren't clipped need no pass over them.
         self.skipping_optimizers = (
             [optimizer for optimizer in self.optimizers if optimizer.can_skip] if device.type != "cpu" else []
         )

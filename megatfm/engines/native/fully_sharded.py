@@ -142,8 +142,8 @@ def _shard(
 
 
 def _prefetch(model: nn.Module, depth: int) -> None:
-    """Have each block ask for the weights of so many after it before it runs, and of so many before it before its
-    backward pass. Only within its own stack, whose blocks surely run one after another: what is asked for and not used
+    """Have each block prefetch the weights of the next `depth` blocks before it runs, and of the previous ones before
+    its backward pass. Only within its own stack, whose blocks surely run one after another: unused prefetched weights
     would stay."""
     stacks: dict[str, list[FSDPModule]] = {}
     for path, module in model.named_modules():
@@ -172,7 +172,7 @@ def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> N
 
 def _hide_hooks(module: nn.Module) -> None:
     """A block that is computed again must repeat its operations, and what gathers weights inside it may have less to do
-    the second time: selective recomputation is not to see it; whoever counts what is sent is."""
+    the second time: selective recomputation is not to see it; code that counts traffic is."""
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -235,7 +235,7 @@ class Replicated:
 
     def _register_gradient_hooks(self) -> None:
         places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
-        # Hooks lie where Python's collector sees no cycle: what they hold would stay for ever.
+        # Hooks lie where Python's collector sees no cycle: they would keep it alive.
         weak_self = weakref.ref(self)
 
         def complete(place: int, parameter: Tensor) -> None:

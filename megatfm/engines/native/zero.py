@@ -36,9 +36,8 @@ class ZeroOptions:
 
     zero: the stage. accumulate: gradients of a step's micro-batches, "unsharded": each rank adds up whole ones, reduced
     once; "sharded": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
-    reduce_dtype: the dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: of
-    stages 2 and 3, blocks whose weights are asked for before the one ahead of them runs; 0: as FSDP2 does by itself;
-    None: see `prefetch_depth`.
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: number of
+    blocks whose weights stages 2 and 3 prefetch; 0: as FSDP2 does by itself; None: see `prefetch_depth`.
     use_group_allocator: what they send is allocated by the process group.
     """
 

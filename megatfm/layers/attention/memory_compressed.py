@@ -132,7 +132,7 @@ class CompressedKeyMask:
         return None
 
     def starts(self) -> Tensor:
-        """Nobody asks, without a window."""
+        """Not needed, since there is no window."""
         raise NotImplementedError
 
     def bands(self, *, fused: bool) -> None:
@@ -145,7 +145,8 @@ class CompressedKeyMask:
         return self.cached("documents", self._numbered)
 
     def _numbered(self) -> tuple[Tensor, Tensor]:
-        """For queries [B or 1, T] and stretches [B or 1, S]: how many documents begin in the row before theirs ends."""
+        """For queries [B or 1, T] and stretches [B or 1, S]: the number of documents that begin in the row before their
+        own ends."""
         sequence = self._sequence
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
         places_BT = row.positions_in_document()[1]

@@ -92,7 +92,7 @@ class Rows:
         return self.zero_undefined(rows_MD)
 
     def zero_undefined(self, rows_RD: Tensor) -> Tensor:
-        """The rows that experts made, and gradients of those that they were given, 0 where nobody made any."""
+        """The rows that experts made, and gradients of those that they were given, 0 where no expert made any."""
         return rows_RD if self._is_rest_M1 is None else rows_RD.masked_fill(self._is_rest_M1, 0)
 
     def combine(self, rows_RD: Tensor, n: int) -> Tensor:

@@ -71,7 +71,7 @@ def fused(
 
 def backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBackend]:
     """The kernels of a GPU that may serve; none: torch takes what it likes, since they don't compute in this type, or
-    with heads of these widths, which is told."""
+    with heads of these widths, which is logged."""
     if q_BNTH.device.type != "cuda":
         return []
     widths = q_BNTH.shape[-1], v_width

@@ -133,7 +133,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "drops": case(PatternMask(causal, packed), drops=True),
         "drops, one document": case(PatternMask(causal, plain), drops=True),
         "sinks": case(PatternMask(causal, packed), sinks=True),
-        "values of another width": case(PatternMask(causal, packed), of_values=16),
+        "values of another width": case(PatternMask(causal, packed), v_width=16),
     }
     assert {name: choose(requested).name for name, requested in actual.items()} == {
         "packed": "varlen",

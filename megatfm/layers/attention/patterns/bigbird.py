@@ -25,10 +25,11 @@ MAX_BLOCKS_CHECKED = 9
 class BigBird(AttentionPattern):
     """Keys of the blocks before, of and after the query's; of `n_random` random blocks; of the first and last block.
 
-    The first and last block's queries see all. With `extra` (the paper's ETC) so many first tokens stand for those
-    blocks. A document of no more than 5 + 2 n_random blocks is seen whole, as in the released code. causal, which is
-    not in the paper: no later keys, no last block, and short documents are as all others. layer: another draw for each.
-    rows, rng_keys: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked for.
+    The first and last block's queries see all. With `extra` (the paper's ETC) that many first tokens take the place of
+    those blocks. A document of no more than 5 + 2 n_random blocks is seen whole, as in the released code. causal, which
+    is not in the paper: no later keys, no last block, and short documents are as all others. layer: another draw for
+    each. rows, rng_keys: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked
+    for.
     """
 
     block: int

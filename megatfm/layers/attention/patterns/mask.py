@@ -1,4 +1,4 @@
-"""Masks of a pattern over a sequence, in every form that kernels ask for, and the keys that some queries reach."""
+"""Masks of a pattern over a sequence, in every form that kernels need, and the keys that some queries see."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise

@@ -23,7 +23,7 @@ BLOCK = 64
 COUNTED = 512
 """In so many blocks that are seen in part, pairs are looked at together."""
 PAIRS_CACHED = 1024
-"""Counts of pairs that are remembered, by pattern, row length and heads: more than a model's layers ask for."""
+"""Counts of pairs that are remembered, by pattern, row length and heads: more than a model's layers need."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,12 @@ class AttentionPattern:
         return self.mask_mod(q, k, heads)
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may say so too often."""
+        """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may have false
+        positives."""
         return (q.first <= q.last) & (k.first <= k.last)
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether all queries of one block see all keys of another, as `block_mask`; may say so too rarely."""
+        """Whether all queries of one block see all keys of another, as `block_mask`; may have false negatives."""
         return (q.first > q.last) & (k.first > k.last)
 
     def simplify(self, length: int) -> "AttentionPattern":
