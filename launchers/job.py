@@ -114,12 +114,12 @@ def python_path() -> dict[str, str]:
 
 def _origin(path: list[str]) -> Path | None:
     """The folder in which megatfm is found on another path than today's, by all finders."""
-    before, sys.path = sys.path, path
+    original_path, sys.path = sys.path, path
     try:
         specs = (finder.find_spec("megatfm", None) for finder in sys.meta_path)
         spec = next((spec for spec in specs if spec), None)
     finally:
-        sys.path = before
+        sys.path = original_path
     return Path(spec.origin).resolve().parents[1] if spec and spec.origin else None
 
 

@@ -74,8 +74,8 @@ def run_job_state(run: Path) -> JobState:
         for job, state in living:
             if is_wanted(state):
                 n_waiting = len(living) - 1
-                more = [f"job {job}", state.reason, f"{n_waiting} more in the chain" if n_waiting else ""]
-                return JobState(state.name, ", ".join(part for part in more if part), state.since)
+                details = [f"job {job}", state.reason, f"{n_waiting} more in the chain" if n_waiting else ""]
+                return JobState(state.name, ", ".join(part for part in details if part), state.since)
     if not states:
         return JobState(UNKNOWN, "no job was noted")
     attempts = [attempt for attempt in AttemptLog(run).attempts if attempt.job in jobs]

@@ -165,10 +165,10 @@ def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
     except OSError:
         return False
     try:  # by the clock of the file server, from which this machine's may differ
-        now = run / f".now.{os.getpid()}"
-        now.touch()
-        age = now.stat().st_mtime - moved
-        now.unlink()
+        probe = run / f".now.{os.getpid()}"
+        probe.touch()
+        age = probe.stat().st_mtime - moved
+        probe.unlink()
         return age < HEARTBEAT_SECONDS
     except OSError:  # a directory that can't be written to
         return time.time() - moved < HEARTBEAT_SECONDS + CLOCK_SECONDS

@@ -107,11 +107,11 @@ class _Children:
         def receive(number: int, _: FrameType | None) -> None:
             self._received.append(number)
 
-        before = {number: signal.signal(number, receive) for number in FORWARDED}
+        original_handlers = {number: signal.signal(number, receive) for number in FORWARDED}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in original_handlers.items():
                 signal.signal(number, handler)
 
     def start(self) -> None:

@@ -54,8 +54,8 @@ def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
     if batch % data_ranks:
         return ""
     rows = batch // data_ranks
-    fits = max(n for n in divisors(rows) if n <= micro_batch)
-    return f" (train.micro_batch = {fits} would)"
+    largest_fitting = max(n for n in divisors(rows) if n <= micro_batch)
+    return f" (train.micro_batch = {largest_fitting} would)"
 
 
 def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:

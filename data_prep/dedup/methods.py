@@ -74,9 +74,11 @@ class _TextUnitDedup:
     row = ROW
     key_name = "keys"
 
-    def __init__(self, title: str, cut: re.Pattern[str], between: str, least: int, loose: bool) -> None:
+    def __init__(
+        self, title: str, cut: re.Pattern[str], separator: str, min_characters: int, normalize: bool
+    ) -> None:
         self.title = title
-        self._cut, self._between, self._least, self._loose = cut, between, least, loose
+        self._cut, self._between, self._least, self._loose = cut, separator, min_characters, normalize
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:

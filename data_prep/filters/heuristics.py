@@ -67,8 +67,8 @@ class C4:
         """The line without citations, or None unless it ends like a sentence and has enough words, none endless."""
         if not line:
             return None
-        most = self._config.max_word_length
-        if len(line) > most and max(map(len, line.split())) > most:
+        max_length = self._config.max_word_length
+        if len(line) > max_length and max(map(len, line.split())) > max_length:
             counts.count_event("line_filter_too_long_word")
             return None
         if "[" in line:

@@ -53,8 +53,8 @@ class GopherRepetition:
         longer = 2 + len(limits.top_n_grams)
         if runs.cover_at_most(longer, min(limits.dup_n_grams, default=1) * len(text)):
             return None
-        for n, most in enumerate(limits.dup_n_grams, longer):
-            if runs.repeated_are_over(n, most * len(text)):
+        for n, limit in enumerate(limits.dup_n_grams, longer):
+            if runs.repeated_are_over(n, limit * len(text)):
                 return f"duplicated_{n}_n_grams"
         return None
 
@@ -156,8 +156,8 @@ class _Runs:
             first = np.append(self._at[:1], self._at[breaks + 1])
             last = np.append(self._at[breaks], self._at[-1:])
             self._stretches = last - first, self._ends[last + self.n] - self._ends[first]
-        more, characters = self._stretches
-        return int(characters[more >= n - self.n].sum())
+        lengths, characters = self._stretches
+        return int(characters[lengths >= n - self.n].sum())
 
     def _first(self, n: int) -> int:
         """Characters of the text's first run, with its spaces."""

@@ -38,8 +38,8 @@ def pieces(path: Path, limit: int) -> Iterator[bytes]:
     character."""
     with opened(path) as file:
         data = file.read(limit)
-        while more := file.read(limit):
-            data += more
+        while block := file.read(limit):
+            data += block
             while len(data) > limit:
                 cut = _cut(data, limit)
                 yield data[:cut]

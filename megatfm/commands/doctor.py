@@ -181,11 +181,11 @@ def deepspeed() -> Iterator[Finding]:
     ok, text = _run([sys.executable, "-W", "ignore", "-c", LIST_OPS_SCRIPT], seconds=IMPORT_SECONDS)
     for line in (line for line in text.splitlines() if ok and line.count("|") == 2):  # DeepSpeed says more
         name, answer, way_out = line.split("|")
-        takes = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
-        takes = f"would compile{takes}; megatfm never starts that"
+        duration = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
+        duration = f"would compile{duration}; megatfm never starts that"
         if any(_extensions().glob(f"**/{name}/{name}.so")):
             answer = "installed"
-        compiled = {"installed": "compiled", "yes": takes}.get(answer, "doesn't compile here")
+        compiled = {"installed": "compiled", "yes": duration}.get(answer, "doesn't compile here")
         use = OP_USES.get(name, "megatfm does without")
         yield Finding(name, answer != "no", f"{compiled} ({use})", way_out or "g++ and ninja are needed")
     if not ok:

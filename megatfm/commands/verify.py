@@ -242,10 +242,10 @@ def _conclusion(comparison: "Comparison") -> str:
         )
     updates = [difference for difference in comparison.updates if difference.is_wrong]
     # Wrong gradients make wrong updates, so they are named first.
-    before = [difference for difference in comparison.wrong if difference not in updates]
-    worst = max(before or updates, key=lambda one: (one.error != one.error, one.error))
+    wrong_before_updates = [difference for difference in comparison.wrong if difference not in updates]
+    worst = max(wrong_before_updates or updates, key=lambda one: (one.error != one.error, one.error))
     gradients = sum(difference.is_wrong for difference in comparison.gradients)
-    if not before:
+    if not wrong_before_updates:
         return (
             f"DIFFERENT UPDATES: {n_gradients} gradients agree within {bound:g}, but the optimizer moves "
             f"{len(updates)} of {len(comparison.updates)} weights otherwise than on one process, from the same "

@@ -77,7 +77,7 @@ class DataConfig(Section):
     cache_dir: PathStr | None = None
     """Folder for shards from URLs and indexes, shared by a machine's ranks; left out, `~/.cache/megatfm/shards`."""
     cache_bytes: PositiveInt = 2**36
-    """Size above which it forgets what was not read for longest. It should hold a shard for each stream."""
+    """Size above which the least recently read data is dropped. It should hold a shard for each stream."""
 
     @model_validator(mode="before")
     @classmethod

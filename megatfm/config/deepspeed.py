@@ -21,7 +21,7 @@ class DeepSpeedConfig(Section):
     offload_parameters: OffloadDevice = "none"
     """Place of weights that are not in use, with zero = 3: "none" is the device."""
     nvme_path: PathStr | None = None
-    """Folder on a local disk for what is offloaded to "nvme"."""
+    """Folder on a local disk for state offloaded to "nvme"."""
     zero_hpz_partition_size: int = Field(default=1, ge=1)
     """With zero = 3: how many neighbouring ranks, as a rule a node's, keep another copy of the weights between them, in
     the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
@@ -43,7 +43,7 @@ class DeepSpeedConfig(Section):
 
     @property
     def quantized(self) -> list[str]:
-        """Keys of what is sent inexactly."""
+        """Keys of inexact communication."""
         return [key for key in ("quantized_weights", "quantized_gradients") if getattr(self, key)]
 
     @model_validator(mode="after")

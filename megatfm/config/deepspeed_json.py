@@ -18,7 +18,7 @@ from megatfm.errors import UsageError
 
 Json = dict[str, Any]
 ANY_VALUE = object()
-"""In the place of a value: whatever a JSON has there is right."""
+"""In the place of a value: any value in a JSON is right."""
 
 
 def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
@@ -247,11 +247,11 @@ UNSUPPORTED_KEYS = {
 }
 """Keys that are not carried, and why, or what to set instead."""
 DISABLED_VALUES = (False, None, "auto", -1)
-"""Values of what is refused that don't ask for it; so does a section with "enabled": false."""
+"""Values of refused keys that turn them off; so does a section with "enabled": false."""
 
 
 def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
-    """Take what a JSON tunes into ours. Raises UsageError that names every key that can't be, and why."""
+    """Merge a JSON's tuning keys into our JSON. Raises UsageError that names every key that can't be, and why."""
     merged: Json = json.loads(json.dumps(derived))
     wrong: dict[str, str] = {}
     for key, value in _leaves(tuned):

@@ -57,7 +57,7 @@ FAMILIES = {
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),
 }
-"""A family that is not here is a plugin's, which may read what it likes."""
+"""Any other family is a plugin's, which may read any field."""
 
 
 def families_supporting(part: str) -> list[str]:

@@ -42,7 +42,7 @@ class DenseFFNConfig(Section):
 
 
 class PluginFFNConfig(DenseFFNConfig):
-    """A feed-forward network that a package in `plugins` registers, with keys of its own."""
+    """A feed-forward network that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_ffn"])  # type: ignore[assignment]
@@ -156,7 +156,7 @@ class DeepSeekV3RouterConfig(GroupedRouterSection):
 
 
 class PluginRouterConfig(RouterSection):
-    """A router that a package in `plugins` registers, with keys of its own."""
+    """A router that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_router"])
@@ -200,7 +200,7 @@ class MoEConfig(DenseFFNConfig):
 
     @property
     def is_limited(self) -> bool:
-        """Whether an expert takes no more than so many tokens of a row."""
+        """Whether the number of a row's tokens that an expert takes is limited."""
         return self.capacity_factor is not None or self.expert_capacity is not None
 
     @property

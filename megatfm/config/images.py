@@ -100,7 +100,7 @@ class RandomErasingTransform(TransformSection):
 
 
 class PluginTransform(TransformSection):
-    """A change that a package in `plugins` registers, with keys of its own."""
+    """A change that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_transform"])

@@ -163,10 +163,10 @@ class T5PositionConfig(PositionSection):
 
     def check_buckets(self, *, causal: bool, bidirectional: bool) -> None:
         """Raise a ValueError unless some buckets stand for one distance each, and others for ranges beyond."""
-        least = 4 if bidirectional else 2
-        if self.buckets < least:
+        min_buckets = 4 if bidirectional else 2
+        if self.buckets < min_buckets:
             raise ValueError(
-                f"position.buckets = {self.buckets} are too few to tell distances apart: choose {least} or more"
+                f"position.buckets = {self.buckets} are too few to tell distances apart: choose {min_buckets} or more"
             )
         single = self.buckets // 2 if causal else self.buckets // 4
         if self.max_distance <= single:

@@ -249,8 +249,8 @@ def unflatten(keys: Mapping[str, Any]) -> dict[str, Any]:
         first, _, inner_key = key.partition(".")
         if inner_key or isinstance(value, Mapping):
             inner = tables.get(first)
-            more = unflatten({inner_key: value} if inner_key else value)
-            tables[first] = deep_merge(inner, more) if isinstance(inner, dict) else more
+            nested = unflatten({inner_key: value} if inner_key else value)
+            tables[first] = deep_merge(inner, nested) if isinstance(inner, dict) else nested
         else:
             tables[first] = value
     return tables

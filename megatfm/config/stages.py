@@ -148,9 +148,9 @@ def check_image_rows(config: "Config") -> None:
     for stage in range(len(stages.layers)):
         h, w = stages.map_at(stage)
         if images * h * w % tp:
-            more = next(n for n in range(images, images + tp + 1) if n % tp == 0)
+            next_multiple = next(n for n in range(images, images + tp + 1) if n % tp == 0)
             raise ValueError(
                 f"parallel.tp = {tp}: rows of {images} × {h} × {w} tokens in stage {stage} don't divide into shards of "
-                f"the sequence: choose data.sequence_length = {more * rows * columns}, for {more} images a row, or "
-                "parallel.sequence_parallel=false"
+                f"the sequence: choose data.sequence_length = {next_multiple * rows * columns}, for {next_multiple} "
+                "images a row, or parallel.sequence_parallel=false"
             )

@@ -24,25 +24,20 @@ Rules = Callable[[ModelConfig], Sequence[WeightMapping]]
 class Architecture:
     """One class of transformers, such as LlamaForCausalLM, under whose name it is registered.
 
-    model_type: as in config.json. keys: what is made of each key of config.json, beside those of `COMMON`; one that is
+    model_type: as in config.json. keys: the meaning of each key of config.json, besides those of `COMMON`; one that is
     not declared is refused.
     config_from_hf: makes our config of config.json, settled by `keys`; raises UsageError for what we lack.
-    config_to_hf: makes config.json of our config, without `architectures` and `model_type`; it need not look at what
-    they lack, see `architecture_for`.
-    weight_mappings: the table for a config. fused_rules: that for files with all experts of a block in one tensor,
-    where these are another.
-    base_model_prefix: files of the bare model lack it before every name.
-    ignored_tensors: regular expressions of tensors in their files that are no parameters.
-    legacy_names: older names, as regular expressions and what stands in their place.
-    max_length_key: the key of config.json for the longest sequence, where `config_to_hf` doesn't give it since our
-    config doesn't.
-    fingerprint: values of our keys by which its models are told from others', so that the nearest is found for one
-    that none stores.
-    refine_config: what of the config only the names of the tensors tell.
-    is_base_model: has no head; those that its files hold, such as a downstream task's, are left and named.
-    further: regular expressions of tensors, among those of these names, that config.json declares and no class reads;
-    they are left and named, too.
-    remarks: what to say of a model that is opened.
+    config_to_hf: makes config.json of our config, without `architectures` and `model_type`; it needn't check
+    unsupported features, see `architecture_for`. weight_mappings: the table for a config. fused_rules: that for files
+    with all experts of a block in one tensor, where these are another. base_model_prefix: files of the bare model lack
+    it before every name. ignored_tensors: regular expressions of tensors in their files that are no parameters.
+    legacy_names: older names, as regular expressions and what stands in their place. max_length_key: the key of
+    config.json for the longest sequence, where `config_to_hf` doesn't give it since our config doesn't. fingerprint:
+    values of our keys by which its models are told from others', so that the nearest is found for one that none stores.
+    refine_config: settings that only the names of tensors reveal. is_base_model: has no head; those that its files
+    hold, such as a downstream task's, are left and named. further: regular expressions of tensors, among those of these
+    names, that config.json declares and no class reads; they are left and named, too. remarks: what to say of a model
+    that is opened.
     """
 
     model_type: str
@@ -183,8 +178,8 @@ def architecture_for(
 ) -> tuple[str, Architecture, Json]:
     """One (of these, if named) that stores a model of this config, its name, and the config.json.
 
-    It does if their config.json, read again, is the same model. Raises UsageError, naming the nearest one and what it
-    lacks, or why it refuses.
+    It does if their config.json, read again, is the same model. Raises UsageError with the nearest architecture and the
+    features that it lacks, or its reason to refuse.
     """
     nearest: list[tuple[int, bool, int, str]] = []
     config = config.with_numbers()  # transformers has numbers
@@ -269,13 +264,13 @@ def _named_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str
         yield (f"block at {depth}.{key}" if key.startswith(PER_LAYER_KEYS) else key), value
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves under keys with dots."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{before}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def _is_close(one: Any, other: Any) -> bool:

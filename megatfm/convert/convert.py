@@ -1,6 +1,6 @@
 """A folder to the Hugging Face format and back, with one tensor, or one file of a checkpoint, in memory at a time.
 
-A converted folder holds a config to start from: its [model] is what was converted, the rest are usual values.
+A converted folder holds a config to start from: its [model] is the converted model, all else are usual values.
 """
 
 import re
@@ -103,7 +103,8 @@ def branching_config(config: Config, target: Path, step: int) -> Config:
 
 
 def _checked(values: dict[str, Any], target: Path) -> Config:
-    """Validate; raises UsageError for what the converted files say but no config can hold, as rows of −1 tokens."""
+    """Validate; raises UsageError for values of the converted files that no config can hold, such as rows of −1
+    tokens."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -144,7 +145,7 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     trust_plugins: bool = False,
 ) -> list[str]:
-    """Write the model at `source` to the new or empty folder `target`; returns what is to be said about it.
+    """Write the model at `source` to the new or empty folder `target`; returns notes for the user.
 
     trust_plugins: import the packages that a checkpoint's config names.
     It gets its name when all of it is on disk. Raises UsageError, MegatfmError; then there is no target.
@@ -163,7 +164,7 @@ def convert(
 
 
 def _check_is_ours(source: Path) -> None:
-    """Raise a UsageError for what is a model in neither format."""
+    """Raise UsageError if a folder is a model in neither format."""
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:
@@ -212,11 +213,11 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         size = write_weights(place, part.rules, tensors, reader.read, shard_bytes)
         broken += reader.broken
         notes += part.architecture.remarks(config.model)
-        before = origin if part.name == origin.get("name") else {}
-        restored = tokenizer_files.restore_origin(before, part.hf_config)
+        part_origin = origin if part.name == origin.get("name") else {}
+        restored = tokenizer_files.restore_origin(part_origin, part.hf_config)
         labels = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
         hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
-        if isinstance(generation := before.get("generation"), dict):
+        if isinstance(generation := part_origin.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
@@ -274,7 +275,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what is stored of a model: parameters, and the state of modules."""
+    """Names and shapes of a model's stored tensors: parameters, and the state of modules."""
     with torch.device("meta"):
         model = build(config)
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}

@@ -41,8 +41,8 @@ def is_universal(path: str | Path) -> bool:
 def from_universal(source: str | Path, target: str | Path, like: str | Path) -> list[str]:
     """Write a run at `target` with one checkpoint, that of the step at which DeepSpeed saved.
 
-    like: a Hugging Face folder with the config.json, and the tokenizer, of the model. Returns what is to be said about
-    it. Raises UsageError, MegatfmError; then there is no target.
+    like: a Hugging Face folder with the config.json, and the tokenizer, of the model. Returns notes for the user.
+    Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
     if not is_universal(source):

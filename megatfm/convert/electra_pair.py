@@ -34,14 +34,16 @@ class ExportedModel:
     rules: Sequence[WeightMapping]
 
 
-def exported_models(config: ModelConfig, before: object = None) -> list[ExportedModel]:
+def exported_models(config: ModelConfig, previous_name: object = None) -> list[ExportedModel]:
     """Two for ELECTRA, one for all others. Raises UsageError where transformers can't store the model.
 
-    before: the name of what the model was converted from, which is chosen again if it still fits.
+    before: the name of the original class, which is chosen again if it still fits.
     """
     if config.family != "electra":
         try:
-            name, architecture, hf_config = architecture_for(config, [str(before)] if before else None)
+            name, architecture, hf_config = architecture_for(
+                config, [str(previous_name)] if previous_name else None
+            )
         except UsageError:
             name, architecture, hf_config = architecture_for(config)
         return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]

@@ -113,7 +113,7 @@ class HfFolder:
         return [f"left there, for it is no part of a {self.name}: {_counted(beyond)}"] * bool(beyond)
 
     def read_tensor(self, name: str) -> Tensor:
-        """A tensor under the name that the table has, in memory of its own: in the file it may begin anywhere."""
+        """A tensor under its name in the table, in its own memory: in the file it may begin anywhere."""
         file, stored = self.files[name]
         try:
             if file not in self._open:
@@ -144,7 +144,7 @@ class HfFolder:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise MegatfmError for what is there but no file: opening a FIFO waits for a writer."""
+    """Raise MegatfmError for a path that is no regular file: opening a FIFO waits for a writer."""
     if path.exists() and not path.is_file():
         raise MegatfmError(f"{path}: no regular file")
 
@@ -266,7 +266,7 @@ def write_weights(
 
 
 def split(hf_tensors: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
-    """Names in their order, so many a file as fit."""
+    """Names in order, as many a file as fit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in hf_tensors.items():

@@ -58,7 +58,7 @@ def supported_values(*allowed: Any, default: Any = ...) -> Key:
 
 
 def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
-    """Keys that change nothing of what a model computes."""
+    """Keys that don't change what a model computes."""
     return dict.fromkeys(names, Key(kinds=_kinds(kinds), is_ignored=True))
 
 

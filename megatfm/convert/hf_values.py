@@ -24,7 +24,7 @@ ACTIVATIONS = {
 }
 """transformers' name of a plain activation → megatfm's; the first of several is what we write."""
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "swish": "swiglu"}
-"""Our name of a plain activation → that of its gated form."""
+"""Megatfm's name of a plain activation → of its gated form."""
 
 
 def activation_from_hf(hf_name: Any, *, gated: bool = False) -> str:
@@ -66,7 +66,7 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
 
 
 def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
-    """Check that keys which follow from others, where they are given, are what follows. Raises UsageError."""
+    """Check that given keys agree with those that they follow from. Raises UsageError."""
     for key, value in values.items():
         if config[key] is not None and config[key] != value:
             raise UsageError(

@@ -74,7 +74,7 @@ class _Closed:
 
 
 class Stored(_Closed):
-    """A tensor within what a pickle holds."""
+    """A placeholder for a tensor in a pickle."""
 
     __slots__ = ("tensor",)
 
@@ -111,7 +111,7 @@ class _Reader(pickle.Unpickler):
         self.archive = archive
 
     def find_class(self, module: str, name: str) -> Any:
-        """Resolve what a file names: one of a few functions, `OrderedDict`, or `_Placeholder`."""
+        """Resolve a name in a file: one of a few functions, `OrderedDict`, or `_Placeholder`."""
         if module == "torch" and name in STORAGES:
             return _StorageType(STORAGES[name])
         allowed: dict[tuple[str, str], Any] = {

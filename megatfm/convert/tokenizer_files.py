@@ -86,8 +86,8 @@ def _bare_sentencepiece(source: Path) -> Path | None:
     place, config_file = source / "tokenizer.model", source / TOKENIZER_CONFIG
     if not place.is_file() or (source / "added_tokens.json").is_file():
         return None
-    more = config_file.is_file() and read_json(config_file).get("added_tokens_decoder")
-    return None if more else place
+    added_tokens = config_file.is_file() and read_json(config_file).get("added_tokens_decoder")
+    return None if added_tokens else place
 
 
 def _copy(place: Path, target: Path) -> str:
@@ -105,7 +105,7 @@ def _copy(place: Path, target: Path) -> str:
 
 
 def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, family: str) -> list[str]:
-    """Write what transformers needs to read a tokenizer as we do, where it has a class for it; returns notes."""
+    """Write the files from which transformers reads the same tokenizer, if it has a class for it; returns notes."""
     tokenizer_config: dict[str, Any] = {
         f"{role}_token": tokenizer.id_to_piece(token)
         for role in ("bos", "eos", "unk", "pad", "mask", "cls", "sep")

@@ -161,7 +161,7 @@ def upcycle(
     """Write a mixture of the dense model at `source`, a run or checkpoint, to the new folder `target`.
 
     trust_plugins: import the packages that its config names.
-    Returns what is to be said about it. Raises UsageError, MegatfmError; then there is no target.
+    Returns notes for the user. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
     check_is_new(target)

@@ -154,7 +154,8 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
 
 
 def require_dropless(config: ModelConfig) -> MoEConfig:
-    """Return the section of a model's experts. Raises UsageError for what these architectures of transformers lack."""
+    """Return the section of a model's experts. Raises UsageError for features that these architectures of transformers
+    lack."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     for key in ("capacity_factor", "expert_capacity"):
         if (capacity := getattr(experts, key)) is not None:

@@ -209,9 +209,9 @@ class _Totals:
             return f"{self._name}: more than {MOST_VALUES:,} values"
         largest = sorted(self._of.items(), key=lambda item: (-item[1][1], item[0]))[:LARGEST]
         rows = [(name, *(f"{n:,}" for n in total)) for name, total in largest]
-        more = len(self._of) - LARGEST
+        n_more = len(self._of) - LARGEST
         return _table((self._name, "documents", "tokens", "bytes of text"), rows) + (
-            f"\nand {more:,} more" if more > 0 else ""
+            f"\nand {n_more:,} more" if n_more > 0 else ""
         )
 
 

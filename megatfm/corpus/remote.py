@@ -197,7 +197,7 @@ def with_retries(
 
     if "::" in url:
         raise UsageError(f"{url}: chained URLs are not opened: give a plain one")
-    attempt, before = 0, progress()
+    attempt, last_progress = 0, progress()
     while True:
         try:
             fs, root = fsspec.core.url_to_fs(url)
@@ -218,7 +218,7 @@ def with_retries(
                 raise UsageError(
                     f"{url}: {name} can't be {verb} ({reason}): check the credentials, and what they may do there"
                 ) from error
-            attempt, before = (1 if progress() != before else attempt + 1), progress()
+            attempt, last_progress = (1 if progress() != last_progress else attempt + 1), progress()
             if attempt == ATTEMPTS or isinstance(error, _MISTAKES):
                 raise MegatfmError(f"{url}: {name} can't be {verb} ({reason})") from error
             seconds = min(2.0 ** (attempt - 1), LONGEST_WAIT) * _JITTER.uniform(0.5, 1.5)

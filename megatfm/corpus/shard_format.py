@@ -59,9 +59,9 @@ def encode_sample(sample: Sample) -> bytes:
     """The tar members of a sample, padded to whole tar blocks."""
     key, tokens, members = sample.key, sample.tokens, sample.members
     # ASCII escapes, since a source may be a file name that is no valid Unicode.
-    more: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
-    more |= {"members": list(members)} if members else {}
-    meta = json.dumps({"bytes": sample.text_bytes, **more, "source": sample.source}).encode("ascii")
+    extra_fields: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
+    extra_fields |= {"members": list(members)} if members else {}
+    meta = json.dumps({"bytes": sample.text_bytes, **extra_fields, "source": sample.source}).encode("ascii")
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
     parts = _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
     return parts + b"".join(_member(f"{key}.{extension}", data) for extension, data in members.items())

@@ -111,9 +111,11 @@ class ShardIndex:
 
         Raises a MegatfmError whose message is only the reason; the caller knows the place.
         """
-        most = 256 + shard.samples * (FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, True).itemsize)
+        max_bytes = 256 + shard.samples * (
+            FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, True).itemsize
+        )
         try:
-            if not 0 < zstandard.frame_content_size(data) <= most:
+            if not 0 < zstandard.frame_content_size(data) <= max_bytes:
                 raise MegatfmError("its uncompressed size is absurd")
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
             at = content.index(b"\n") + 1

@@ -222,11 +222,11 @@ def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
-    most = 0
+    max_token = 0
     for path in paths:  # first, since an id that doesn't fit would be found only at its shard
         for array in iter_shard_samples(path):
-            most = max(most, int(array.tokens.max(initial=0)))
-    dtype: TokenDtype = "uint16" if most < 2**16 else "uint32"
+            max_token = max(max_token, int(array.tokens.max(initial=0)))
+    dtype: TokenDtype = "uint16" if max_token < 2**16 else "uint32"
     number = 0
     with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
         for path in paths:

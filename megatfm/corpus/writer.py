@@ -159,10 +159,10 @@ class ShardWriter:
             raise MegatfmError(
                 f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]"
             )
-        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-        if least < 0 or most > self._largest:
+        min_token, max_token = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if min_token < 0 or max_token > self._largest:
             raise MegatfmError(
-                f"sample {key}: token id {least if least < 0 else most} does not fit {self._dtype}"
+                f"sample {key}: token id {min_token if min_token < 0 else max_token} does not fit {self._dtype}"
             )
         return tokens.astype(self._dtype)
 

@@ -178,8 +178,8 @@ class Quarantine:
         ranges: list[tuple[int, int]] = []
         for first, end in sorted(sample_ranges):
             if ranges and first <= ranges[-1][1]:
-                before, until = ranges.pop()
-                first, end = before, max(end, until)
+                begin, until = ranges.pop()
+                first, end = begin, max(end, until)
             ranges.append((first, end))
         return cls(tuple(ranges))
 

@@ -222,9 +222,9 @@ class Mixture:
         )
         at = (begin + (np.arange(self.block) * self.streams + stream) * self._step) % points
         sources = np.searchsorted(np.cumsum(quotas) * self.streams, at, side="right")
-        before = np.empty(self.block, np.int64)
-        before[np.argsort(sources, kind="stable")] = _occurrence_number(quotas)
-        return _Block(sources, before)
+        n_before = np.empty(self.block, np.int64)
+        n_before[np.argsort(sources, kind="stable")] = _occurrence_number(quotas)
+        return _Block(sources, n_before)
 
     def _make_spans(self) -> None:
         consumed = np.zeros((self.streams, len(self._rows)), np.int64)

@@ -150,20 +150,20 @@ class RowStore:
             documents[:], positions[:] = 0, ramp[:n]
             if self.blank is None:
                 return 1
-        first, after = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
-        if after - first > LOOP_LIMIT and self.blank is None:
-            bounds = np.clip(np.array(starts[first : after + 1]) - begin, 0, n)
+        first, end = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
+        if end - first > LOOP_LIMIT and self.blank is None:
+            bounds = np.clip(np.array(starts[first : end + 1]) - begin, 0, n)
             counts = np.diff(bounds)
-            documents[:] = np.repeat(ramp[: after - first], counts)
+            documents[:] = np.repeat(ramp[: end - first], counts)
             positions[:] = ramp[:n] - np.repeat(bounds[:-1], counts)
-            return after - first
-        for number in range(first, after):
+            return end - first
+        for number in range(first, end):
             piece = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
             if self.blank is not None and self.blank[number]:
                 documents[piece], positions[piece] = PAD_DOCUMENT_ID, 0
             elif not self.as_one_document:
                 documents[piece], positions[piece] = number - first, ramp[: piece.stop - piece.start]
-        return after - first
+        return end - first
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,8 +310,8 @@ class BinPackedRows:
         return self._build_rows(0, 1).padding
 
     def _build_rows(self, begin: int, end: int) -> PackedBlock:
-        first, after = self._bounds[[begin, end]].tolist()
-        pieces = self._pieces.take(np.arange(first, after))
+        first, last = self._bounds[[begin, end]].tolist()
+        pieces = self._pieces.take(np.arange(first, last))
         rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
         sequences = build_sequences(self._how, pieces, self._documents, self._epoch)
         blank = self._documents.is_quarantined

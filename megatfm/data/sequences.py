@@ -226,16 +226,16 @@ def split_documents(
     A document is cut into consecutive pieces of `objective.max_tokens`, of which the last may be shorter; an empty
     document is one empty piece. Pieces that make no sequence are among them, with lengths of 0.
     """
-    most = objective.max_tokens
-    if most is None:
+    max_tokens = objective.max_tokens
+    if max_tokens is None:
         documents = np.arange(len(n_tokens))
         numbers, starts, ends = np.zeros_like(documents), np.zeros_like(documents), n_tokens
     else:
-        counts = np.maximum(-(-n_tokens // most), 1)
+        counts = np.maximum(-(-n_tokens // max_tokens), 1)
         documents = np.repeat(np.arange(len(n_tokens)), counts)
         numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = numbers * most
-        ends = np.minimum(starts + most, n_tokens[documents])
+        starts = numbers * max_tokens
+        ends = np.minimum(starts + max_tokens, n_tokens[documents])
     image_lengths: ImageLengths | None = getattr(objective, "image_lengths", None)
     if image_sizes is not None and image_lengths is not None:
         lengths = image_lengths(image_sizes())[documents]

@@ -74,7 +74,7 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
     UsageError for a family without split points, and whatever a part of the model raises.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         with FakeTensorMode(), _experts_by_shapes():
             return _measured(config)
@@ -82,7 +82,7 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
         log.debug("what blocks keep is not counted: %s: %s", type(error).__name__, error)
         return None
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
 
 
 class _Products(torch.autograd.Function):
@@ -97,12 +97,12 @@ class _Products(torch.autograd.Function):
 @contextmanager
 def _experts_by_shapes() -> Iterator[None]:
     """Products of experts by their shapes: whose a row is is a matter of values, how many there are is not."""
-    before = dict(KERNELS)
+    original_kernels = dict(KERNELS)
     KERNELS.update(dict.fromkeys(KERNELS, _Products.apply))
     try:
         yield
     finally:
-        KERNELS.update(before)
+        KERNELS.update(original_kernels)
 
 
 def _measured(config: Config) -> tuple[int, int]:

@@ -43,8 +43,8 @@ def rank_state(config: Config) -> RankState | None:
     With dp_shard = -1, which takes all processes that there are, the fewest possible are assumed. Raises UsageError
     where the layout does not fit the model.
     """
-    least = max(config.parallel.dp_shard, _least_shard(config.parallel))
-    parallel = config.parallel.model_copy(update={"dp_shard": least})
+    min_ranks = max(config.parallel.dp_shard, _least_shard(config.parallel))
+    parallel = config.parallel.model_copy(update={"dp_shard": min_ranks})
     ranks = math.prod((parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp))
     if ranks == 1 or parallel.engine != "native" or dist.is_initialized():
         return None

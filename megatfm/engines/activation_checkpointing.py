@@ -1,5 +1,6 @@
-"""Activation checkpointing of blocks (Chen et al. 2016): what is not kept in the forward pass is computed again in the
-backward pass. Dropout is keyed, so the second pass drops what the first did, and gradients are the same to the bit.
+"""Activation checkpointing of blocks (Chen et al. 2016): activations that the forward pass doesn't keep are computed
+again in the backward pass. Dropout is keyed, so the second pass drops what the first did, and gradients are the same to
+the bit.
 
 "none" keeps everything. "full" keeps a block's input. "selective" also keeps the outputs of weights' products, of fused
 attention and of sums over tensor-parallel ranks, so that only cheap operations are repeated (and, where attention is
@@ -35,7 +36,7 @@ SAVED_OPS = {
     _sums.reduce_scatter_tensor.default,
 }
 SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention"}
-"""Operators that are there only once their modules are imported."""
+"""Operators that exist only once their modules are imported."""
 
 Forward = Callable[..., Any]
 
@@ -107,11 +108,11 @@ def _name(operator: Any) -> str:
 
 
 class MemoryBudget:
-    """Keeps everything of a forward pass's blocks while it fits into so many bytes, and recomputes the blocks after.
+    """Keeps all activations of a forward pass's blocks while they fit into `limit` bytes, and recomputes later blocks.
 
-    What a block keeps is measured when one of its kind with inputs of these shapes first runs, which keeps it all once,
-    whatever the limit; ranks of one tensor-parallel group have the same shapes, so they decide alike. Bytes are those
-    of one forward pass: a pipeline holds several.
+    The activations of a block are measured when the first block of its kind with inputs of these shapes runs, which
+    keeps all of them regardless of the limit; ranks of one tensor-parallel group have the same shapes, so they decide
+    alike. Bytes are those of one forward pass: a pipeline holds several.
     """
 
     def __init__(self, stage: nn.Module, limit: int) -> None:

@@ -1,6 +1,6 @@
 """Gradients over all ranks: their norm, clipping, partial sums, and statistics of layers.
 
-Each element of the model counts once, whatever axes cut a parameter and whichever ranks hold copies.
+Each element of the model counts once, independent of the axes that cut a parameter and of copies on other ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

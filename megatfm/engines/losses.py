@@ -127,7 +127,7 @@ class LossAccumulator:
             self._batches += 1
 
     def sum_counts(self) -> None:
-        """Add up over all data ranks what was counted here. A collective.
+        """Sum this rank's counts over all data ranks. A collective.
 
         Raises MegatfmError without a batch, for which the loss would read 0.
         """
@@ -146,7 +146,7 @@ class LossAccumulator:
         return TermWeights(torch.stack(factors), self._places)
 
     def add(self, terms: Mapping[str, Tensor]) -> None:
-        """Add the terms of one micro-batch to what this rank reports."""
+        """Add the terms of one micro-batch to this rank's sums."""
         for term, value in terms.items():
             self._sums[self._places[term]] += value
 

@@ -232,7 +232,7 @@ class ElementwiseOptimizer:
         self.can_skip = self._torch.can_skip
 
     def set_shard_locations(self, places: Mapping[str, ShardLocation]) -> None:
-        """Say where each block is in its whole tensor, to an optimizer that asks for it."""
+        """Give an optimizer that needs it the offset of each block in its full tensor."""
         if isinstance(self._torch.optimizer, NeedsShardLocations):
             self._torch.optimizer.set_shard_locations(
                 {block: places[name] for name, block in self.tensors().items()}
@@ -301,7 +301,7 @@ class WholeTensorOptimizer:
         self._owned = OwnedTensors(local, boxes, shapes, ranks)
         self._owned.refresh()
         self._torch = TorchOptimizer(group, self._owned.full)
-        self.can_skip = False  # no such optimizer can; and ranks must be of one mind about what is sent
+        self.can_skip = False  # no such optimizer can; and ranks must agree on the traffic
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The whole tensors that this rank owns, by name."""

@@ -28,7 +28,7 @@ class GradientSync(Protocol):
     """Receives the start of each micro-batch, to decide whether its backward pass reduces gradients."""
 
     def begin(self, is_last: bool) -> None:
-        """Called before the forward pass of each micro-batch. is_last: of this step, so that what is accumulated is
+        """Called before the forward pass of each micro-batch. is_last: of this step, so that accumulated gradients are
         reduced."""
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
@@ -77,7 +77,8 @@ NOT_ON_INPUT_PATH = None
 def backward_input(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> WeightBackward:
-    """Add gradients to the `.grad` of inputs; returns what is to be called once to do the same for all weights."""
+    """Add gradients to the `.grad` of inputs; returns a function that does the same for all weights, to be called
+    once."""
     if not roots:
         return lambda: None
     if not inputs:
@@ -126,7 +127,7 @@ def _parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     pending = list(parents)
     while pending:
         node = pending.pop()
-        # In one order on all ranks: what is on the path may send something.
+        # In one order on all ranks: a node on the path may communicate.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             if child not in parents:
                 parents[child] = []
@@ -157,7 +158,7 @@ def _branching(
         exit_nodes[node] = frozenset(sources)
         if node not in leaves and hasattr(node, "variable"):
             branching.append((node.variable, exit_nodes[node]))
-        # In one order on all ranks: what is on the path may send something.
+        # In one order on all ranks: a node on the path may communicate.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             n_unvisited[child] -= 1
             if not n_unvisited[child]:

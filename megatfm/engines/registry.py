@@ -1,4 +1,4 @@
-"""Engines by name, as `parallel.engine` chooses one, and what each of them carries out."""
+"""Engines by name, as `parallel.engine` chooses one, and the features of each."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple, get_args

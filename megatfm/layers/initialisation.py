@@ -119,7 +119,7 @@ def _draw_rows(
     region: tuple[slice, ...], target: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Draws the rows of a block of this shape in their order, up to the last that is kept, and puts those into
-    `target`. What is drawn anew in a truncated distribution comes after all rows, so that there all are drawn."""
+    `target`. Redraws of a truncated distribution come after all rows, so all rows are drawn then."""
     (rows, *columns), width = region, prod(shape[1:])
     step = max(1, PIECE // max(width, 1))
     beyond: list[NDArray[np.int64]] = []

@@ -82,7 +82,7 @@ def to_maps(x_BTD: Tensor, size: MapSize) -> Tensor:
 
 
 def to_rows(x_IHWD: Tensor, rows: int) -> Tensor:
-    """Return maps as the tokens of so many rows, [B, T, D]."""
+    """Return maps as the tokens of `rows` rows, [B, T, D]."""
     return x_IHWD.reshape(rows, -1, x_IHWD.shape[-1])
 
 

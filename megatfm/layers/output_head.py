@@ -159,7 +159,7 @@ HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Reg
 there is one. A head is a module that takes hidden vectors [B, T, D] and the fields of the batch that it `reads`, where
 the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise), or a
 dict of several terms;
-without them it gives what it predicts, if it `predicts`. Fields that it `may_read` are passed by keyword where the
+without them it gives its predictions, if it `predicts`. Fields that it `may_read` are passed by keyword where the
 batch has them, and `sequence`, the SequenceMetadata, to a head that `takes_sequence`."""
 
 

@@ -64,7 +64,7 @@ class SequenceMetadata:
         """Cached tokens that the layer's cache has evicted; they come after the first `n_initial_kept`."""
         self.n_initial_kept = 0
         self.tokens: Tensor | None = None
-        """int64 [B, T], the tokens themselves, where that is what the model reads."""
+        """int64 [B, T], the tokens themselves, if the model reads tokens."""
         self._cache: dict[Hashable, object] = {}
 
     @property

@@ -90,8 +90,8 @@ class PyramidStack(nn.Module):
                 modules.append(f"{path}.merges.{stage}")
                 stage += 1
             d_out = getattr(self.layers[str(depth)], "d_out", self.widths[stage])
-            after = self._carry(stage, d_out)
-            points.append(SplitPoint(f"{path}.layers.{depth}", tuple(modules), ("hidden",), after))
+            next_carry = self._carry(stage, d_out)
+            points.append(SplitPoint(f"{path}.layers.{depth}", tuple(modules), ("hidden",), next_carry))
         if self.norm is not None:
             last = self._carry(len(self.widths) - 1)
             points.append(SplitPoint(f"{path}.norm", (f"{path}.norm",), ("hidden",), last))

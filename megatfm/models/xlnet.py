@@ -355,5 +355,8 @@ def places(targets_BT: Tensor) -> Tensor:
 def n_queries(inputs: Mapping[str, Tensor]) -> int:
     """Q: the most targets of a row, rounded up to whole groups."""
     targets_BT = inputs["targets"]
-    together, most = gcd(targets_BT.shape[1], TOGETHER), max(int((targets_BT != IGNORE).sum(1).max()), 1)
-    return -(-most // together) * together
+    together, max_targets = (
+        gcd(targets_BT.shape[1], TOGETHER),
+        max(int((targets_BT != IGNORE).sum(1).max()), 1),
+    )
+    return -(-max_targets // together) * together

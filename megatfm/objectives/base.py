@@ -291,12 +291,12 @@ def max_piece_tokens(
     """
     n_tokens = np.arange(1, 2 * sum(row_lengths) + 2)
     fits = (lengths(n_tokens).reshape(len(n_tokens), -1) <= np.array(row_lengths)).all(1)
-    most = int(fits.argmin())
-    if not most or not lengths(n_tokens[:most]).any():
+    longest = int(fits.argmin())
+    if not longest or not lengths(n_tokens[:longest]).any():
         raise UsageError(
             f"data.sequence_length = {row_lengths[0]} is too short for objective.name = {objective!r}: choose more"
         )
-    return most
+    return longest
 
 
 def require_head(model: ModelConfig, head: str, objective: str) -> None:

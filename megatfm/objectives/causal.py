@@ -180,9 +180,11 @@ class PrefixSeq2Seq(Objective):
         return seq2seq_example(tokens[:cut], tokens[cut:], self.special)
 
     def _cuts(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        least = np.maximum(n_tokens - self.max_targets, 1)
-        most = np.minimum(n_tokens - 1, self.max_inputs)
-        return least + randint_below(np.maximum(most - least + 1, 1), rng.to_unit_interval(keys))
+        min_prefix = np.maximum(n_tokens - self.max_targets, 1)
+        max_prefix = np.minimum(n_tokens - 1, self.max_inputs)
+        return min_prefix + randint_below(
+            np.maximum(max_prefix - min_prefix + 1, 1), rng.to_unit_interval(keys)
+        )
 
 
 @OBJECTIVES.register("prefix")

@@ -234,8 +234,8 @@ class NextSentence(SentencePair):
         # A document that could replace half of the piece, if there is one.
         enough = np.flatnonzero(lengths >= min(int(lengths.max()), n // 2))
         other_document = int(enough[randint_below(len(enough), choice)])
-        least = max(1, n - int(lengths[other_document]))
-        cut = least + int(randint_below(n - least, at))
+        min_cut = max(1, n - int(lengths[other_document]))
+        cut = min_cut + int(randint_below(n - min_cut, at))
         if label < 0.5:
             return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
         first = int(randint_below(int(lengths[other_document]) - (n - cut) + 1, start))
@@ -334,8 +334,10 @@ class SpanBoundary(Objective):
         free = n_words - int(words.sum()) - max(n_spans - 1, 0)
         # Spans and free words in random order: places of the spans are a uniform choice among them.
         places = np.sort(np.argsort(random[n_words : n_words + free + n_spans], kind="stable")[:n_spans])
-        before = np.cumsum(words) - words
-        first = places + before  # `places` counts for each earlier span one word, the one between the two
+        words_before = np.cumsum(words) - words
+        first = (
+            places + words_before
+        )  # `places` counts for each earlier span one word, the one between the two
         return bounds[first], bounds[first + words]
 
 

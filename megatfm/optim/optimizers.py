@@ -112,9 +112,9 @@ class BF16StateAdamW(torch.optim.Optimizer):
         weights = [piece.weight for piece in pieces]
         means = [piece.mean.to(piece.weight.dtype) for piece in pieces]
         squares = [piece.square.to(piece.weight.dtype) for piece in pieces]
-        before = torch.full((), group["step"] - 1, dtype=torch.float32, device=weights[0].device)
+        steps_before = torch.full((), group["step"] - 1, dtype=torch.float32, device=weights[0].device)
         torch_adamw(
-            weights, [piece.gradient for piece in pieces], means, squares, [], [before.clone() for _ in pieces],
+            weights, [piece.gradient for piece in pieces], means, squares, [], [steps_before.clone() for _ in pieces],
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             found_inf=getattr(self, "found_inf", None),

@@ -198,7 +198,7 @@ def ulysses_attention(
 
 
 class _SplitRow(NamedTuple):
-    """A row of so many tokens, split over ranks."""
+    """A row of `length` tokens, split over ranks."""
 
     contexts: ContextParallel
     length: int

@@ -1,7 +1,7 @@
 """Global attention under context parallelism: queries that see all keys (Longformer, BigBird) go to the keys.
 
 All ranks get the few global queries. Each computes their attention to its own keys, and the results are merged by the
-logarithms of the sums (Dao et al. 2022). What is sent does not grow with the row.
+logarithms of the sums (Dao et al. 2022). The traffic does not grow with the row.
 """
 
 from collections.abc import Callable, Sequence

@@ -210,14 +210,14 @@ class FetchPlan:
         is_needed = torch.zeros(contexts.size, length, dtype=torch.bool)
         for r in ranks:
             is_needed[r, needed_indices[r]] = True
-        most = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
+        max_fetched = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
         send = [is_needed[r, local].nonzero()[:, 0] if r != own_rank else no_places for r in ranks]
         recv = [
             indices_by_rank[r][is_needed[own_rank, indices_by_rank[r]]] if r != own_rank else no_places
             for r in ranks
         ]
         indices, permutation = torch.cat([local, *recv]).sort()
-        return cls(contexts, send, recv, indices, permutation, most, length)
+        return cls(contexts, send, recv, indices, permutation, max_fetched, length)
 
 
 def fetch_all_plan(contexts: ContextParallel, length: int) -> FetchPlan:
@@ -229,10 +229,10 @@ def is_little(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor
     """Whether no rank needs half of the tokens that the others have. needed_indices[r]: row indices of the tokens that
     rank r looks at, its own among them."""
     ranks, length = len(indices_by_rank), sum(map(len, indices_by_rank))
-    most = max(
+    max_sent = max(
         len(needed) - len(local) for needed, local in zip(needed_indices, indices_by_rank, strict=True)
     )
-    return 2 * most * ranks < (ranks - 1) * length
+    return 2 * max_sent * ranks < (ranks - 1) * length
 
 
 def fetch(x_BKTH: Tensor, plan: FetchPlan) -> Tensor:

@@ -50,7 +50,7 @@ class ProcessInfo:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once (rank 0)."""
+        """Whether this process writes the files of the run (rank 0)."""
         return self.rank == 0
 
 
@@ -60,7 +60,7 @@ def init_distributed(
     """Set up the default process group and this process's device.
 
     `timeout` is in seconds, for meeting the others, and for every later collective if `collective_timeout` is not
-    given. A group that is there already is used as it is. Raises UsageError for an environment that contradicts
+    given. An existing group is used unchanged. Raises UsageError for an environment that contradicts
     itself, MegatfmError when the others can't be reached.
     """
     later = timedelta(seconds=collective_timeout or timeout)
@@ -134,7 +134,7 @@ def distributed_session(
     After an error on GPUs the group is left to the end of the process: to dismantle NCCL, the others must answer.
     """
     was_there = dist.is_initialized()
-    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    original_timeouts = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     rank = None
     try:
         rank = init_distributed(timeout, device, collective_timeout)
@@ -146,7 +146,7 @@ def distributed_session(
         if not was_there:
             shutdown()
         else:
-            _timeout_of_later_groups(*before)
+            _timeout_of_later_groups(*original_timeouts)
 
 
 def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
@@ -223,7 +223,7 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
 
 
 def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: timedelta, since: float) -> None:
-    """Wait until all ranks are there. Raises MegatfmError that names those that never came within `timeout` of
+    """Wait until all ranks have arrived. Raises MegatfmError with the ranks that didn't arrive within `timeout` of
     `since`, a time of time.monotonic()."""
     store.set(f"megatfm/here/{env.rank}", socket.gethostname())
     if store.add("megatfm/arrived", 1) == env.world_size:
@@ -307,7 +307,7 @@ def _rendezvous_over_mpi(
 def _own_address(places: Sequence[tuple[str, str]]) -> str:
     """The address at which the others reach rank 0, this one. places: machine and host name of each rank.
 
-    The address under which this host is seen from another, which need not be what its own name resolves to. Raises
+    Return the address of this host as another host sees it; its own name may resolve to another address. Raises
     MegatfmError where it can't be found and MASTER_ADDR isn't set.
     """
     (own_machine, name), *_ = places

@@ -91,8 +91,8 @@ def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
-    """Cut by experts over their own axis first; tensor parallelism cuts what is left. Where the data ranks don't divide
-    that, ZeRO cuts within each expert: of 2 experts on 8 ranks it would fill 6 ranks up with nothing."""
+    """Cut by experts over their own axis first; tensor parallelism cuts the remaining weights. Where the data ranks
+    don't divide that, ZeRO cuts within each expert: of 2 experts on 8 ranks it would fill 6 ranks up with nothing."""
     if (parts := mesh.size(EXPERT)) > 1:
         shard = Shard(EXPERT, 0, mesh.rank(EXPERT), parts)
         layout = replace(layout, shards=(shard, *layout.shards), data_axes=EXPERT_DATA_AXES)
@@ -178,9 +178,9 @@ OWNERS_OF_ROW_SEAMS = ("experts", "router")
 def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
     """Have a mixture's capacity, expert choice and counts by row be of whole rows.
 
-    A capacity takes a row's choices in the order of its tokens, wherever these are. So ranks gather the router's output
-    for the row (K integers a token; of experts that choose, a probability of each expert), and each keeps its own
-    tokens' part. No gradient goes back.
+    A capacity takes a row's choices in the order of its tokens, on whichever rank they are. So ranks gather the
+    router's output for the row (K integers a token; of experts that choose, a probability of each expert), and each
+    keeps its own tokens' part. No gradient goes back.
     """
     for owner in OWNERS_OF_ROW_SEAMS:
         module: Any = moe.get_submodule(owner)

@@ -35,8 +35,7 @@ ALL_AXES = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
 class DataAxes:
     """The axes over which ranks hold the same block of a parameter and see other rows, or other parts of rows.
 
-    ZeRO cuts the block over `shard`; copies of what is left are on the ranks of `replicate` and of `context`, if there
-    are such axes.
+    ZeRO cuts the block over `shard`; copies are on the ranks of `replicate` and of `context`, if there are such axes.
     """
 
     shard: str
@@ -179,8 +178,8 @@ class Mesh:
         return self._mesh_with(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
     def new_group_along(self, axis: str) -> ProcessGroup:
-        """The ranks of `group(axis)` once more, with a communicator of their own: what is sent over it doesn't queue
-        behind what is sent over the other. Made anew at each call, by all ranks together."""
+        """The ranks of `group(axis)` once more, with a communicator of their own: its collectives don't queue behind
+        those of the other group. Made anew at each call, by all ranks together."""
         mesh = self._mesh_with(axis)
         dim = (mesh.mesh_dim_names or ()).index(axis)
         lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()

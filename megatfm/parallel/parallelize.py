@@ -220,8 +220,8 @@ def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _missing(model: nn.Module, path: str, key: str) -> str:
-    """Say how to give a module a style: by a row in its class, or in that of the first module around it that is no mere
-    layer."""
+    """Say how to give a module a style: by a row in its class, or in the class of the nearest enclosing module that
+    isn't a plain layer."""
     owner, inner = path, ""
     while owner and type(model.get_submodule(owner)).__module__.startswith(GENERIC_PACKAGES):
         owner, _, last = owner.rpartition(".")

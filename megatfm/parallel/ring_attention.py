@@ -94,7 +94,7 @@ class KeyValueFormat(Protocol):
         """Keys and values."""
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-        """Gradients of what is sent, in the dtype of `dk`, and of the weights."""
+        """Gradients of the sent tensor, in the dtype of `dk`, and of the weights."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class KeyValues:
         return k, v
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-        """Gradient of what is sent."""
+        """Gradient of the sent tensor."""
         return (torch.cat([dk, dv], -1),)
 
 
@@ -240,6 +240,6 @@ def _shift(x: Tensor, contexts: ContextParallel, next_plans: Sequence[BlockAtten
         return P2PExchange(contexts.group, [], [])
     (plan,) = next_plans
     assert plan.places is not None
-    after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
+    next_rank, previous_rank = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
     received = x.new_empty(*x.shape[:2], len(plan.places), x.shape[3])
-    return P2PExchange(contexts.group, [(after, x)], [(before, received)])
+    return P2PExchange(contexts.group, [(next_rank, x)], [(previous_rank, received)])

@@ -83,7 +83,7 @@ class ParallelStyle:
     expert_tp_overrides: "Mapping[str, ParallelStyle] | None" = field(default=None, hash=False)
 
     def cut_dim(self, key: str, dims: int) -> int | None:
-        """The dim that is cut of a tensor with so many dims; None where none is."""
+        """The dim that is cut of a tensor with `dims` dims; None where none is."""
         dim = self.dim if self.dims is None else self.dims.get(key)
         return None if dim is None or not -dims <= dim < dims else dim % dims
 

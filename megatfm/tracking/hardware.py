@@ -155,9 +155,9 @@ def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
     return {"kinds": kinds, "of_rank": [kinds.index(facts) for facts in ranks]}
 
 
-def diff_hardware(before: HardwareByRank, now: HardwareByRank) -> list[str]:
+def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
     """List what changed on the ranks that there were before and are now, as `threads: 1 → 2`."""
-    pairs = list(zip(_by_rank(before), _by_rank(now), strict=False))
+    pairs = list(zip(_by_rank(saved), _by_rank(current), strict=False))
     ranks_by_change: dict[str, list[int]] = defaultdict(list)
     for rank, (was, now_is) in enumerate(pairs):
         for key in dict.fromkeys([*was, *now_is]):
@@ -173,10 +173,10 @@ def _by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:
     return [machines["kinds"][number] for number in machines["of_rank"]]
 
 
-def _change(key: str, was: str, now: str) -> str:
+def _change(key: str, was: str, current: str) -> str:
     if key != "instruction sets":
-        return f"{key}: {was} → {now}"
-    before, after = set(was.split()), set(now.split())
+        return f"{key}: {was} → {current}"
+    before, after = set(was.split()), set(current.split())
     less = [f"without {' '.join(sorted(before - after))}"] if before - after else []
     more = [f"with {' '.join(sorted(after - before))}"] if after - before else []
     return f"{key}: {', '.join(less + more)}"

@@ -147,7 +147,7 @@ def _loadable_patterns(expected: Shapes, stored: Shapes) -> list[str]:
     for name, shape in expected.items():
         module = name.partition(".")[0]
         modules[module] = modules.get(module, True) and stored.get(name) == shape
-    return [f"{module}.*" for module, fits in modules.items() if fits]
+    return [f"{module}.*" for module, is_loadable in modules.items() if is_loadable]
 
 
 def _count(shapes: Shapes) -> str:

@@ -188,15 +188,15 @@ class LossGuard:
         be halved."""
         was_skipped = step in self.decisions.skips
         scale = loss_scale_of(engine)
-        before, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
+        scale_before, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
         norm = engine.step(lr, self.clip, skip=was_skipped)
         if math.isfinite(norm):
             return norm, None
         loss = stats.loss
         if scale and could_fall and not was_skipped and math.isfinite(loss):
             return math.nan, (
-                f"gradients overflow float16, whose loss scale falls from {before:g} to {scale.value:g}: the weights "
-                "stay as they are"
+                f"gradients overflow float16, whose loss scale falls from {scale_before:g} to {scale.value:g}: the "
+                "weights stay as they are"
             )
         self.consecutive_skips += 1
         self.skipped += 1
@@ -262,11 +262,13 @@ def forward_backward_with_replay(
         return engine.forward_backward(microbatches, objective, **options)
     rng_state = rng_state_dict(0, engine.device)
     stats = engine.forward_backward(microbatches, objective, **options)
-    before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+    first_gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
     replayed = engine.forward_backward(microbatches, objective, **options)
-    differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
+    differ = [
+        name for name, gradient in engine.gradients().items() if not _same(first_gradients[name], gradient)
+    ]
     if stats.sums != replayed.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")
     raise_together(differ, f"step {step}, computed twice, differs")

@@ -214,12 +214,12 @@ def check_compatible(
             f"{point.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
             f"or {instead}, and start from these weights with train.init_from={point.path}"
         ) from None
-    saved, after = _flat(point.state), _flat(current)
-    for facts in (saved, after):
+    saved, current_values = _flat(point.state), _flat(current)
+    for facts in (saved, current_values):
         _put_numbers(facts)
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
             facts.pop(moving, None)
-    was, now_is = (facts.get("config.optimizer.name") for facts in (saved, after))
+    was, now_is = (facts.get("config.optimizer.name") for facts in (saved, current_values))
     if was != now_is:
         raise UsageError(
             f"{point.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: {instead}, "
@@ -232,15 +232,15 @@ def check_compatible(
         if not any(key.startswith(prefixes[0]) and saved[key] is not None for key in saved)
     }
     changed: dict[str, list[str]] = {}
-    for key in sorted(saved.keys() | after.keys()):
+    for key in sorted(saved.keys() | current_values.keys()):
         group = next((name for name, prefixes in ALLOWABLE_CHANGES.items() if key.startswith(prefixes)), None)
-        if group is None or saved.get(key) == after.get(key):
+        if group is None or saved.get(key) == current_values.get(key):
             continue
         if group in unknown:
             changed[group] = [f"{group}: none there"]
         else:
             name = KEY_OF_FACT.get(key, key).removeprefix("config.")
-            line = f"{name}: {saved.get(key)!s:.200} → {after.get(key)!s:.200}"
+            line = f"{name}: {saved.get(key)!s:.200} → {current_values.get(key)!s:.200}"
             changed.setdefault(group, []).append(line)
     allowed = [line for group, lines in changed.items() if group in allow for line in lines]
     refused_changes = {group: lines for group, lines in changed.items() if group not in allow}

@@ -114,10 +114,10 @@ def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, ad
     """Raise MegatfmError unless there is room for the checkpoints that are kept and the one being written, less those
     that are there."""
     n_to_write = max(1, keep + 1 - len(list_checkpoints(checkpoints)))
-    free = shutil.disk_usage(folder).free
-    if free < n_to_write * state_bytes:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < n_to_write * state_bytes:
         raise MegatfmError(
-            f"{folder}: {_size(free)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} of "
+            f"{folder}: {_size(free_bytes)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} of "
             f"{_size(state_bytes)} will be "
             f"written: make room, {advice}"
         )
@@ -148,10 +148,10 @@ def check_memory(config: Config, engine: Engine) -> None:
     needed = engine.memory_needed(
         microbatches, block_input_bytes(config, engine.precision.compute_dtype.itemsize)
     )
-    free = free_memory(engine.device)
-    if needed.total > free:
+    free_bytes = free_memory(engine.device)
+    if needed.total > free_bytes:
         raise MegatfmError(
-            f"{_size(free)} of memory are free for this rank, but gradients and optimizer state need "
+            f"{_size(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
             f"{_size(needed.gradients + needed.optimizer_state)}, gathered weights {_size(needed.gathered)} "
             "and the inputs of "
             f"blocks {_size(needed.block_inputs)} besides the weights: lower train.micro_batch, or shard over "
@@ -173,14 +173,14 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this rank may still take: of its GPU, or its share of this machine's (or this container's) memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
+    free_bytes = int(psutil.virtual_memory().available)
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):  # "max", or not this version of control groups
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return free // max(1, ranks_here(os.environ) or 1)
+            free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free_bytes // max(1, ranks_here(os.environ) or 1)
 
 
 def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
@@ -366,9 +366,9 @@ def _count(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
     path = run.folder / ATTEMPTS
     first = None
     try:
-        before = json.loads(path.read_bytes())
-        if (before["agent"], before["step"]) == (run_id, step):
-            first = int(before["restarts"])
+        previous = json.loads(path.read_bytes())
+        if (previous["agent"], previous["step"]) == (run_id, step):
+            first = int(previous["restarts"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or not what was written here
         pass
     # An agent that was started anew counts from 0 again, under the same name if the user gave one.

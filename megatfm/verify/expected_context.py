@@ -154,11 +154,11 @@ class ContextShards:
     def _fetched_share(positions_by_rank: Sequence[Places], needed_places: Sequence[Places]) -> Fraction:
         """Most keys that a rank needs of others, as a share of what a ring brings it."""
         c, length = len(positions_by_rank), sum(map(len, positions_by_rank))
-        most = max(
+        max_fetched = max(
             len(np.setdiff1d(need, local_positions))
             for need, local_positions in zip(needed_places, positions_by_rank, strict=True)
         )
-        return Fraction(most * c, (c - 1) * length)
+        return Fraction(max_fetched * c, (c - 1) * length)
 
     def _ring(
         self, ledger: ExpectedTraffic, rank: int, call: Call, tokens: Sequence[int], numel_per_token: int

@@ -81,10 +81,10 @@ def add_pipeline(
     for i in microbatches:
         inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
         for stage in stages.stages[1:]:
-            before = stages.stages[stage.index - 1].rank
-            for name, field_ in stage.takes.items() if before != stage.rank else ():
+            previous_rank = stages.stages[stage.index - 1].rank
+            for name, field_ in stage.takes.items() if previous_rank != stage.rank else ():
                 elements = _elements(field_, inputs, stages.sequence_parts)
-                if before == pp:
+                if previous_rank == pp:
                     ledger.send(PIPELINE, elements * (8 if field_.d_model is None else computed))
                 if stage.rank == pp and name in stage.returns:
                     ledger.send(PIPELINE, elements * computed)

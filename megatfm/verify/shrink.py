@@ -77,16 +77,16 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             f"{MAX_RANKS}: give smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
         )
     data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
-    before = config.data.model_dump(include={"sequence_length", "target_length"})
+    original_lengths = config.data.model_dump(include={"sequence_length", "target_length"})
     lengths = {
         key: length and _shrunk_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
-        for key, length in before.items()
+        for key, length in original_lengths.items()
     }
     images: dict[str, Any] = {}
     if config.model.stages is not None:
         lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
         images = {"images": config.data.images.model_copy(update={"size": side})}
-    rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
+    rows = Rows(*(max(filter(None, of.values())) for of in (original_lengths, lengths)))
     try:
         model = _model(
             config.model,
@@ -210,8 +210,8 @@ def _smaller_images(config: Config, model: ModelConfig) -> dict[str, Any]:
         return {}
     size = min(config.data.images.size // getattr(config.model.embedding, "patch_size", 1), PATCHES)
     sizes = {"size": size * model.embedding.patch_size}
-    if (most := config.data.images.max_patches) is not None:
-        sizes["max_patches"] = min(most, PATCHES**2)
+    if (max_patches := config.data.images.max_patches) is not None:
+        sizes["max_patches"] = min(max_patches, PATCHES**2)
     return {"images": config.data.images.model_copy(update=sizes)}
 
 
@@ -239,25 +239,29 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
 def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
     """Options of a pattern that shrink with the row, so that it has several windows, chunks or blocks. A window as wide
     as the row stays so; a plugin's pattern keeps its options."""
-    before, length = rows
+    original_length, length = rows
     fourth, eighth = max(1, length // 4), max(1, length // 8)
     match pattern:
         case WindowPatternConfig():
             step = min(pattern.dilation, 2)
             width = _shrunk_size(pattern.width, max(1, fourth // step), 2)
-            if pattern.width * pattern.dilation >= before:
-                width = pattern.width * pattern.dilation * length // before // step
+            if pattern.width * pattern.dilation >= original_length:
+                width = pattern.width * pattern.dilation * length // original_length // step
             return {"width": width, "dilation": step, "initial_tokens": min(pattern.initial_tokens, 2)}
         case LongformerPatternConfig():
             width = _shrunk_size(pattern.width, fourth, 2)
             tokens = dict.fromkeys(min(token, length // 2) for token in pattern.global_tokens)
             return {
-                "width": width if pattern.width < before else pattern.width * length // before,
+                "width": width
+                if pattern.width < original_length
+                else pattern.width * length // original_length,
                 "global_tokens": tuple(tokens),
             }
         case ChunkedPatternConfig():
             size = min(pattern.size, max(1, length // 3))  # thirds end nowhere near a rank's part
-            return {"size": size if pattern.size < before else pattern.size * length // before}
+            return {
+                "size": size if pattern.size < original_length else pattern.size * length // original_length
+            }
         case StridedPatternConfig():
             return {"stride": min(pattern.stride, eighth)}
         case FixedPatternConfig():
@@ -267,7 +271,7 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
             # Documents of at most `n_blocks` blocks are seen whole: a row keeps more blocks than that if it had more.
             random, extra = min(pattern.n_random_blocks, 2), min(pattern.n_global_tokens, eighth)
             n_blocks = 5 + 2 * random
-            if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= before:
+            if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= original_length:
                 return {
                     "block_size": -(-length // n_blocks),
                     "n_random_blocks": random,
@@ -298,16 +302,16 @@ def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Ro
     return {**keys, **({"attention": attention} if attention else {})}
 
 
-def _shrunk_size(size: int, least: int, modulus: int) -> int:
-    """The smallest number from `least` on with the remainder of `size`; `size` itself where that is smaller."""
-    return min(size, least + (size - least) % modulus)
+def _shrunk_size(size: int, min_size: int, modulus: int) -> int:
+    """The smallest number from `min_size` on with the remainder of `size`; `size` itself where that is smaller."""
+    return min(size, min_size + (size - min_size) % modulus)
 
 
-def _changes(before: Config, after: Config) -> list[str]:
+def _changes(original: Config, shrunk: Config) -> list[str]:
     return [
         change
         for section in ("model", "parallel", "data", "train")
-        for change in _differences(section, getattr(before, section), getattr(after, section))
+        for change in _differences(section, getattr(original, section), getattr(shrunk, section))
     ]
 
 
@@ -389,7 +393,7 @@ def random_pieces(
     """Documents that fill a row, or a part of it. kind: any but "mixed"."""
     length, filled = min(side_lengths(config)), 0
     # Tokens of a document, at least and below, and of all documents. One token is too short for some objectives.
-    least, most, requested = {
+    min_value, max_value, requested = {
         "short": (2, max(3, length // 6), int(random.integers(length * 3 // 4, length * 3 // 2))),
         "long": (max(2, length // 2), max(3, length * 3 // 4), length * 3 // 2),
         "one": (2 * length, 2 * length + 1, 1),
@@ -400,7 +404,7 @@ def random_pieces(
             piece = objective.random_piece(random)
         else:
             piece = DocumentChunk(
-                random.integers(0, config.model.vocab_size or 1, random.integers(least, most))
+                random.integers(0, config.model.vocab_size or 1, random.integers(min_value, max_value))
             )
         yield piece
         filled += requested if needs_own_row(objective) else len(piece.tokens) + 1

@@ -147,11 +147,11 @@ def traffic_mismatches_of(
 
 
 def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
-    most: TrafficTable = {}
+    max_table: TrafficTable = {}
     for flows in by_rank:
         for key, flow in flows.items():
-            most[key] = max(flow, most.get(key, flow), key=lambda item: item[1])
-    return most
+            max_table[key] = max(flow, max_table.get(key, flow), key=lambda item: item[1])
+    return max_table
 
 
 def gradient_differences(
@@ -177,20 +177,20 @@ def update_differences(config: Config, answers: Sequence[RankResult], limits: Li
 
     What a weight of the layout's precision can't hold of a smaller update is no error: four units in its last place.
     """
-    before = plain_weights(config)
+    weights = plain_weights(config)
     gradients = {
         name: _assembled(weight, [answer.blocks.get(name, []) for answer in answers])
-        for name, weight in before.items()
+        for name, weight in weights.items()
     }
-    after = plain_step(config, build_model(config), before, gradients)
-    updates = {name: after[name] - weight for name, weight in before.items()}
+    updated = plain_step(config, build_model(config), weights, gradients)
+    updates = {name: updated[name] - weight for name, weight in weights.items()}
     expected_norm = ReferenceStep(0.0, updates).grad_norm
     last_place = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
     differences = []
     for name, update in updates.items():
         norm = float(update.norm())
-        distance = _distance(after[name], [answer.weights.get(name, []) for answer in answers])
-        size = max(norm, limits.relative_floor * expected_norm, 4 * last_place * float(after[name].norm()))
+        distance = _distance(updated[name], [answer.weights.get(name, []) for answer in answers])
+        size = max(norm, limits.relative_floor * expected_norm, 4 * last_place * float(updated[name].norm()))
         differences.append(
             Difference(
                 f"update of {name}", _relative(distance, size), norm, tuple(update.shape), limits.bound
@@ -246,13 +246,13 @@ def _slices(box: Chunk) -> tuple[slice, ...]:
 
 def _busiest_rank(answers: Sequence[RankResult]) -> list[CollectiveTraffic]:
     """Traffic of the rank that sends most, for each axis and collective."""
-    most: dict[tuple[str, str], CollectiveTraffic] = {}
+    max_traffic: dict[tuple[str, str], CollectiveTraffic] = {}
     for answer in answers:
         for flow in answer.flows:
             key = flow.axis, flow.collective
-            if key not in most or flow.sent_bytes > most[key].sent_bytes:
-                most[key] = flow
-    return [most[key] for key in sorted(most)]
+            if key not in max_traffic or flow.sent_bytes > max_traffic[key].sent_bytes:
+                max_traffic[key] = flow
+    return [max_traffic[key] for key in sorted(max_traffic)]
 
 
 Outcome = Literal["agrees", "refused", "DIFFERENT", "FAILED"]

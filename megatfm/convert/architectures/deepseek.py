@@ -227,7 +227,7 @@ def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
 
 
 def write_with(config: ModelConfig) -> Json:
-    """All but what the router has."""
+    """All weights except the router's."""
     latent = _latent(config)
     if config.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")

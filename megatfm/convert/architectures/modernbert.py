@@ -181,7 +181,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *stacked(["ffn.w_gate", "ffn.w_up"], "mlp.Wi", d_ff, with_bias=config.ffn.bias),
         *rename_linear("ffn.w_down", "mlp.Wo", bias=config.ffn.bias),
     ]
-    before = norm("attn_residual.norm", "attn_norm")
+    attn_norm_rules = norm("attn_residual.norm", "attn_norm")
     return [
         rename(
             "encoder.embedding.tokens.weight",
@@ -192,7 +192,9 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *(
             rule
             for i in range(config.n_layers)
-            for rule in with_prefix(f"encoder.layers.{i}.", f"model.layers.{i}.", [*before * (i > 0), *block])
+            for rule in with_prefix(
+                f"encoder.layers.{i}.", f"model.layers.{i}.", [*attn_norm_rules * (i > 0), *block]
+            )
         ),
         *norm("encoder.norm", "model.final_norm"),
         *rename_linear("head.transform.dense", "head.dense", bias=config.lm_head.transform_bias),

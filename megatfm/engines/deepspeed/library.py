@@ -128,7 +128,7 @@ def register_experts(
     parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int
 ) -> nn.Module | None:
     """Tell DeepSpeed which parameters are experts that lie on different ranks, and the ranks over which each one's
-    gradients are summed. Returns what must be a part of its model, for it looks for experts there."""
+    gradients are summed. Returns a module to add to its model, in which it looks for experts."""
     groups = importlib.import_module("deepspeed.utils.groups")
     experts = [
         parameter for name, parameter in parameters.items() if layout[name].data_axes == EXPERT_DATA_AXES
@@ -156,7 +156,7 @@ def _make_moe_marker() -> nn.Module:
             nn.Module.__init__(self)
 
         def set_deepspeed_parallelism(self, *_: Any) -> None:
-            """The groups are there."""
+            """The groups exist."""
 
     return MoEMarker()
 
@@ -253,7 +253,7 @@ HOW = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' 
 
 @quiet()
 def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> None:
-    """Load the operator that rounds to 8 and 4 bits, for these keys. Raises UsageError where there is none."""
+    """Load the operator that rounds to 8 and 4 bits, for these keys. Raises UsageError if there is none."""
     if device.type != "cuda":
         raise UsageError(
             f"{feature} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
@@ -303,7 +303,7 @@ log = logging.getLogger("megatfm")
 
 @dataclass(frozen=True)
 class Settings:
-    """DeepSpeed's JSON. folder: this engine's own, for what is kept in files."""
+    """DeepSpeed's JSON. folder: this engine's own, for state in files."""
 
     json: dict[str, Any]
     folder: OffloadDirectory | None
@@ -315,7 +315,7 @@ class Settings:
 
 
 def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Settings:
-    """Raises UsageError for what this machine or number of ranks can't do."""
+    """Raises UsageError for features that this machine or number of ranks doesn't support."""
     options, folder = config.deepspeed, None
     if (ranks := setup.mesh.gradient_ranks) % options.zero_hpz_partition_size:
         raise UsageError(

@@ -33,7 +33,7 @@ BUFFERS_OF_A_STEP = 4
 class OffloadDirectory:
     """A new folder in `path`, which no other engine writes to, and which is removed with its engine.
 
-    DeepSpeed names files by a rank alone, and removes what an earlier engine has left under that name: two runs, or two
+    DeepSpeed names files by a rank alone, and removes an earlier engine's files of that name: two runs, or two
     engines of one process, would write over each other's. All lie in one hidden folder for each user, which no other
     user may enter:
 
@@ -73,7 +73,7 @@ class OffloadDirectory:
 
 
 def _folder_of_user(path: Path) -> Path:
-    """This user's folder of offloaded files, made where there is none. Raises OSError."""
+    """Return this user's folder of offloaded files, and create it if needed. Raises OSError."""
     parent = path / f".megatfm-offload-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
     status = parent.lstat()

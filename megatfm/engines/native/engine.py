@@ -112,7 +112,7 @@ class NativeEngine(BaseEngine):
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
         scale_loss = losses.shares(self.loss_scale.value if self.loss_scale else 1.0)
-        # Hooks that measure are no part of what was recorded.
+        # Measuring hooks are not part of the recording.
         passes = (
             SequentialForwardBackward(self._model) if record_activations and self.has_graphs else self.passes
         )

@@ -79,10 +79,10 @@ class FullySharded:
         if self._needs_reduction:
             reduce_gradients(self._model)
         self._needs_reduction = False
-        before = self.gradients()
-        for name, gradient in align_all(before).items():
+        gradients = self.gradients()
+        for name, gradient in align_all(gradients).items():
             dtensor = self._parameters[name].grad
-            if gradient is not before[name] and isinstance(dtensor, DTensor):
+            if gradient is not gradients[name] and isinstance(dtensor, DTensor):
                 dtensor._local_tensor = gradient  # as FSDP2 itself sets it
 
     def gradients(self) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class FullySharded:
 
     def weights_changed(self, frozen: bool = False) -> None:
         for module in self._modules:
-            module.reshard()  # what was gathered and kept would be the weights before these
+            module.reshard()  # cached gathered weights would be the old ones
 
 
 def _shard(
@@ -156,7 +156,7 @@ def _prefetch(model: nn.Module, depth: int) -> None:
 
 
 def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Have process groups allocate what is sent, where they can."""
+    """Have process groups allocate communication buffers, if they can."""
     group = mesh.group(DENSE_DATA_AXES.shard)
     if not group._get_backend(device).supports_tensor_alloc(device):
         log.warning(

@@ -86,7 +86,7 @@ class Bucket:
 
     @property
     def width(self) -> int:
-        """Elements that each rank has in the buffer, those that pad it included."""
+        """Elements of each rank in the buffer, with padding."""
         return sum(size for _, _, size in self._columns)
 
     @cached_property
@@ -100,21 +100,21 @@ class Bucket:
         return columns
 
 
-def _fill(room: Tensor, part: Tensor) -> None:
-    """Put a part at the beginning of a room, and zeros into what is left of it: most often nothing, and to write them
-    everywhere first is half as much again."""
-    room[: part.numel()] = part.reshape(-1)
-    if part.numel() < room.numel():
-        room[part.numel() :] = 0
+def _fill(buffer: Tensor, part: Tensor) -> None:
+    """Copy a part to the beginning of a buffer, and zeros after it. Usually none are needed, and zeroing the buffer
+    first would take half as long again."""
+    buffer[: part.numel()] = part.reshape(-1)
+    if part.numel() < buffer.numel():
+        buffer[part.numel() :] = 0
 
 
-def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator[Bucket]:
-    """Buckets of neighbouring tensors, each of at most so many elements or of one tensor."""
+def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, max_elements: int) -> Iterator[Bucket]:
+    """Buckets of neighbouring tensors, each of at most `max_elements` elements or of one tensor."""
     bucket: dict[str, Sequence[int]] = {}
     filled = 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel()
-        if bucket and filled + size > most:
+        if bucket and filled + size > max_elements:
             yield Bucket(bucket, ranks)
             bucket, filled = {}, 0
         bucket[name] = shape
@@ -281,14 +281,14 @@ class Replicated:
 
     @torch.no_grad()
     def _finish_parameter_sync(self, places: Collection[int]) -> None:
-        """Buckets of weights that are on their way are there, and in their places."""
+        """Wait for the buckets of weights in transfer, and unpack them."""
         for place in [place for place in self._pending_parameters if place in places]:
             buffer, work = self._pending_parameters.pop(place)
             work.wait()
             self._buckets[place].unpack(buffer, self._parameters)
 
     def _on_gradient_ready(self, place: int, parameter: Tensor) -> None:
-        """A gradient is there. Buckets go in one order, the same on all ranks: the one of the last layers first."""
+        """A gradient has arrived. Buckets go in one order, the same on all ranks: the one of the last layers first."""
         if not self._awaited:
             return
         if place in self._pending_gradients:

@@ -38,7 +38,7 @@ class ZeroOptions:
     once; "sharded": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
     reduce_dtype: the dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: number of
     blocks whose weights stages 2 and 3 prefetch; 0: as FSDP2 does by itself; None: see `prefetch_depth`.
-    use_group_allocator: what they send is allocated by the process group.
+    use_group_allocator: the process group allocates their buffers.
     """
 
     zero: Literal[0, 1, 2, 3] = 3

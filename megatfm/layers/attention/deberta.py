@@ -107,7 +107,7 @@ class DisentangledSharedAttention(_Projections):
 
 
 class DisentangledCore(nn.Module):
-    """The scores and what follows from them. rows: of the table, which has `n_rows`, for distances query − key."""
+    """Attention from the scores on. rows: of the table, which has `n_rows`, for distances query − key."""
 
     tp_plan = (("dropout", "local_shard_dropout"),)
 

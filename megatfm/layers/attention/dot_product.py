@@ -85,7 +85,7 @@ class DotProductAttention(nn.Module):
         return PatternMask(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
 
     def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor:
-        """The places of whole rows that queries at some may look at, but for wide ones."""
+        """Return the places of full rows that queries at these places may see, except wide ones."""
         return reachable_keys(self.pattern.simplify(row.length), row, places)
 
     def is_local(self, length: int) -> bool:

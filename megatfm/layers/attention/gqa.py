@@ -53,7 +53,7 @@ class GroupedQueryAttention(HeadProjections):
         self.core, self.pattern = core(config, initial, pattern), pattern
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Keys and values are made from what is looked at."""
+        """Keys and values are made from the attended tokens."""
         looked_at = tokens.with_count(tokens.encoder_tokens) if self.of_memory else tokens
         keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
         remaining_parts = (part for part in self.children() if part not in keys_and_values)
@@ -101,7 +101,7 @@ class GroupedQueryAttention(HeadProjections):
 
 
 def _head_norm(config: ModelConfig) -> nn.Module:
-    """An RMSNorm, whatever the model's norm is; of its kind if that is one."""
+    """An RMSNorm, independent of the model's norm; of its kind if that is one."""
     if config.norm.name == "rms_norm":
         return make_norm(config, config.head_width)
     return RMSNorm(config.head_width, config.norm.eps)

@@ -101,7 +101,8 @@ class LongformerAttention(nn.Module):
 
 
 class LocalAttention(DotProductAttention):
-    """Attention to a window and to tokens that see all. What these see is computed apart, and put in its place."""
+    """Attention to a window and to tokens that see all. Their attention is computed separately, and written to their
+    places."""
 
     def wide(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
         """None."""

@@ -63,8 +63,8 @@ def _stretches(
     else:
         count_B = stands_BT.sum(1)
         known_BT = row.on_host().positions_in_document()[1][:, old:]
-        most = int((known_BT % factor == 0).sum(1).max())
-        at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        max_keys = int((known_BT % factor == 0).sum(1).max())
+        at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :max_keys]
         has_BS = torch.arange(at_BS.shape[1], device=at_BS.device) < count_B[:, None]
     at_BS = at_BS + old
     first_BS = (places_BT.gather(1, at_BS) == 0) & has_BS
@@ -177,7 +177,7 @@ class MemoryCompressedPattern(AttentionPattern):
         return True
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        """Whether a token is in what a query sees."""
+        """Whether a query sees a token."""
         return ((k == 0) & (q >= 0)) | ((k // self.factor + 1) * self.factor <= q)
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
@@ -249,7 +249,7 @@ class CompressedAttention(HeadProjections):
 
 
 class CompressedAttentionCore(DotProductAttention):
-    """Attention to stretches, which are all here wherever the tokens are."""
+    """Attention to stretches, all of which are on this rank even if the tokens are not."""
 
     cp_plan = "local"
     attends_in_chunks = True

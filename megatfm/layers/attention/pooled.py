@@ -61,11 +61,11 @@ class PooledAttention(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost where `tokens` are those of the output: projections are of the input's."""
-        before, keys = (
+        input_tokens, keys = (
             tokens.with_count(tokens.n * self.stride**2),
             tokens.n * (self.stride / self.pool_k.stride) ** 2,
         )
-        projections = total_cost((self.wq, self.wk, self.wv), before) + total_cost((self.wo,), tokens)
+        projections = total_cost((self.wq, self.wk, self.wv), input_tokens) + total_cost((self.wo,), tokens)
         pairs = self.core.channels * tokens.n * keys
         return projections + Cost(attention_macs=pairs, visible_attention_macs=pairs)
 

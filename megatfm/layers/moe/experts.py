@@ -193,7 +193,7 @@ class Experts(nn.Module):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether an expert takes no more than so many tokens of a row."""
+        """Whether the number of a row's tokens that an expert takes is limited."""
         return (self.capacity is not None or self.places is not None) and not self.is_unlimited
 
     @property
@@ -211,7 +211,7 @@ class Experts(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none.
 
-        overlap_with: what is done while rows travel; only where they do.
+        overlap_with: work to do while rows are in transfer; only where they do.
         """
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts

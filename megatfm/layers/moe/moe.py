@@ -101,7 +101,7 @@ class RealTokens(nn.Module):
 class MoE(nn.Module):
     """Each token goes through the experts that the router chooses, and all go through shared ones, if there are any.
 
-    Padding goes through no expert that is chosen, and counts nowhere. What a capacity leaves out is 0: the residual
+    Padding goes through no expert that is chosen, and counts nowhere. Choices beyond the capacity give 0: the residual
     stream carries it on.
     """
 
@@ -172,7 +172,7 @@ class MoE(nn.Module):
         )
 
     def _share(self, outputs: list[Tensor], x_BTD: Tensor, sequence: SequenceMetadata) -> None:
-        """Add what the shared experts make to a list."""
+        """Append the output of the shared experts to a list."""
         assert self.shared is not None
         outputs.append(self.shared(x_BTD, sequence))
 
@@ -221,7 +221,7 @@ class MoE(nn.Module):
         self.observed = {name: self.observed.get(name, 0) + value for name, value in counts.items()}
 
     def update(self, observed: Mapping[str, Tensor]) -> None:
-        """The shares of this step are those that the next one is balanced by; one without tokens changes nothing."""
+        """The shares of this step balance the next one; one without tokens changes nothing."""
         load_E, tokens = observed["load"], observed["tokens"]
         n_choices = load_E.sum()
         shares_E = load_E.double() / n_choices.clamp(min=1)

@@ -31,7 +31,7 @@ from megatfm.registry import Registry
 class RouterOutput(NamedTuple):
     """A router's choices for each token.
 
-    expert_indices [B, T, K]: the best first, or their number for none; expert_weights [B, T, K]: of what they make.
+    expert_indices [B, T, K]: the best first, or their number for none; expert_weights [B, T, K]: of their outputs.
     logits [B, T, E], probabilities [B, T, E]: of which terms of the loss are made; the latter add up to 1. balanced:
     numbers [B, T, E] by the name of a term of the loss that keeps their sums over the batch even.
     """
@@ -70,8 +70,7 @@ class Router(nn.Module):
         raise NotImplementedError
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
-        """After each step, take how often each expert was chosen in it, and the means of what is `balanced`, over the
-        global batch."""
+        """After each step, take the counts of chosen experts, and the means of `balanced`, over the global batch."""
 
 
 ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Any]] = Registry("router (model.ffn.router)")

@@ -35,7 +35,7 @@ class ReturnSlots(nn.Module):
 
 @FFNS.register("soft_moe")
 class SoftMoE(nn.Module):
-    """Each slot is a mean of a document's tokens, and each token gets a mean of what is made of its slots."""
+    """Each slot is a mean of a document's tokens, and each token gets a mean of its slots' outputs."""
 
     cp_plan = "soft_moe"
 

@@ -215,8 +215,8 @@ def _tiles(sides: BandLimits, begin: int, end: int, fused: bool) -> Iterator[tup
     size = far if is_full else middle if left + right >= 128 else near
     for first in range(begin, end, size):
         last = min(first + size, end)
-        before, after = (-(-side // ALIGNED) * ALIGNED for side in (left, right))
-        yield first, last, max(begin, first - before), min(end, last + after), False
+        n_before, n_after = (-(-side // ALIGNED) * ALIGNED for side in (left, right))
+        yield first, last, max(begin, first - n_before), min(end, last + n_after), False
 
 
 def _of_tokens(

@@ -15,7 +15,7 @@ from megatfm.ops.log_once import constant_when_compiled
 from megatfm.ops.transfer import moved
 
 TABLES = 2**10
-"""So many tables of random blocks are kept, one for each layer and length."""
+"""Number of cached tables of random blocks, one for each layer and length."""
 
 MAX_BLOCKS_CHECKED = 9
 """A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""

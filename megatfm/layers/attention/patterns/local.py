@@ -134,8 +134,11 @@ class Window(AttentionPattern):
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         # Distances of the nearest and the farthest pair, and whether a multiple of the dilation lies between.
-        least, most = (q.first - k.last).clamp(min=-self.right), (q.last - k.first).clamp(max=self.left)
-        in_window = most // self.step * self.step >= least
+        min_distance, max_distance = (
+            (q.first - k.last).clamp(min=-self.right),
+            (q.last - k.first).clamp(max=self.left),
+        )
+        in_window = max_distance // self.step * self.step >= min_distance
         return in_window | ((k.first < self.first) & (k.first <= q.last)) if self.first else in_window
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
@@ -146,9 +149,9 @@ class Window(AttentionPattern):
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
         places = torch.arange(length)
-        before = places.clamp(max=self.left) // self.step
-        after = (length - 1 - places).clamp(max=self.right) // self.step
-        n_pairs = length + int(before.sum()) + int(after.sum())
+        n_before = places.clamp(max=self.left) // self.step
+        n_after = (length - 1 - places).clamp(max=self.right) // self.step
+        n_pairs = length + int(n_before.sum()) + int(n_after.sum())
         if self.first:  # those that lie before the window, or between its steps
             k = torch.arange(min(self.first, length))[:, None]
             in_window = (k >= places - self.left) & ((places - k) % self.step == 0)
@@ -260,15 +263,17 @@ class Strided(_CausalByOption):
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         # The nearest and the farthest pair of two blocks, and whether a multiple lies between.
-        least, most = q.first - k.last, q.last - k.first
-        may_see = (most // self.stride * self.stride >= least) | (
-            (least < self.stride) & (most > -self.stride)
+        min_distance, max_distance = q.first - k.last, q.last - k.first
+        may_see = (max_distance // self.stride * self.stride >= min_distance) | (
+            (min_distance < self.stride) & (max_distance > -self.stride)
         )
-        return may_see & (most >= 0) if self.causal else may_see
+        return may_see & (max_distance >= 0) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        least, most = q.first - k.last, q.last - k.first
-        return (most < self.stride) & (least >= 0 if self.causal else least > -self.stride)
+        min_distance, max_distance = q.first - k.last, q.last - k.first
+        return (max_distance < self.stride) & (
+            min_distance >= 0 if self.causal else min_distance > -self.stride
+        )
 
 
 @PATTERNS.register("strided")

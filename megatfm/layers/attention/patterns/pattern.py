@@ -19,9 +19,9 @@ from megatfm.registry import Registry
 Ranges = Sequence[tuple[int, int]]
 
 BLOCK = 64
-"""Pairs are counted by blocks of so many tokens, unless a pattern has a grain."""
+"""Tokens of a block in which pairs are counted, unless a pattern has a grain."""
 COUNTED = 512
-"""In so many blocks that are seen in part, pairs are looked at together."""
+"""Number of partly visible blocks whose pairs are examined together."""
 PAIRS_CACHED = 1024
 """Counts of pairs that are remembered, by pattern, row length and heads: more than a model's layers need."""
 
@@ -41,15 +41,15 @@ class BlockBounds:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Tokens of its own document that a query sees. Frozen: its fields are its options, and equal ones share a mask.
+    """The tokens of its document that a query sees. Frozen: its fields are its options, and equal ones share a mask.
 
     A new pattern defines `mask_mod`; one that leaves full blocks out defines `block_mask` too, so that kernels skip
-    those. Tokens of a prefix are seen by all of their document, whatever the pattern.
+    those. Tokens of a prefix are seen by all of their document under any pattern.
     """
 
     @property
     def builtin_mask(self) -> BuiltinMask | None:
-        """The word that kernels have for it, where there is one."""
+        """The kernels' name for it, if there is one."""
         return None
 
     @property
@@ -59,7 +59,7 @@ class AttentionPattern:
 
     @property
     def sees_later(self) -> bool:
-        """Whether a query may see keys after it, but for tokens of a prefix."""
+        """Whether a query may see later keys, apart from tokens of a prefix."""
         return self.builtin_mask != "causal"
 
     @property
@@ -114,7 +114,7 @@ class AttentionPattern:
         return None
 
     def global_queries(self, length: int) -> Ranges:
-        """The few queries of a document of so many tokens that may see all of it: runs (begin, end)."""
+        """The few queries of a document of `length` tokens that may see all of it: runs (begin, end)."""
         return ()
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class AttentionPattern:
         return (q.first > q.last) & (k.first > k.last)
 
     def simplify(self, length: int) -> "AttentionPattern":
-        """Return a plainer pattern that says the same for rows of up to so many tokens, if there is one."""
+        """Return an equivalent simpler pattern for rows of up to `length` tokens, if there is one."""
         return self
 
     def at_depth(self, depth: int) -> Self:
