@@ -55,9 +55,6 @@ class BadFile:
     reason: str
 
 
-OnBad = Callable[[str, str], None]
-
-
 class InputFiles:
     """The files of a corpus folder, the number excluded by name, and the unusable ones.
 

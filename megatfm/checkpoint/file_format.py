@@ -142,7 +142,7 @@ class Metadata(StrictModel):
         return {name: (entry.torch_dtype, entry.shape) for name, entry in self.tensors.items()}
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         tensor_bytes: dict[str, int] = defaultdict(int)
         for name, tensor in self.tensors.items():
             check_cover(name, tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])

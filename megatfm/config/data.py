@@ -81,14 +81,14 @@ class DataConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _none_is_empty(cls, values: Any) -> Any:
+    def _drop_empty_train(cls, values: Any) -> Any:
         """A preset's corpus can't be removed in favour of a mixture."""
         if isinstance(values, dict) and values.get("train") == "" and values.get("mixture"):
             return {key: value for key, value in values.items() if key != "train"}
         return values
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if (self.train is None) == (not self.mixture):
             raise ValueError(
                 "train: give the training corpus as data.train, or several as data.mixture, and not both"
@@ -115,7 +115,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> Self:
+    def _check_warmup(self) -> Self:
         for stage in self.rampup:
             if stage.sequence_length and self.sequence_length % stage.sequence_length:
                 raise ValueError(

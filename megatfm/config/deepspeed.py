@@ -47,7 +47,7 @@ class DeepSpeedConfig(Section):
         return [key for key in ("quantized_weights", "quantized_gradients") if getattr(self, key)]
 
     @model_validator(mode="after")
-    def _has_a_disk(self) -> Self:
+    def _check_nvme_folder(self) -> Self:
         if self.in_files and self.nvme_path is None:
             raise ValueError("offloading to 'nvme' needs nvme_path, a folder on a local disk")
         return self

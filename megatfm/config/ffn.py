@@ -222,7 +222,7 @@ class MoEConfig(DenseFFNConfig):
         }
 
     @model_validator(mode="after")
-    def _can_choose(self) -> Self:
+    def _check_top_k_and_dropout(self) -> Self:
         if self.top_k > self.n_experts:
             raise ValueError(
                 f"top_k = {self.top_k} is more than n_experts = {self.n_experts}: choose {self.n_experts} or less"
@@ -274,7 +274,7 @@ class SoftMoEConfig(MoEConfig):
     """Experts of a slot."""
 
     @model_validator(mode="after")
-    def _has_no_router(self) -> Self:
+    def _refuse_router(self) -> Self:
         set_keys = {
             "router",
             "capacity_factor",

@@ -151,7 +151,7 @@ class ImagesConfig(Section):
     """Filter of every resize."""
 
     @model_validator(mode="after")
-    def _can_mix(self) -> Self:
+    def _check_mixing(self) -> Self:
         if self.max_patches is not None and self.mixes:
             raise ValueError(
                 "mixup and cutmix need images of one size: leave out max_patches, or set mixup = 0 and cutmix = 0"

@@ -104,12 +104,12 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _moved(cls, values: Any) -> Any:
+    def _migrate_keys(cls, values: Any) -> Any:
         reject_renamed_keys(values)
         return fill_in_stages(values)
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _check_heads(self) -> Self:
         attention = self.attention
         if attention.head_dim_or_none is None and self.d_model % attention.n_heads:
             raise ValueError(
@@ -134,7 +134,7 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _parts_go_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.family == "electra" and self.generator is None:
             raise ValueError("family = 'electra' needs model.generator: give it")
         family = FAMILIES.get(self.family)
@@ -197,7 +197,7 @@ class ModelConfig(Section):
             )
 
     @model_validator(mode="after")
-    def _kinds_fit(self) -> Self:
+    def _check_layer_types(self) -> Self:
         used = self.layer_types[: max(self.n_layers, self.encoder_layers)]
         for kind in self.layer_types:
             if kind not in self.layer_type:

@@ -144,7 +144,7 @@ class PatchEmbeddingConfig(EmbeddingSection):
         return self.channels * self.patch_size**2
 
     @model_validator(mode="after")
-    def _channels_are_described(self) -> Self:
+    def _check_channels(self) -> Self:
         for key, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != self.channels:
                 raise ValueError(

@@ -88,7 +88,7 @@ class ParallelConfig(Section):
         return self.pp_schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.grad_accumulation == "sharded" and self.zero < 2:
             raise ValueError(
                 f"grad_accumulation = 'sharded': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "

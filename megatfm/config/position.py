@@ -52,7 +52,7 @@ class YarnScaling(Section):
     """The ramp begins and ends at whole channels (gpt-oss: false)."""
 
     @model_validator(mode="after")
-    def _has_a_ramp(self) -> Self:
+    def _check_ramp(self) -> Self:
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast = {self.beta_fast:g} is below beta_slow = {self.beta_slow:g}, so no channel would be "
@@ -75,7 +75,7 @@ class Llama3Scaling(Section):
     """Channels with wavelengths below original_length / high_freq_factor are kept."""
 
     @model_validator(mode="after")
-    def _has_a_ramp(self) -> Self:
+    def _check_ramp(self) -> Self:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor = {self.low_freq_factor:g} is not below high_freq_factor = "
@@ -98,7 +98,7 @@ class RopeConfig(PositionSection):
     """Scaling of the rotary frequencies for longer contexts."""
 
     @model_validator(mode="after")
-    def _has_slower_channels(self) -> Self:
+    def _check_channels(self) -> Self:
         if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
             raise ValueError(
                 f"theta = {self.theta:g} turns all channels alike or the later ones faster, and scaling.name = 'yarn' "
@@ -202,7 +202,7 @@ class DebertaV2PositionConfig(PositionSection):
     """Distance from which all positions are taken as equally far."""
 
     @model_validator(mode="after")
-    def _has_ranges(self) -> Self:
+    def _check_buckets(self) -> Self:
         if self.buckets < 2:
             raise ValueError(f"buckets = {self.buckets} is too few to tell distances apart: choose 2 or more")
         if self.max_distance - 1 <= self.buckets // 2:

@@ -26,7 +26,7 @@ class LabelsConfig(Section):
     tables are numbered in alphabetical order, unless all are numbers."""
 
     @model_validator(mode="after")
-    def _has_a_table(self) -> Self:
+    def _check_table(self) -> Self:
         if (self.by == "table") != (self.table is not None):
             raise ValueError(
                 f"by = {self.by!r} and table = {self.table!r}: set both by = 'table' and the table, or neither"
@@ -78,7 +78,7 @@ class ReadConfig(Section):
         return self.format in ("images", "megatron", "tokens")
 
     @model_validator(mode="after")
-    def _has_a_source(self) -> Self:
+    def _check_source(self) -> Self:
         if self.folder is None and self.builtin == "digits" and self.format != "images":
             raise ValueError("builtin = 'digits' are images: set read.format to 'images'")
         if self.folder is None and self.builtin is None:
@@ -196,13 +196,13 @@ class PrepConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_old_words(cls, values: Any) -> Any:
+    def _refuse_old_keys(cls, values: Any) -> Any:
         if renamed := find_renamed_prep_words(values):
             raise ValueError(f"words of an earlier version: {', '.join(renamed)}: write these")
         return values
 
     @model_validator(mode="after")
-    def _can_be_written(self) -> Self:
+    def _check_out(self) -> Self:
         if self.out.startswith(("http://", "https://")):
             raise ValueError(
                 f"out = {self.out!r}: nothing can be written over HTTP: choose a folder, or s3://, gs:// and the like"

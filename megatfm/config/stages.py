@@ -30,7 +30,7 @@ class StagesConfig(Section):
     """Norm of patch merging: on the four joined vectors (Swin), or on the reduced one (Swin-V2)."""
 
     @model_validator(mode="after")
-    def _one_each(self) -> "StagesConfig":
+    def _check_stages(self) -> "StagesConfig":
         if len(self.heads) != len(self.layers):
             raise ValueError(
                 f"stages.heads has {len(self.heads)} numbers and stages.layers {len(self.layers)}: give one of each "

@@ -130,7 +130,7 @@ class LogConfig(Section):
     """Records written while training."""
 
     @model_validator(mode="after")
-    def _profiles_a_step(self) -> Self:
+    def _check_profile(self) -> Self:
         first, end = map(int, self.profile.split(":")) if self.profile else (0, 1)
         if first >= end:
             raise ValueError(

@@ -85,17 +85,12 @@ def build_context_parallel(
 
 
 def folding(model: nn.Module) -> Callable[[int], bool]:
-    """Make `is_folded` of a model's patterns, cached by row length."""
+    """Return a function from the length of a row to whether ranks need a zig-zag split of it: whether attention costs
+    later tokens more than earlier ones, also in windows as wide as the row. Cached by length."""
     patterns = dict.fromkeys(
         pattern for module in model.modules() if (pattern := getattr(module, "pattern", None)) is not None
     )
     return lru_cache(LENGTHS)(partial(_grow, [*patterns]))
-
-
-def is_folded(model: nn.Module, length: int) -> bool:
-    """Whether attention costs later tokens of rows of this length more than earlier ones, so that ranks need a zig-zag
-    split: also in windows that are as wide as the row."""
-    return folding(model)(length)
 
 
 def _grow(patterns: Sequence[Any], length: int) -> bool:

@@ -17,7 +17,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask, global_query_ind
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context_parallel import ContextParallel, folding, is_folded, split_batch, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, folding, split_batch, token_indices
 from megatfm.parallel.parallelize import refuse
 from megatfm.verify.shrink import random_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
@@ -115,7 +115,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     with torch.device("meta"):
         model = build(config.model)
     refuse(model)
-    folded = is_folded(model, config.data.sequence_length)
+    folded = folding(model)(config.data.sequence_length)
     parts = [split_batch(batch, cast(ContextParallel, Here(rank, 3, folded))) for rank in range(3)]
     for field, values in batch.items():
         side = "encoder_" if field.startswith("encoder_") else ""
@@ -164,7 +164,7 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
             model = build(ModelConfig.from_dotted(**base, **{"attention.pattern": section}))
-        assert [is_folded(model, length) for length in (32, 256, 257, 512)] == [True, True, False, False]
+        assert [folding(model)(length) for length in (32, 256, 257, 512)] == [True, True, False, False]
         is_folded_at = folding(model)
         for ranks in (2, 3, 5, 8):
             pairs = {int((indices + 1).sum()) for indices in token_indices(240, ranks, is_folded_at(240))}
