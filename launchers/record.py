@@ -266,7 +266,7 @@ class AttemptLog:
     def count_without_progress(self, submission: str) -> tuple[int, int]:
         """Failures and stops of a submission since its last attempt that gained a checkpoint."""
         failures = stops = 0
-        for attempt in reversed([one for one in self.attempts if one.submission == submission]):
+        for attempt in reversed([past for past in self.attempts if past.submission == submission]):
             if attempt.made_progress:
                 break
             failures += attempt.is_failure

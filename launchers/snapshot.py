@@ -91,10 +91,10 @@ def _add(name: str, path: Path, roots: dict[str, Path]) -> None:
     """Enter a plugin, and every module from the same folder that one of its files imports."""
     roots[name] = path
     sources = [path] if path.is_file() else [file for file in _walk(path) if file.suffix == ".py"]
-    for other in sorted(set().union(*map(_imported, sources)) - set(roots)):
-        path_of_other = _find_module(other) if any(path.parent.glob(f"{other}*")) else None
-        if path_of_other is not None and path_of_other.parent == path.parent:
-            _add(other, path_of_other, roots)
+    for module in sorted(set().union(*map(_imported, sources)) - set(roots)):
+        module_path = _find_module(module) if any(path.parent.glob(f"{module}*")) else None
+        if module_path is not None and module_path.parent == path.parent:
+            _add(module, module_path, roots)
 
 
 def _imported(source: Path) -> set[str]:

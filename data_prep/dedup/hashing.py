@@ -115,17 +115,17 @@ def _hash(data: bytes, begins: NDArray[np.int64], lengths: NDArray[np.int64]) ->
     result = eights[begins] & _MASKS[np.minimum(lengths, 8)]
     result ^= lengths.astype(np.uint64) * _BASE
     result = splitmix64(result)
-    which = np.flatnonzero(lengths > 8)
-    at, left = begins[which] + 8, lengths[which] - 8
-    while len(which):
-        result[which] = splitmix64(result[which] ^ (eights[at] & _MASKS[np.minimum(left, 8)]))
-        more = left > 8
-        at, left, which = at[more] + 8, left[more] - 8, which[more]
+    words = np.flatnonzero(lengths > 8)
+    offsets, remaining = begins[words] + 8, lengths[words] - 8
+    while len(words):
+        result[words] = splitmix64(result[words] ^ (eights[offsets] & _MASKS[np.minimum(remaining, 8)]))
+        is_longer = remaining > 8
+        offsets, remaining, words = offsets[is_longer] + 8, remaining[is_longer] - 8, words[is_longer]
     return result
 
 
 def _encode(text: str) -> bytes:
-    """UTF-8 in lower case, of other scripts the words alone, with spaces between them; ASCII as it is."""
+    """Encode a text as UTF-8 in lower case; beyond ASCII as its words alone, separated by spaces."""
     if text.isascii():
         return text.encode()
     text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())

@@ -46,7 +46,7 @@ _FORMS: tuple[tuple[str, str], ...] = (
     ("pypi-", r"pypi-AgEIcHlwaS5vcmc[A-Za-z0-9_-]{50,}"),
     ("eyJ", r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{16,}"),
 )
-SECRETS = tuple((needs, re.compile(f"{_START}{form}{_END}")) for needs, form in _FORMS)
+SECRETS = tuple((required, re.compile(f"{_START}{form}{_END}")) for required, form in _FORMS)
 PRIVATE_KEY = re.compile(
     r"-----BEGIN (?P<kind>[A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?)-----[^-]{20,20000}-----END (?P=kind)-----"
 )

@@ -42,10 +42,10 @@ def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
     for key, parts in samples(path, EXTENSIONS):
         names = [part.extension for part in parts]
         fault = next((part.fault for part in parts if part.fault), None)
-        other = next((part.name for part in parts if part.data is None), None)
+        unknown = next((part.name for part in parts if part.data is None), None)
         twice = next((name for name in names if names.count(name) > 1), None)
-        if fault is None and other is not None:
-            fault = f"has a member that is neither an image nor {_spelled(SIDECAR_EXTENSIONS)}: {other}"
+        if fault is None and unknown is not None:
+            fault = f"has a member that is neither an image nor {_spelled(SIDECAR_EXTENSIONS)}: {unknown}"
         if fault is None and twice is not None:
             fault = f"has a .{twice} twice"
         yield (

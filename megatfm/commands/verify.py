@@ -243,7 +243,8 @@ def _conclusion(comparison: "Comparison") -> str:
     updates = [difference for difference in comparison.updates if difference.is_wrong]
     # Wrong gradients make wrong updates, so they are named first.
     wrong_before_updates = [difference for difference in comparison.wrong if difference not in updates]
-    worst = max(wrong_before_updates or updates, key=lambda one: (one.error != one.error, one.error))
+    # NaN is the worst error.
+    worst = max(wrong_before_updates or updates, key=lambda wrong: (wrong.error != wrong.error, wrong.error))
     gradients = sum(difference.is_wrong for difference in comparison.gradients)
     if not wrong_before_updates:
         return (

@@ -273,9 +273,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_close(one[key], other[key]) for key in one)
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return bool(one == other)
+def _is_close(value: Any, other_value: Any) -> bool:
+    if isinstance(value, Mapping) and isinstance(other_value, Mapping):
+        return value.keys() == other_value.keys() and all(
+            _is_close(value[key], other_value[key]) for key in value
+        )
+    if isinstance(value, float) and isinstance(other_value, int | float):
+        return math.isclose(value, other_value, rel_tol=1e-6)
+    return bool(value == other_value)

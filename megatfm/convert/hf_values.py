@@ -256,16 +256,17 @@ def _attention_factor(table: Mapping[str, Any]) -> float | None:
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def read_layer_types(hf_config: Json, every: int, *, first: str = LOCAL) -> list[str]:
-    """Read `layer_types`; left out, every `every`-th layer is full attention (or, if `first` is GLOBAL, not sliding).
+def read_layer_types(hf_config: Json, global_every: int, *, first: str = LOCAL) -> list[str]:
+    """Read `layer_types`; if left out, every `global_every`-th layer is full attention (with `first` GLOBAL: isn't
+    sliding).
 
     Raises UsageError.
     """
     n, layer_types = hf_config["num_hidden_layers"], hf_config["layer_types"]
     if layer_types is None and first == LOCAL:
-        return [LOCAL if (i + 1) % every else GLOBAL for i in range(n)]
+        return [LOCAL if (i + 1) % global_every else GLOBAL for i in range(n)]
     if layer_types is None:
-        return [LOCAL if i % every else GLOBAL for i in range(n)]
+        return [LOCAL if i % global_every else GLOBAL for i in range(n)]
     if len(layer_types) != n or not set(layer_types) <= {LOCAL, GLOBAL}:
         raise UsageError(
             f"config.json: layer_types = {layer_types!r:.80} is not {LOCAL} or {GLOBAL} for each of "

@@ -60,7 +60,7 @@ class _RowRange(NamedTuple):
 
 class _PrefetchedStep(NamedTuple):
     global_batch: int
-    asked: _RowRange
+    row_range: _RowRange
     read: Future[Fields | None]
 
 
@@ -131,7 +131,7 @@ class DataLoader(Iterator[list[Fields]]):
             raise StopIteration
         start = perf_counter()
         step, self.padding = self._step(self._ahead[0])
-        first, n_rows, parts = self._ahead[0].asked
+        first, n_rows, parts = self._ahead[0].row_range
         positions = np.repeat(np.arange(first, first + n_rows), parts)
         self.row_positions = np.split(positions, len(step))
         self.wait_seconds += perf_counter() - start
@@ -201,13 +201,13 @@ class DataLoader(Iterator[list[Fields]]):
 
     def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:
         """The micro-batches of all readers' rows, and the share of padding."""
-        (first, n, parts), local_rows = prefetched.asked, _result_or_error(prefetched.read)
+        (first, n, parts), local_rows = prefetched.row_range, _result_or_error(prefetched.read)
         if self._readers.count == 1:
             gathered = [local_rows]
         else:
             gathered = self._readers.broadcast(
                 picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
-                self._holders(prefetched.asked),
+                self._holders(prefetched.row_range),
             )
         for row_fields in (local_rows, *gathered):
             if isinstance(row_fields, Exception):

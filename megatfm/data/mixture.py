@@ -44,7 +44,7 @@ class _PhaseState(NamedTuple):
     """The first turn of the phase."""
     quotas: Ints
     """Slots of each source in a block [n_sources]."""
-    taken: Ints
+    consumed: Ints
     """Rows that each stream has taken of each source before [streams, n_sources]."""
 
 
@@ -141,7 +141,7 @@ class Mixture:
         slots = self._slots(number, stream, block)
         source = int(slots.sources[slot])
         n_before = (
-            int(span.taken[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
+            int(span.consumed[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
         )
         return list(self.sources)[source], n_before * self.streams + stream
 
@@ -199,17 +199,17 @@ class Mixture:
         turns, more = divmod(int(position), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
         counts = sum(
-            (self._taken(number, stream, turns + (stream < more)) for stream in range(self.streams)),
+            (self._consumed(number, stream, turns + (stream < more)) for stream in range(self.streams)),
             np.zeros(len(self._rows), np.int64),
         )
         return dict(zip(self.sources, counts.tolist(), strict=True))
 
-    def _taken(self, number: int, stream: int, turn: int) -> Ints:
+    def _consumed(self, number: int, stream: int, turn: int) -> Ints:
         """Rows [n_sources] that a stream has taken before a turn of a phase (or the first one after it)."""
         span = self._spans[number]
         blocks, slots = divmod(turn - span.first, self.block)
         part = self._slots(number, stream, blocks).sources[:slots]
-        return span.taken[stream] + blocks * span.quotas + np.bincount(part, minlength=len(self._rows))
+        return span.consumed[stream] + blocks * span.quotas + np.bincount(part, minlength=len(self._rows))
 
     def _slots(self, phase: int, stream: int, block: int) -> _Block:
         return self._blocks.get((phase, stream, block), partial(self._assign_slots, phase, stream, block))
@@ -232,7 +232,7 @@ class Mixture:
             first = -(-phase.position // self.streams)
             if number:
                 consumed = np.stack(
-                    [self._taken(number - 1, stream, first) for stream in range(self.streams)]
+                    [self._consumed(number - 1, stream, first) for stream in range(self.streams)]
                 )
             self._spans.append(
                 _PhaseState(first, largest_remainder(phase.weights, list(self.sources), self.block), consumed)

@@ -239,7 +239,7 @@ def pack_chunked(
         return concat_and_chunk(joined, pieces.lengths[:, 0], None, packing, carry_length)
     sequences = build_sequences(packing, pieces, documents, epoch)
     blank = None if blank is None else blank[pieces.documents]
-    fields = {name: np.concatenate([one[name] for one in sequences]) for name in sequences[0]}
+    fields = {name: np.concatenate([sequence[name] for sequence in sequences]) for name in sequences[0]}
     return concat_and_chunk(fields, pieces.lengths[:, 0], blank, packing, carry_length)
 
 

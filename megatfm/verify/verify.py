@@ -235,9 +235,9 @@ def _relative(error: float, size: float) -> float:
     return error / size if size else error and float("inf")
 
 
-def _larger(one: float, other: float) -> float:
+def _larger(error: float, other_error: float) -> float:
     """The larger of two numbers; NaN if either is."""
-    return one + other if one != one or other != other else max(one, other)
+    return error + other_error if error != error or other_error != other_error else max(error, other_error)
 
 
 def _slices(box: Chunk) -> tuple[slice, ...]:

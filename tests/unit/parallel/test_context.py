@@ -150,7 +150,7 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
     folded = set()
     for name, sections in PATTERN_MODELS.items():
         with torch.device("meta"):
-            if is_folded(build(ModelConfig.from_dotted(sections)), 24):
+            if folding(build(ModelConfig.from_dotted(sections)))(24):
                 folded.add(name)
     assert folded == {
         "alternating", "strided", "fixed", "compressed", "local, compressed and experts",
