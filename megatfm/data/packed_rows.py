@@ -45,8 +45,8 @@ class TypedField(NamedTuple):
 class RowStore:
     """The rows of a block on one side: its documents joined in the order of the rows, which are made when copied.
 
-    Finished rows would take several times the memory: a block with a document of millions of tokens, of
-    which a corpus has few but a stream is long in one, would push the other streams' blocks out of the cache.
+    Finished rows would take several times the memory: one block with a document of millions of tokens would push the
+    other streams' blocks out of the cache.
     """
 
     fields: Mapping[str, NDArray[np.integer]]
@@ -88,10 +88,8 @@ class RowStore:
     def padding(self) -> "RowStore":
         """No rows."""
         fields = {name: field[:0].copy() for name, field in self.fields.items()}
-        empty_typed = {
-            name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()
-        }
-        return replace(self, fields=fields, typed=empty_typed, starts=[0], bounds=[0])
+        empty = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
+        return replace(self, fields=fields, typed=empty, starts=[0], bounds=[0])
 
     def allocate(self, rows: int) -> Fields:
         """Arrays [rows, …] for the fields that are no plain integers."""
@@ -138,9 +136,8 @@ class RowStore:
         if at and self.as_one_document:
             target[-1, at:end] += at if self.blank is None else at * (target[-2, at:end] != PAD_DOCUMENT_ID)
         elif documents:
-            target[-2, at:end] += (
-                documents if self.blank is None else documents * (target[-2, at:end] != PAD_DOCUMENT_ID)
-            )
+            numbers = target[-2, at:end]
+            numbers += documents if self.blank is None else documents * (numbers != PAD_DOCUMENT_ID)
         return end, documents + documents_added
 
     def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
@@ -201,10 +198,8 @@ def collate(rows: Sequence[RowSources]) -> Fields:
     """Rows of blocks that were packed alike, by name: integers [n, length of the side] as int64, others as they are."""
     fields: Fields = {}
     for number, side in enumerate(rows[0][0][0].sides):
-        batch, typed_fields = (
-            np.empty((len(side.names), len(rows), side.length), np.int64),
-            side.allocate(len(rows)),
-        )
+        batch = np.empty((len(side.names), len(rows), side.length), np.int64)
+        typed_fields = side.allocate(len(rows))
         for row, row_sources in enumerate(rows):
             at = documents = 0
             for block, part in row_sources:
@@ -277,7 +272,7 @@ class BinPackedRows:
     """The rows of a group of blocks, each built on use, so that little is in memory."""
 
     def __init__(self, documents: DocumentSource, packing: PackingConfig, epoch: int) -> None:
-        self._documents, self._how, self._epoch = documents, packing, epoch
+        self._documents, self._packing, self._epoch = documents, packing, epoch
         lengths, first = documents.lengths, documents.first
         sizes = lambda: documents.image_sizes  # noqa: E731
         pieces = split_documents(lengths, packing.objective, first, packing.seed, sizes).without_empty()
@@ -313,10 +308,10 @@ class BinPackedRows:
         first, last = self._bounds[[begin, end]].tolist()
         pieces = self._pieces.take(np.arange(first, last))
         rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
-        sequences = build_sequences(self._how, pieces, self._documents, self._epoch)
+        sequences = build_sequences(self._packing, pieces, self._documents, self._epoch)
         blank = self._documents.is_quarantined
         piece_blank = None if blank is None else blank[pieces.documents]
-        return lay_out_rows(sequences, pieces, rows, piece_blank, self._how)
+        return lay_out_rows(sequences, pieces, rows, piece_blank, self._packing)
 
 
 def lay_out_rows(

@@ -335,13 +335,10 @@ def _check_lengths(
     packing: PackingConfig, fields: Fields, planned_lengths: Sequence[int], sample: int
 ) -> None:
     sides = packing.objective.field_prefixes
-    token_fields = {name: values for name, values in fields.items() if packing.field(name).per == "tokens"}
-    if any(
-        len(values) != planned_lengths[prefix_index(name, sides)] for name, values in token_fields.items()
-    ):
-        built_lengths = {name: len(values) for name, values in token_fields.items()}
+    lengths = {name: len(values) for name, values in fields.items() if packing.field(name).per == "tokens"}
+    if any(length != planned_lengths[prefix_index(name, sides)] for name, length in lengths.items()):
         planned = ", ".join(map(str, planned_lengths))
-        raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {planned}")
+        raise MegatfmError(f"the objective built sample {sample} with lengths {lengths}, not {planned}")
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:

@@ -139,16 +139,12 @@ class SequenceMetadata:
         places_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
         return int((places_S * begins_BS).max()) + count
 
-    def _kept(self, full_values: Tensor) -> Tensor:
+    def _kept(self, values: Tensor) -> Tensor:
         """Select the tokens whose keys are in the cache, from the last dim past + T."""
         if not self.n_initial_kept:
-            return full_values[..., self.n_evicted :]
+            return values[..., self.n_evicted :]
         return torch.cat(
-            [
-                full_values[..., : self.n_initial_kept],
-                full_values[..., self.n_initial_kept + self.n_evicted :],
-            ],
-            -1,
+            [values[..., : self.n_initial_kept], values[..., self.n_initial_kept + self.n_evicted :]], -1
         )
 
     @property
@@ -165,16 +161,14 @@ class SequenceMetadata:
     def indices(self) -> Tensor:
         """Token indices [T] in their rows."""
         return self.cached(
-            "indices",
-            lambda: torch.arange(self.cached_length, self.length, device=self.positions.device),
+            "indices", lambda: torch.arange(self.cached_length, self.length, device=self.positions.device)
         )
 
     @property
     def key_indices(self) -> Tensor:
         """Token indices [S] of all keys, cached ones too."""
         return self.cached(
-            "key indices",
-            lambda: self._kept(torch.arange(self.length, device=self.positions.device)),
+            "key indices", lambda: self._kept(torch.arange(self.length, device=self.positions.device))
         )
 
     @property

@@ -107,12 +107,9 @@ class ContextShards:
                     add(self, ledger, microbatch, rank, call, module)
                     break
             if call.path.endswith(".counted"):
-                is_recomputed = (
-                    self._config.train.recompute == "full" and call.in_layer and call.saves_tensors_after
-                )
-                ledger.all_reduce(
-                    CONTEXT, call.output_numel * self._at_least_float32, times=1 + is_recomputed
-                )
+                recompute = self._config.train.recompute
+                times = 1 + (recompute == "full" and call.in_layer and call.saves_tensors_after)
+                ledger.all_reduce(CONTEXT, call.output_numel * self._at_least_float32, times=times)
 
     def _core(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -122,41 +119,35 @@ class ContextShards:
         qkv = qkv_of_latents(call) if latents else known_shapes(call.inputs[:3])
         sent_shapes = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
         side, numel_per_token = self._side(call), self._numel_per_token(sent_shapes)
-        positions_by_rank = self._positions_by_rank[side]
+        by_rank = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
         if is_cross_attention(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
-            self._point_to_point(
-                ledger,
-                rank,
-                call,
-                positions_by_rank,
-                [np.sort(np.concatenate(positions_by_rank))] * len(positions_by_rank),
-                numel_per_token,
-            )
+            everywhere = [np.sort(np.concatenate(by_rank))] * len(by_rank)
+            self._point_to_point(ledger, rank, call, by_rank, everywhere, numel_per_token)
             return
-        needed_places = self._needs_of(microbatch, call, module)
-        if sees_runs_alone(pattern, sum(map(len, positions_by_rank)), causal=causal):
+        needed = self._needs_of(microbatch, call, module)
+        if sees_runs_alone(pattern, sum(map(len, by_rank)), causal=causal):
             if not is_a(module, "LocalAttention"):  # what sees all is computed apart there
                 self._wide_queries(ledger, microbatch, call, qkv)
-            self._point_to_point(ledger, rank, call, positions_by_rank, needed_places, numel_per_token)
+            self._point_to_point(ledger, rank, call, by_rank, needed, numel_per_token)
             return
-        share = self._fetched_share(positions_by_rank, needed_places)
+        share = self._fetched_share(by_rank, needed)
         is_ring = 2 * share >= 1
         if self._by_heads(qkv, numel_per_token, None if is_ring else share):
-            self._exchange(ledger, rank, call, qkv, positions_by_rank)
+            self._exchange(ledger, rank, call, qkv, by_rank)
         elif is_ring:
-            self._ring(ledger, rank, call, [len(places) for places in positions_by_rank], numel_per_token)
+            self._ring(ledger, rank, call, [len(places) for places in by_rank], numel_per_token)
         else:
-            self._point_to_point(ledger, rank, call, positions_by_rank, needed_places, numel_per_token)
+            self._point_to_point(ledger, rank, call, by_rank, needed, numel_per_token)
 
     @staticmethod
-    def _fetched_share(positions_by_rank: Sequence[Places], needed_places: Sequence[Places]) -> Fraction:
+    def _fetched_share(by_rank: Sequence[Places], needed: Sequence[Places]) -> Fraction:
         """Most keys that a rank needs of others, as a share of what a ring brings it."""
-        c, length = len(positions_by_rank), sum(map(len, positions_by_rank))
+        c, length = len(by_rank), sum(map(len, by_rank))
         max_fetched = max(
             len(np.setdiff1d(need, local_positions))
-            for need, local_positions in zip(needed_places, positions_by_rank, strict=True)
+            for need, local_positions in zip(needed, by_rank, strict=True)
         )
         return Fraction(max_fetched * c, (c - 1) * length)
 
@@ -177,20 +168,16 @@ class ContextShards:
         ledger: ExpectedTraffic,
         rank: int,
         call: Call,
-        positions_by_rank: list[Places],
-        needed_places: Sequence[Places],
+        by_rank: list[Places],
+        needed: Sequence[Places],
         numel_per_token: int,
     ) -> None:
         """One message to each rank that needs tokens held here, and one back with gradients of what was needed here."""
-        for peer, peer_places in enumerate(positions_by_rank):
+        for peer, held in enumerate(by_rank):
             if peer == rank:
                 continue
             n_sent, n_received = (
-                len(np.intersect1d(*place_pairs))
-                for place_pairs in (
-                    (positions_by_rank[rank], needed_places[peer]),
-                    (peer_places, needed_places[rank]),
-                )
+                len(np.intersect1d(*pair)) for pair in ((by_rank[rank], needed[peer]), (held, needed[rank]))
             )
             for _ in range(self._forwards(call) if n_sent else 0):
                 ledger.send(CONTEXT, n_sent * numel_per_token * self._computed)
@@ -210,13 +197,13 @@ class ContextShards:
         return self._needs[key]
 
     def _exchange(
-        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], positions_by_rank: list[Places]
+        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], by_rank: list[Places]
     ) -> None:  # fmt: skip
         """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
-        c, (n, k) = len(positions_by_rank), self._heads(*qkv[:2])
+        c, (n, k) = len(by_rank), self._heads(*qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
-        local_rows = rows * len(positions_by_rank[rank]) * (c - 1)
-        remote_rows = rows * sum(len(places) for i, places in enumerate(positions_by_rank) if i != rank)
+        local_rows = rows * len(by_rank[rank]) * (c - 1)
+        remote_rows = rows * sum(len(places) for i, places in enumerate(by_rank) if i != rank)
         for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
             for _ in range(self._forwards(call)):
                 ledger.all_to_all(CONTEXT, (local_rows if to_heads else remote_rows) * width * self._computed)
@@ -247,9 +234,9 @@ class ContextShards:
         logarithms of the sums, in float32 or better, and back go gradients of both."""
         (rows, n, _, h), (*_, v) = qkv[0], qkv[2]
         side, size = self._side(call), self._computed
-        positions_by_rank = self._positions_by_rank[side]
-        rank_of = np.zeros(sum(map(len, positions_by_rank)), np.int64)
-        for rank, places in enumerate(positions_by_rank):
+        by_rank = self._positions_by_rank[side]
+        rank_of = np.zeros(sum(map(len, by_rank)), np.int64)
+        for rank, places in enumerate(by_rank):
             rank_of[places] = rank
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         count = count_wide(pattern, self._rows(microbatch, side), rank_of, causal=causal)
@@ -306,15 +293,10 @@ class ContextShards:
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """All keys and values of whole rows, for attention of two streams."""
-        positions_by_rank = self._positions_by_rank[""]
-        everywhere = [np.sort(np.concatenate(positions_by_rank))] * len(positions_by_rank)
+        by_rank = self._positions_by_rank[""]
+        everywhere = [np.sort(np.concatenate(by_rank))] * len(by_rank)
         self._point_to_point(
-            ledger,
-            rank,
-            call,
-            positions_by_rank,
-            everywhere,
-            self._numel_per_token(known_shapes(call.inputs[:2])),
+            ledger, rank, call, by_rank, everywhere, self._numel_per_token(known_shapes(call.inputs[:2]))
         )
 
     def _around(
@@ -322,19 +304,19 @@ class ContextShards:
     ) -> None:
         """Hidden states of the tokens around spans of which another rank has masked tokens; on each tensor-parallel
         rank."""
-        count, positions_by_rank = self._config.train.micro_batch, self._positions_by_rank[""]
+        count, by_rank = self._config.train.micro_batch, self._positions_by_rank[""]
         first = microbatch * count
         left, right = (self._batch[name][first : first + count] for name in ("span_left", "span_right"))
-        needed_places = []
-        for positions in positions_by_rank:
+        needed = []
+        for positions in by_rank:
             boundary_places: set[int] = set()
             for row in range(len(left)):
                 for place in positions.tolist():
                     if left[row, place] > 0:
                         boundary_places |= {place - int(left[row, place]), place + int(right[row, place])}
-            needed_places.append(np.array(sorted(boundary_places), np.int64))
+            needed.append(np.array(sorted(boundary_places), np.int64))
         (hidden,) = known_shapes(call.inputs[:1])
-        self._point_to_point(ledger, rank, call, positions_by_rank, needed_places, hidden[0] * hidden[2])
+        self._point_to_point(ledger, rank, call, by_rank, needed, hidden[0] * hidden[2])
 
     def _image_sums(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module

@@ -141,9 +141,8 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
     is_square = model.d_model == model.attention.n_heads * model.head_width
     distinct = model.distinct_layers and min(model.distinct_layers, LAYERS)
     first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
-    layers = max(
-        LAYERS, stages, 1 + (distinct or 0), *first_depths
-    )  # one block more, so that two share weights
+    # One block more than there are distinct layers, so that two share weights.
+    layers = max(LAYERS, stages, 1 + (distinct or 0), *first_depths)
     changes: dict[str, Any] = {
         "vocab_size": _shrunk_size(model.vocab_size or VOCABULARY, WIDTH, shards),
         "n_layers": min(model.n_layers, layers),
@@ -239,29 +238,25 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
 def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
     """Options of a pattern that shrink with the row, so that it has several windows, chunks or blocks. A window as wide
     as the row stays so; a plugin's pattern keeps its options."""
-    original_length, length = rows
+    old_length, length = rows
     fourth, eighth = max(1, length // 4), max(1, length // 8)
     match pattern:
         case WindowPatternConfig():
             step = min(pattern.dilation, 2)
             width = _shrunk_size(pattern.width, max(1, fourth // step), 2)
-            if pattern.width * pattern.dilation >= original_length:
-                width = pattern.width * pattern.dilation * length // original_length // step
+            if pattern.width * pattern.dilation >= old_length:
+                width = pattern.width * pattern.dilation * length // old_length // step
             return {"width": width, "dilation": step, "initial_tokens": min(pattern.initial_tokens, 2)}
         case LongformerPatternConfig():
             width = _shrunk_size(pattern.width, fourth, 2)
             tokens = dict.fromkeys(min(token, length // 2) for token in pattern.global_tokens)
             return {
-                "width": width
-                if pattern.width < original_length
-                else pattern.width * length // original_length,
+                "width": width if pattern.width < old_length else pattern.width * length // old_length,
                 "global_tokens": tuple(tokens),
             }
         case ChunkedPatternConfig():
             size = min(pattern.size, max(1, length // 3))  # thirds end nowhere near a rank's part
-            return {
-                "size": size if pattern.size < original_length else pattern.size * length // original_length
-            }
+            return {"size": size if pattern.size < old_length else pattern.size * length // old_length}
         case StridedPatternConfig():
             return {"stride": min(pattern.stride, eighth)}
         case FixedPatternConfig():
@@ -270,15 +265,10 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
         case BigBirdPatternConfig():
             # Documents of at most `n_blocks` blocks are seen whole: a row keeps more blocks than that if it had more.
             random, extra = min(pattern.n_random_blocks, 2), min(pattern.n_global_tokens, eighth)
-            n_blocks = 5 + 2 * random
-            if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= original_length:
-                return {
-                    "block_size": -(-length // n_blocks),
-                    "n_random_blocks": random,
-                    "n_global_tokens": extra,
-                }
-            block = min(pattern.block_size, max(1, length // (n_blocks + 4)))
-            return {"block_size": block, "n_random_blocks": random, "n_global_tokens": extra}
+            n_blocks, kept_options = 5 + 2 * random, {"n_random_blocks": random, "n_global_tokens": extra}
+            if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= old_length:
+                return {"block_size": -(-length // n_blocks), **kept_options}
+            return {"block_size": min(pattern.block_size, max(1, length // (n_blocks + 4))), **kept_options}
     return {}
 
 

@@ -111,11 +111,7 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
         ("deepseek-v3", {"n_group": 8}, "n_group = 8 of n_routed_experts = 8: transformers ranks groups"),
         ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
         ("gpt1", {"afn": "mish"}, "afn = 'mish' is not one of gelu"),
-        (
-            "t5",
-            {"feed_forward_proj": "gated-relu", "is_gated_act": True},
-            "gated activation 'relu'",
-        ),
+        ("t5", {"feed_forward_proj": "gated-relu", "is_gated_act": True}, "gated activation 'relu'"),
         ("t5", {"dense_act_fn": "silu"}, "dense_act_fn = 'silu' is not supported, only 'relu'"),
         ("mla", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06"),
         ("mla", {"sliding_window": 8}, "sliding_window = 8 is not supported, only None"),

@@ -167,11 +167,7 @@ def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> N
 
 @pytest.mark.parametrize(
     ("facts", "group"),
-    [
-        ({"data__fingerprint": "g"}, "data"),
-        ({"data__streams": 8}, "data"),
-        ({"tokenizer": "u"}, "tokenizer"),
-    ],
+    [({"data__fingerprint": "g"}, "data"), ({"data__streams": 8}, "data"), ({"tokenizer": "u"}, "tokenizer")],
 )
 def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> None:
     resume_point, now = resume.ResumePoint(PATH, state()), state(**facts)
