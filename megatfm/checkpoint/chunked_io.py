@@ -22,7 +22,7 @@ BLOCK_BYTES = 4096
 MAX_QUEUED_CHUNKS = 4
 """Chunks that the hash may be behind."""
 MIN_DIRECT_BYTES = 2**20
-"""Less than this is copied together with what follows: a write of its own would take longer."""
+"""Less than this is copied together with what follows: a separate write would take longer."""
 READAHEAD = 2
 """Direct reads that are under way at once, so that the disk never waits for the copying of what it gave."""
 
@@ -43,9 +43,9 @@ def progress() -> int:
 
 
 class ThreadedBlake3:
-    """A BLAKE3 that is computed in a thread of its own, while the caller reads or writes the next chunk.
+    """A BLAKE3 hash computed in a separate thread, while the caller reads or writes the next chunk.
 
-    What it is given must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
+    Buffers must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,9 @@ class DirectFileWriter(FileWriter):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        if n_written < len(blocks):  # what is left may not be whole blocks, or the filesystem can't
+        if n_written < len(
+            blocks
+        ):  # the remainder may not be full blocks, or the filesystem doesn't support O_DIRECT
             _disable_direct_io(self._fd)
             super().write(blocks[n_written:].data)
 
@@ -213,14 +215,16 @@ class DirectFileReader(FileReader):
                 if not n_bytes:
                     break
                 n_read += n_bytes
-            if n_read < len(buffer):  # what is left may not be whole blocks, or the filesystem can't
+            if n_read < len(
+                buffer
+            ):  # the remainder may not be full blocks, or the filesystem doesn't support O_DIRECT
                 _disable_direct_io(self._fd)
                 usual = True
         return n_read
 
 
 def open_reader(fd: int, size: int, direct: bool) -> FileReader:
-    """Return the reader of a file of so many bytes; direct: past the page cache, where it isn't there and the
+    """Return the reader of a file of `size` bytes; direct: past the page cache, where it isn't there and the
     filesystem can."""
     if not direct or _in_page_cache(fd, size):
         return FileReader(fd)

@@ -89,7 +89,7 @@ class NewerFormatError(MegatfmError):
 
 
 class StrictModel(BaseModel):
-    """Base of what is read from disk: the declared fields and no others."""
+    """Base of tables read from disk: the declared fields and no others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -202,7 +202,7 @@ def first_error(error: ValidationError) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read and check a checkpoint's metadata; raises MegatfmError that names the file and what is wrong."""
+    """Read and check a checkpoint's metadata; raises MegatfmError with the file and its fault."""
     return parse_metadata(folder, file_io.read_file(folder / METADATA_FILENAME))
 
 

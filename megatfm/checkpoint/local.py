@@ -80,7 +80,7 @@ class NodeTopology:
 
     @property
     def is_node_leader(self) -> bool:
-        """Return whether this is the rank that does what its node does once."""
+        """Return whether this rank does its node's shared work."""
         return self.ranks_on(self.node_of_rank[self.rank])[0] == self.rank
 
     def leader_of(self, node: int) -> int:
@@ -196,7 +196,8 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
 def fetch_missing_files(
     nodes: NodeTopology, local: LocalCheckpoint, shards: Mapping[str, ShardedTensor]
 ) -> Path:
-    """Bring what this node's ranks need for these shards to its folder; returns the checkpoint there. A collective."""
+    """Fetch the files that this node's ranks need for these shards into its folder; returns the checkpoint there. A
+    collective."""
     action = f"checkpoint of step {local.step} not fetched from the nodes"
     final = nodes.folder / f"step-{local.step:08d}"
     staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")

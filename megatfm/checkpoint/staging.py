@@ -1,6 +1,6 @@
 """The staging copy: what a rank saves, in host memory, where no later step can touch it.
 
-From a GPU it goes over a stream of its own, beside what is trained meanwhile:
+Copies from a GPU use a separate stream, while training goes on:
 
 | Stream | | |---|---| | training | step → `mark_ready` (records an event) → next forward and backward →
 `unblock_training` (waits for the copies) → update | | copies | waits for that event → copies |
@@ -32,7 +32,7 @@ Part = tuple[np.ndarray, np.ndarray]
 
 
 class Staging:
-    """One buffer, as large as what this rank writes, and used again by every save.
+    """One buffer, as large as this rank's data, reused by every save.
 
     cuda: what makes streams and events.
     """
@@ -172,7 +172,7 @@ class _CopyQueue:
             self._done[number] = 1
 
     def finish_interrupted(self) -> None:
-        """Copy what was begun and interrupted; no other thread works on it."""
+        """Finish interrupted copies; no other thread works on it."""
         for part, event in zip(self._parts, self._done, strict=True):
             if not event:
                 _copy(*part)

@@ -76,7 +76,7 @@ class LayerNormConfig(NormSection):
 
 
 class PluginNormConfig(NormSection):
-    """A normalisation layer that a package in `plugins` registers, with keys of its own."""
+    """A normalisation layer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_norm"])
@@ -166,7 +166,7 @@ class OverlappingPatchesConfig(PatchEmbeddingConfig):
 
 
 class PluginEmbeddingConfig(EmbeddingSection):
-    """An embedding that a package in `plugins` registers, for other inputs than tokens, with keys of its own."""
+    """An embedding that a package in `plugins` registers, for other inputs than tokens, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_vectors"])
@@ -246,7 +246,7 @@ class DeepnormInitConfig(InitSection):
 
 
 class PluginInitConfig(InitSection):
-    """An initialisation that a package in `plugins` registers, with keys of its own."""
+    """An initialisation that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_init"])
@@ -362,7 +362,7 @@ class ClassifierHeadConfig(Section):
 
 
 class PluginHeadConfig(Section):
-    """A head that a package in `plugins` registers, with keys of its own."""
+    """A head that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_head"])

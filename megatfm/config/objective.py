@@ -90,7 +90,7 @@ class PermutationObjective(Section):
 
     name: Literal["permutation"] = "permutation"
     tokens_per_prediction: Annotated[int, Field(ge=2)] = 6
-    """One token in so many is predicted (the paper's K)."""
+    """One token in this many is predicted (the paper's K)."""
     max_span: PositiveInt = 5
     """Longest span, in tokens; shorter ones are as frequent."""
 
@@ -180,7 +180,7 @@ class MaskedImageObjective(ImageObjective):
 
 
 class PluginObjective(Section):
-    """An objective that a package in `plugins` registers, with keys of its own."""
+    """An objective that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_objective"])

@@ -114,7 +114,7 @@ class ScheduleFreeConfig(OptimizerSection):
 
 
 class PluginOptimizer(OptimizerSection):
-    """An optimizer that a package in `plugins` registers, with keys of its own."""
+    """An optimizer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_optimizer"])
@@ -185,7 +185,7 @@ class WSDSchedule(ScheduleSection):
 
 
 class PluginSchedule(ScheduleSection):
-    """A schedule that a package in `plugins` registers, with keys of its own."""
+    """A schedule that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_schedule"])

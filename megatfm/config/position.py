@@ -271,7 +271,7 @@ GRID_POSITIONS = ("learned_2d", "sinusoidal_2d", "rope_2d")
 
 
 class PluginPositionConfig(PositionSection):
-    """A position encoding that a package in `plugins` registers, with keys of its own."""
+    """A position encoding that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_position"])

@@ -67,8 +67,8 @@ class ReadConfig(Section):
     """Handling of a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
     fix_unicode: bool = True
-    """Whether text that was decoded wrongly is mended (`cafÃ©` becomes `café`), and stray control characters go. Set
-    it to false for source code that means what it says."""
+    """Whether text that was decoded wrongly is mended (`cafÃ©` becomes `café`), and stray control characters go. Set it
+    to false for source code."""
     max_document_bytes: Annotated[int, Field(ge=1024, le=2**26)] = 2**20
     """A longer file or record is cut into several documents, at blank lines where there are any."""
 
@@ -172,7 +172,7 @@ class PrepConfig(Section):
     """Where a corpus that goes to a URL is made, from where each shard is sent when it is final: a folder that all
     tasks see; left out, `~/.cache/megatfm/prep`."""
     overwrite: bool = False
-    """Replace what an earlier prep with another config left in `out`."""
+    """Replace files of an earlier prep with another config in `out`."""
     tokenizer_threads: PositiveInt | None = None
     """Threads to tokenize with; left out, one per core. The result does not depend on it."""
     task_bytes: Annotated[int, Field(ge=2**10, le=2**30)] = 2**24

@@ -197,9 +197,9 @@ class MetadataFilterConfig(Section):
     denied: tuple[str | int | float | bool, ...] = ()
     """Values to drop."""
     min: float | str | None = None
-    """Drop what is less: numbers by their size, dates and other text by the alphabet."""
+    """Drop documents below: numbers by their size, dates and other text by the alphabet."""
     max: float | str | None = None
-    """Drop what is more."""
+    """Drop documents above."""
     missing: Literal["drop", "keep"] = "drop"
     """Handling of documents without the field."""
 
@@ -217,7 +217,7 @@ class SampleConfig(Section):
 
 
 class PluginStepConfig(Section):
-    """A step of a plugin, with keys of its own."""
+    """A step of a plugin, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -214,7 +214,7 @@ class Corpus:
         return index.samples["tokens"][first:end].astype(np.int64)
 
     def read_block_samples(self, number: int) -> list[Sample]:
-        """The samples of a block with all that is stored of them; every byte is held against the index."""
+        """The samples of a block with all stored fields; every byte is held against the index."""
         shard, frame, data, arrays = self._read(number, verify=True)
         index, shard_entry, dtype = (
             self.indexes.complete(shard),

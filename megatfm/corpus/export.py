@@ -39,7 +39,7 @@ class Detokenizer(NamedTuple):
 
 
 def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
-    """Write a corpus as the end of `out` says; return a line that says what was done.
+    """Write a corpus as the end of `out` says; return a summary line.
 
     `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
     encoded, its "id", its "source", and its "fields" if it has any

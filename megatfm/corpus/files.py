@@ -55,7 +55,7 @@ def check_size(path: Path, size: int) -> None:
 
 
 def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
-    """Open what is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
+    """Open a file that is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
     try:
         # Without O_NONBLOCK opening a planted FIFO would wait for a writer indefinitely.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -104,7 +104,7 @@ class AtomicFile:
     """A file that appears under its name only when it is complete and on disk.
 
     Until `commit` it lies beside its final place as `.NAME.partial`. A failed write (say, a full disk)
-    removes that and raises a MegatfmError. `size` and `blake3` describe what was written so far.
+    removes that and raises a MegatfmError. `size` and `blake3` describe the bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class AtomicFile:
 
     @property
     def blake3(self) -> str:
-        """Hexadecimal hash of what was written so far."""
+        """Hexadecimal hash of the bytes written so far."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes) -> None:
@@ -138,7 +138,7 @@ class AtomicFile:
             fsync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """Remove what was written; does nothing after a commit."""
+        """Remove the partial file; does nothing after a commit."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 

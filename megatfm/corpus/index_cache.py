@@ -3,7 +3,7 @@
 What reading tokens needs of a document takes 8 bytes. In a large corpus each rank, and each of its workers, would hold
 some millions of documents of its own. So the first of them writes the spans of all documents to a file in the cache
 folder, named by a hash of the manifest's shards, and all map it read-only: the pages that several use are in memory
-once, the system may drop any of them, and each process lets go of what it has not used for longest.
+once, the system may drop any of them, and each process drops its least recently used files.
 
 On disk: a page with a line of JSON, then the arrays of `_Tables`, one after another.
 """
@@ -228,7 +228,7 @@ class _HashedFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # what it could not write was raised before
+        with suppress(OSError):  # errors of writing were raised before
             self._file.close()
 
 
@@ -271,7 +271,7 @@ def _key(manifest: Manifest) -> str:
 
 
 def _open_tables(path: Path, key: str, manifest: Manifest) -> tuple[int, _Tables] | None:
-    """Open and lock the file of tables, if it is there and holds what its header says; its descriptor and sizes."""
+    """Open and lock the file of tables, if it exists and agrees with its header; its descriptor and sizes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Look into a corpus: verify every byte of it, print what it holds, count its lengths, sources, fields and ids."""
+"""Look into a corpus: verify every byte of it, print its contents, count its lengths, sources, fields and ids."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

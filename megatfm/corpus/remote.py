@@ -97,7 +97,7 @@ class RemoteFolder:
         return remote_file
 
     def read_head(self, file: RemoteFile, size: int) -> bytes:
-        """The first `size` bytes of a file, or all that it has."""
+        """The first `size` bytes of a file, or all if it is shorter."""
 
         def read(fs: Any, root: str) -> bytes:
             with fs.open(file.path or f"{root}/{file.name}", "rb") as source:
@@ -107,8 +107,8 @@ class RemoteFolder:
         return data
 
     def download(self, file: RemoteFile, path: Path) -> None:
-        """Bring a file to a path, where it appears when it is whole. What was fetched before, by a process that was
-        killed as well, is not fetched again. Raises MegatfmError if the file is no longer what was listed."""
+        """Bring a file to a path, where it appears when it is whole. Bytes fetched earlier, also by a killed process,
+        are not fetched again. Raises MegatfmError if the file has changed since it was listed."""
         version = blake3(f"{self.url}\0{file.name}\0{file.version}\0{file.size}".encode()).hexdigest(8)
         partial = path.with_name(f".{path.name}.{version}.partial")
 
@@ -212,7 +212,7 @@ def with_retries(
             ) from error
         except (DiskError, MegatfmError):
             raise
-        except Exception as error:  # every protocol has errors of its own
+        except Exception as error:  # every protocol has its own errors
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             if _is_refusal(error):
                 raise UsageError(

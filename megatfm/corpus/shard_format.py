@@ -227,7 +227,7 @@ def _padded(size: int) -> int:
 
 
 class BadFrame(Exception):
-    """A frame is not what it should be; the message is only the reason."""
+    """Describe a damaged frame; the message is only the reason."""
 
 
 def decompress_frame(packed: bytes, size: int) -> bytes:
@@ -242,7 +242,7 @@ def decompress_frame(packed: bytes, size: int) -> bytes:
 def decompress_frames(packed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
     """Decompress many frames in one call, which keeps the interpreter for as long as one alone does.
 
-    What is returned is one piece of memory, which stays until nothing of it is needed. Raises BadFrame.
+    The result is one buffer, which lives as long as any part of it is used. Raises BadFrame.
     """
     if not packed:
         return []

@@ -184,7 +184,7 @@ class CachedRemoteStorage:
 
 
 def open_storage(place: str | Path, cache: ShardCacheConfig) -> LocalStorage | CachedRemoteStorage:
-    """The store of a folder or URL. A UsageError for what is neither."""
+    """The store of a folder or URL. Raises UsageError for anything else."""
     if "://" in str(place):
         return CachedRemoteStorage(str(place).rstrip("/"), cache)
     if re.match(r"[a-z]+:", str(place)):

@@ -237,7 +237,7 @@ def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
 
 
 def _check_unique_keys(arrays: Iterable[TokenArray], keys: set[str], path: Path) -> Iterator[TokenArray]:
-    """The samples, unless a key is there twice: a MegatfmError. keys: those that were met, to which these are added."""
+    """The samples, unless a key is there twice: a MegatfmError. keys: keys so far, to which these are added."""
     for array in arrays:
         if array.key in keys:
             raise MegatfmError(f"{path}: sample {array.key!r} is there twice: refused")

@@ -24,7 +24,7 @@ PACKING_VERSION = 2
 
 
 class RowDataset(Protocol):
-    """An endless order of rows, whatever is in them, for a loader to read."""
+    """An endless order of rows of any content, for a loader to read."""
 
     @property
     def seed(self) -> int: ...
@@ -35,7 +35,7 @@ class RowDataset(Protocol):
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Lines for the log, on what is not read as one would think."""
+        """Notes for the log on data that is left out or cut."""
         ...
 
     @property
@@ -46,8 +46,8 @@ class RowDataset(Protocol):
     def rows(self, positions: Sequence[int | None]) -> Fields:
         """The rows at positions by name, [n, length of the field's side, …] or [n, …]; None is a row of padding.
 
-        Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] are
-        always there, whatever the other fields are.
+        Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] always
+        exist, besides any other fields.
         """
         ...
 
@@ -95,8 +95,8 @@ class PackedDataset:
     quarantine: samples that become padding; their places, and all others', stay.
 
     Memory grows by 8 bytes a block, and by at most `cache_bytes` of packed blocks, and as much of blocks of which
-    sequences are made; the caches should hold one block, or group of blocks, per stream. `warnings` are lines for the
-    log, on what of the corpus is not read as one would think.
+    sequences are made; the caches should hold one block, or group of blocks, per stream. `warnings` are notes for the
+    log on data that is left out or cut.
 
     Raises a UsageError if the corpus is too short for one row.
     """

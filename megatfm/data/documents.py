@@ -30,7 +30,7 @@ class Read(NamedTuple):
 class BlockDocuments(Sequence[NDArray[Any]]):
     """The tokens [n] of each document of blocks `begin` to `end` − 1, as a sequence.
 
-    blank [D]: documents that are not read, but for their lengths. read: holds the blocks that were read last.
+    blank [D]: documents of which only the lengths are read. read: holds the blocks that were read last.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
 
 
 class InMemoryDocuments(list[NDArray[Any]]):
-    """Documents that are there already; the first has the number `first` in its corpus."""
+    """Documents in memory; the first has the number `first` in its corpus."""
 
     def __init__(
         self,

@@ -79,10 +79,11 @@ class DataLoader(Iterator[list[Fields]]):
 
     Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
     Where several `readers` get the same rows, each fetches its part of a step, and they exchange the parts when the
-    step is requested, not before: so nothing is under way between them when some of them stop. What one of them raises,
-    all do. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for
-    data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part
-    of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its micro-batches.
+    step is requested, not before: so nothing is under way between them when some of them stop. An error of one rank is
+    raised on all. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has
+    waited for data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this
+    rank's part of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its
+    micro-batches.
 
     Raises a UsageError if a global batch is not a multiple of micro-batch × data ranks.
     """
@@ -173,7 +174,7 @@ class DataLoader(Iterator[list[Fields]]):
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
         self._executor.shutdown(wait=True)
-        self._workers.close()  # those that the thread was about to start
+        self._workers.close()  # processes that the thread was about to start
 
     def __enter__(self) -> Self:
         return self

@@ -117,7 +117,7 @@ class RowOrder:
 
     Blocks whose rows are planned have rows for their size, and a `length` of 1.
 
-    Memory is bounded, whatever the number of blocks.
+    Memory is bounded, independent of the number of blocks.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from megatfm.data.sequences import (
 from megatfm.errors import MegatfmError
 
 LOOP_LIMIT = 12
-"""Up to so many documents of a row are numbered one by one, which is faster then."""
+"""Up to this many documents of a row are numbered one by one, which is faster then."""
 
 
 class TypedField(NamedTuple):
@@ -288,11 +288,11 @@ class BinPackedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, but for the documents."""
+        """Bytes in memory, without the documents."""
         return self._pieces.nbytes + self._bounds.nbytes
 
     def row(self, number: int) -> PackedBlock:
-        """A row, as a block of its own."""
+        """A row as a block."""
         return self._build_rows(number, number + 1)
 
     def all_rows(self) -> PackedBlock:

@@ -31,7 +31,7 @@ MAX_STORED_PLANS = 32
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Sizes that the order of rows needs of a corpus, and notes for the log on what is not read as one would think.
+    """Sizes that the order of rows needs of a corpus, and notes for the log on data that is left out or cut.
 
     sizes [n]: of every block the tokens that are cut into rows; or of every group of blocks the rows.
     groups [n + 1]: the first block of each group; None where rows are cut.

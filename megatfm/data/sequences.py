@@ -101,7 +101,7 @@ class PackingObjective(Protocol):
 
     @property
     def fields(self) -> Mapping[str, Field] | None:
-        """All fields that `build` makes; None: whatever it makes, integers [length of the side]."""
+        """All fields that `build` makes; None: its fields, integers [length of the side]."""
         ...
 
     @property
@@ -257,7 +257,7 @@ class DocumentSource(Protocol):
 
     @property
     def is_quarantined(self) -> NDArray[np.bool_] | None:
-        """Mask [D] of those that are to become padding."""
+        """Mask [D] of documents that become padding."""
         ...
 
     @property
@@ -301,8 +301,8 @@ def build_sequences(
 ) -> list[Fields]:
     """Build the sequence of each piece of documents.
 
-    Documents in quarantine become padding of the same length; they have no partners. Raises a MegatfmError that
-    names the sample whose sequence is not what was planned and declared.
+    Documents in quarantine become padding of the same length; they have no partners. Raises a MegatfmError that names
+    the sample whose sequence differs from plan or declaration.
     """
     sequences, objective, first = [], packing.objective, documents.first
     blank = (

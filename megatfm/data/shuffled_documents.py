@@ -23,11 +23,11 @@ FRAMES_PER_CALL = 16
 class ShuffledDocuments(Iterator[Numbered]):
     """An endless iterator over (sample number, read-only tokens [n]) in the order of `RowOrder` over samples.
 
-    Each epoch has each sample once; `position` counts those that were given, and an iterator that starts there goes
-    on from there. An iterator over documents rather than packed rows. Of each stream two frames are needed: the one
-    that is given, and the next, which `threads` unpack meanwhile. Frames unpacked together stay in memory until the
-    last of them was given, so it takes some three times as much. Of plain tars, frames are verified the first time,
-    and their samples read one by one.
+    Each epoch has each sample once; `position` counts the documents so far, and an iterator that starts there
+    continues. An iterator over documents rather than packed rows. Of each stream two frames are needed: the one that is
+    given, and the next, which `threads` unpack meanwhile. Frames unpacked together stay in memory until the last of
+    them was given, so it takes some three times as much. Of plain tars, frames are verified the first time, and their
+    samples read one by one.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ OTHER_NAMES = {
     "input_ids": "tokens", "decoder_input_ids": "tokens", "labels": "targets", "position_ids": "positions",
     "token_type_ids": "segments", "attention_mask": "documents", "past_key_values": "cache",
 }  # fmt: skip
-"""Names of transformers for what is called otherwise here."""
+"""transformers' names of fields, and megatfm's."""
 
 
 class Output(NamedTuple):
@@ -122,7 +122,7 @@ class Model(nn.Module):
         carry: Mapping[str, Tensor | None] | None = None,
         sequence: SequenceMetadata | None = None,
     ) -> Output:
-        """Run the additional heads and return the output: losses if the batch has targets, else what is predicted.
+        """Run the additional heads and return the output: losses if the batch has targets, else predictions.
 
         hidden_BTD: a tensor, or None in a pipeline stage before the stack whose vectors it is. carry: see Output.
         sequence: where its tokens stand, for heads that say `takes_sequence`.
@@ -204,7 +204,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
     """Return the dtype of a loaded model's parameters: the requested one, or for "auto" the stored one, up to float32.
 
-    Raises UsageError for what is neither.
+    Raises UsageError for anything else.
     """
     if requested == "auto":
         return torch.float32 if stored == torch.float64 or not stored.is_floating_point else stored

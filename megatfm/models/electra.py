@@ -145,7 +145,7 @@ def _replaced(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
 
 @MODELS.register("discriminator")
 class Discriminator(Model):
-    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own.
+    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a separate family.
 
     Then it may have other heads, and `lm_head.name = "none"` leaves the log-odds out.
     """
@@ -220,7 +220,7 @@ def _loss_of(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
 
 
 def generator_config(config: ModelConfig) -> ModelConfig:
-    """The generator as an encoder of its own."""
+    """The generator as a separate encoder."""
     if config.generator is None:
         raise UsageError("model.family = 'electra' needs model.generator")
     generator = config.generator

@@ -65,7 +65,7 @@ class PyramidStack(nn.Module):
         return x if self.norm is None else self.norm(x), losses
 
     def _ends_with_merge(self, depth: int) -> bool:
-        """Whether a merge follows a block: the last of a stage, but for the last stage's."""
+        """Whether a merge follows a block: the last block of each stage except the last stage."""
         return (
             not self.pools
             and depth + 1 < len(self.stage_of)

@@ -118,11 +118,11 @@ class Objective(Protocol):
     padding_values: Mapping[str, int] = MappingProxyType({})
     """Values in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
     fields: Mapping[str, Field] | None = None
-    """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
+    """All fields that `build` makes. None: integers [length of the side], under any name."""
     reads_text: bool = True
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
     metrics: tuple[str, ...] = ()
-    """Terms of weight 0, each a count of what is right: accuracies, which evaluation reports beside the loss."""
+    """Terms of weight 0, each a count of correct predictions: accuracies, which evaluation reports beside the loss."""
     likelihood_term: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
     predicts_tokens: bool = False
@@ -186,7 +186,7 @@ class Objective(Protocol):
 
 
 class ObjectiveWithAuxiliaryLosses:
-    """An objective whose loss has, beside its own terms, those that the model's blocks add."""
+    """An objective with the auxiliary terms of the model's blocks beside its own."""
 
     def __init__(self, objective: Objective, terms: Mapping[str, AuxiliaryLoss]) -> None:
         self._objective, self._terms = objective, terms
@@ -247,7 +247,7 @@ def build_objective(
 
     special: None where there is no tokenizer. row_lengths: data.sequence_length and, where it is set,
     data.target_length. images: `[data.images]`, for objectives of images.
-    Raises UsageError if the model or the tokenizer lacks what it needs.
+    Raises UsageError if the model or the tokenizer lacks a required feature.
     """
     if special is None and reads_text(config.name):
         raise UsageError(

@@ -53,7 +53,7 @@ class Masking:
 
     @classmethod
     def of(cls, config: MaskedObjective | ReplacedTokenObjective, special: SpecialTokens) -> "Masking":
-        """Return the masking of a config's section. Raises UsageError if the tokenizer lacks what it needs."""
+        """Return the masking of a config's section. Raises UsageError if the tokenizer lacks a required token."""
         mask = special.require_token("mask", config.name)
         if isinstance(config, ReplacedTokenObjective):
             return cls(special, mask, config.mask_rate, config.mask_replace_prob, 0.0)
@@ -69,7 +69,7 @@ class Masking:
         )
 
     def __call__(self, tokens: TokenArray, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
-        """Return what is shown of a text's tokens [n], and the targets [n]."""
+        """Return the inputs [n] after masking, and the targets [n]."""
         n = len(tokens)
         random = rng.uniform(3 * n + 1, *key)
         chosen = self._chosen(tokens, random[: n + 1])

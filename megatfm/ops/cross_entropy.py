@@ -19,7 +19,7 @@ LOGITS_BYTES = 2**30
 """On a GPU, of the logits that are held at once: a gigabyte."""
 
 ROW_ALIGNMENT = 64
-"""Rows of logits begin at multiples of so many elements."""
+"""Rows of logits begin at multiples of this many elements."""
 
 AT_ONCE = 2**20
 """On a CPU, logits that are made into gradients together, which its caches hold (docs/LOG.md, 2026-11-22)."""
@@ -187,7 +187,7 @@ def _to_gradient(
     losses_M: Tensor | None,
 ) -> Tensor:
     """Loss of a chunk; the logits [M, W] become its gradient. On a GPU by one kernel; on a CPU by a few rows at a time,
-    so that what is made on the way stays in its cache. Parts of a vocabulary are joined once a chunk."""
+    so that intermediate results stay in its cache. Parts of a vocabulary are joined once a chunk."""
     if all_gather is None and (in_place := _kernel(logits)):
         losses = in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing

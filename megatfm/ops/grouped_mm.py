@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, each group with a matrix of its own, by the kernel that serves a device best."""
+"""Matrix products of groups of rows, each group with its own matrix, by the fastest kernel of a device."""
 
 import importlib
 from functools import cache

@@ -33,7 +33,7 @@ SIDES = {"left": -2, "right": -1}
 """The dims of a matrix, or of those in a stack."""
 
 Update = tuple[Tensor, Tensor, float]
-"""A weight, what it is moved along before that is orthogonalised, and how far."""
+"""A weight, its update before orthogonalisation, and the step size."""
 
 
 @OPTIMIZERS.register("muon")
@@ -68,7 +68,7 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
 class BatchedMuon(torch.optim.Optimizer):
     """For matrices [m, n] and stacks of them [E, m, n], of which each is orthogonalised by itself, all of one shape in
-    the same products. On a CPU only those of a stack: there more of them in one product take longer."""
+    the same products. On a CPU only matrices of a stack: there more of them in one product take longer."""
 
     def __init__(self, params: Any, lr: float, momentum: float, *, in_bf16: bool = True) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})

@@ -131,8 +131,8 @@ class BF16StateAdamW(torch.optim.Optimizer):
 def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """Schedule-free AdamW (Defazio et al. 2024), from the authors' package: one group, decay by role.
 
-    The model's parameters hold y, the point at which gradients are taken; what is evaluated and saved is x, the
-    average. Warm-up is the schedule's, as for all optimizers."""
+    The model's parameters hold y, the point at which gradients are taken; the average x is evaluated and saved. Warm-up
+    is the schedule's, as for all optimizers."""
 
     def make(groups: list[dict[str, Any]]) -> AdamWScheduleFree:
         optimizer = AdamWScheduleFree(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -180,7 +180,7 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
 
 @OPTIMIZERS.register("lamb")
 def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """LAMB (You et al. 2020, algorithm 2): one group of whole tensors; those that don't decay aren't scaled either, as
+    """LAMB (You et al. 2020, algorithm 2): one group of whole tensors; weights without decay aren't scaled either, as
     in the paper's BERT."""
 
     def make(groups: list[dict[str, Any]]) -> Lamb:

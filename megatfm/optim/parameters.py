@@ -23,14 +23,14 @@ Role = Literal["matrix", "matrices", "embedding", "vector"]
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 MTP_HEAD = re.compile(r"^future\.")
-"""A head that predicts later tokens has blocks of its own, above the stack's."""
+"""A head that predicts later tokens has its own blocks, above the stack's."""
 INPUT_MODULES = re.compile(r"(?:^|\.)(?:embedding|position)\.")
 """Matches names of what lies below a stack's layers."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the whole model, whatever the layout.
+    """One parameter of the full model, independent of the layout.
 
     role: embedding: a table whose rows are looked up; vector: a norm's gain, a bias, and whatever else is a number
     for each channel or head, also stacked in more dims; matrices: those of experts, stacked along the first dim, each a
@@ -124,7 +124,7 @@ OPTIMIZERS: Registry[Callable[[Any, Parameters], list[OptimizerGroup]]] = Regist
 
 
 def weight_decays(parameters: Parameters, weight_decay: float) -> dict[str, Mapping[str, Any]]:
-    """The option `weight_decay` of each parameter: 0 for those that don't decay."""
+    """The option `weight_decay` of each parameter: 0 for weights without decay."""
     return {name: {"weight_decay": weight_decay if p.decays else 0.0} for name, p in parameters.items()}
 
 

@@ -42,7 +42,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, data: bytes, config: bytes | None = None, name: str = "tokenizer") -> None:
         self._tokenizer = _read(data, name)
-        self._file = json.loads(self._tokenizer.to_str())  # spelled out, whatever version wrote it
+        self._file = json.loads(
+            self._tokenizer.to_str()
+        )  # normalised, independent of the version that wrote it
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.special, extra_state = self._find_special(_roles_from_config(config, name), name)
         self.hash = blake3(data + extra_state).hexdigest()

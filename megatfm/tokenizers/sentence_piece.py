@@ -43,7 +43,7 @@ def encode_between_metaspaces(
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A `tokenizer.model`. Those that were trained here are lossless; one that normalises its text, adds a space in
+    """A `tokenizer.model`. Models trained by megatfm are lossless; one that normalises its text, adds a space in
     front of it or lacks byte pieces is not."""
 
     def __init__(self, model: bytes, name: str = "tokenizer") -> None:

@@ -138,8 +138,8 @@ def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
-    """Yield the training texts. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a Ctrl-C,
-    so the cause is kept in `failures`."""
+    """Yield the training texts. SentencePiece turns errors of the iterator into its own RuntimeError, even a Ctrl-C, so
+    the cause is kept in `failures`."""
     try:
         yield from sentences
     except BaseException as error:

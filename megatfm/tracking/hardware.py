@@ -136,7 +136,7 @@ def started(launcher: str) -> dict[str, str]:
 
 
 def libraries() -> dict[str, str]:
-    """Return versions of torch and what it was built with, and the environment's settings for them."""
+    """Return versions of torch and its libraries, and the environment's settings for them."""
     build_config = torch.__config__.show()
     matches = {name: re.search(pattern, build_config) for name, pattern in LIBRARIES.items()}
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]

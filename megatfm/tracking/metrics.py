@@ -38,7 +38,7 @@ _log = logging.getLogger("megatfm")
 
 
 class StepTimes:
-    """Seconds of a step from now on, by what they went to: "data", "passes", "optimizer"; the remainder is "other"."""
+    """Measures the seconds of a step by their use: "data", "passes", "optimizer"; the remainder is "other"."""
 
     def __init__(self) -> None:
         self._start, self._parts = time.perf_counter(), dict[str, float]()

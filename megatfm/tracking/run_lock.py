@@ -1,4 +1,4 @@
-"""The lock on a run directory, by which one job at a time writes there: it dies with its holder, wherever it lies.
+"""The lock on a run directory, by which one job at a time writes there: it ends with its holder, on any file system.
 
 The kernel's lock (flock) ends with the process, on one machine and on filesystems that know locks across machines.
 Where they don't, the file's time of change says whether its holder lives: it moves every few seconds.

@@ -61,7 +61,7 @@ def record_allocations() -> None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process held on the GPU, or what it holds now on the CPU."""
+    """Return the peak memory of this process on the GPU, or its current memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
@@ -69,7 +69,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Turn running out of memory into one line, and on a GPU leave a snapshot of what is in it.
+    """Turn an out-of-memory error into one line, and on a GPU write a snapshot of the memory.
 
     The snapshot is memory/rank-K.pickle of the run directory, for https://pytorch.org/memory_viz; what
     `record_allocations` remembers is in it. Raises MegatfmError.
@@ -122,7 +122,7 @@ FLIGHT_RECORDER_VARS = {
 
 
 def start_flight_recorder(folder: Path, device: str) -> None:
-    """Switch on NCCL's flight recorder of collectives, before the process group is made. What is set already stays.
+    """Switch on NCCL's flight recorder of collectives, before the process group is made. Existing settings stay.
 
     A rank whose collective times out leaves `logs/nccl-RANK`, a pickle for torch's flight recorder analyzer.
     """

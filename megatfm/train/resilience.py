@@ -55,7 +55,7 @@ class DecisionLog:
         return cls(run.folder / DECISIONS, run.is_main)
 
     def read(self) -> None:
-        """Take up what was decided before; all ranks together. Raises MegatfmError for a file that can't be read."""
+        """Restore earlier decisions; all ranks together. Raises MegatfmError for a file that can't be read."""
         self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
         for record in run_on_rank_0_raising(lambda: _read(self.path)):
             self._apply(record)
@@ -127,7 +127,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise MegatfmError(f"can't read {path}: {error.strerror}") from error
-    if b"}" in torn[:-1]:  # a whole line, but for its end
+    if b"}" in torn[:-1]:  # a full line without its end
         lines.append(torn)
     records = []
     for number, line in enumerate(lines):  # what a kill tore was never carried out
@@ -252,8 +252,8 @@ def forward_backward_with_replay(
     """Run the engine's `forward_backward`; every so many steps (0: never) twice, to compare. A collective.
 
     Raises MegatfmError on all ranks that names the ranks and parameters where one bit differs. Dropout is keyed by
-    step and sample, and global generators, which plugins may draw from, are set back, so the two agree wherever the
-    kernels are deterministic.
+    step and sample, and global generators, which plugins may draw from, are set back, so the two agree if the kernels
+    are deterministic.
     """
     options: dict[str, Any] = {"record_activations": collect_statistics}
     if sources:  # an engine without the feature knows no such keyword

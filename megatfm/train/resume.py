@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: which one, and what of the run may differ from when it was saved."""
+"""The checkpoint that a run continues from: which one, and which settings may differ from the saved ones."""
 
 import contextlib
 import logging
@@ -93,7 +93,7 @@ class ResumePoint:
 def current_config(stored: Any) -> Any:
     """Return a stored config with today's keys, and the defaults of those that its version didn't have.
 
-    What this version can't read stays as it was stored, so that the differences can be listed.
+    Values that this version can't read stay as stored, so that the differences can be listed.
     """
     migrated = migrate(stored)
     try:
@@ -217,7 +217,7 @@ def check_compatible(
     saved, current_values = _flat(point.state), _flat(current)
     for facts in (saved, current_values):
         _put_numbers(facts)
-        for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
+        for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is compared separately
             facts.pop(moving, None)
     was, now_is = (facts.get("config.optimizer.name") for facts in (saved, current_values))
     if was != now_is:

@@ -20,7 +20,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def rng_state_dict(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of this rank's generators, as tensors under names of its own. Integers below 2⁵³ are exact in
+    """Return the state of this rank's generators, as tensors under rank-specific names. Integers below 2⁵³ are exact in
     float64."""
     _, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)

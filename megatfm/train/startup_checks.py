@@ -1,7 +1,7 @@
 """Checks before the first step: can this run write, save, hold its state, and talk on every axis; does its layout fit
 the processes that there are; and do restarts gain anything?
 
-What is broken ends the run, with the rank and host that it is broken on; what is merely slow is named in the log.
+A fault ends the run, with its rank and host; a slow rank is named in the log.
 """
 
 import contextlib
@@ -273,11 +273,11 @@ def elastic_config(config: Config, world_size: int) -> Config:
 
 
 def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
-    """Return the config itself where it fits, else the nearest that does, and what was changed.
+    """Return the config itself if it fits, else the nearest fitting one, and the changes.
 
-    Kept: the global batches, those of the warm-up too, and the axes that cut the model (tp, pp, cp). The data axes
-    take what is left, and the micro-batch and `ep` become smaller where they must: none of it changes what is computed.
-    Raises UsageError where nothing fits, naming numbers of processes that would.
+    Kept: the global batches, those of the warm-up too, and the axes that cut the model (tp, pp, cp). The data axes take
+    the remaining ranks, and micro-batch and `ep` shrink if needed: none of these changes the result. Raises UsageError
+    where nothing fits, naming numbers of processes that would.
     """
     try:
         sizes = axis_sizes(config.parallel, world_size)
@@ -313,7 +313,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
 
 
 def layout_changes(requested: Config, fitted: Config) -> list[str]:
-    """List what of a layout was changed to fit the processes that are there."""
+    """List the changes of a layout to fit the number of processes."""
     pairs = [
         (f"{section}.{key}", was, getattr(getattr(fitted, section), key))
         for section in ("parallel", "train")
@@ -369,7 +369,7 @@ def _count(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
         previous = json.loads(path.read_bytes())
         if (previous["agent"], previous["step"]) == (run_id, step):
             first = int(previous["restarts"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or not what was written here
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or not written by megatfm
         pass
     # An agent that was started anew counts from 0 again, under the same name if the user gave one.
     if first is None or first > restarts:

@@ -222,7 +222,7 @@ class Trainer:
 
         # Clip to `optimizer.max_grad_norm` and update, unless loss or gradient is not finite.
         lr = config.optimizer.lr * schedule_factor(config.lr_schedule, self.step, config.train.steps)
-        self.saver.wait_for_staging()  # until here nothing of what is being saved was modified: the update does it
+        self.saver.wait_for_staging()  # until here no tensor of the running save was modified: the update does it
         with times.measure("optimizer"):
             grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, stats, lr)
         if skipped:
@@ -263,7 +263,7 @@ class Trainer:
         return MetricsLog.of_config(self.config, folder, self.step, self.is_branch) if is_main else None
 
     def _is_due(self, every: int) -> bool:
-        """Return whether something that is done every so many steps, and at the last one, is to be done now."""
+        """Return whether work due every `every` steps, and at the last step, is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _log_event(self, event: str, detail: str) -> None:

@@ -18,7 +18,7 @@ from megatfm.ops.transfer import moved
 # R rows (query blocks of a row of the batch) of a piece, M key blocks that a row sees, P of them in part
 
 MASKED = 2**22
-"""So many pairs are looked at together when masks are made."""
+"""Number of pairs examined together when masks are made."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Sizes of what is asked: batch, queries, keys, and tokens in a block."""
+    """Sizes of the attention problem: batch, queries, keys, and tokens in a block."""
 
     batch: int
     queries: int
@@ -154,7 +154,7 @@ TILES = (64, 128, 256)
 2026-11-23). The widest are of documents that are seen whole."""
 
 ALIGNED = 64
-"""Tiles have multiples of so many keys, where there are some to spare."""
+"""Tiles have multiples of this many keys, if there are enough."""
 
 
 def bands(

@@ -39,7 +39,7 @@ def attention_reference(
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale + bias) v over what is seen, written out; [B, N, T, V].
+    """softmax(q kᵀ · scale + bias) v over visible keys, written out; [B, N, T, V].
 
     bias broadcasts to [B, N, T, S], or has a number for each distance (`megatfm.ops.attention.relative_bias`); it is
     added after the soft cap. sinks: a score for each head that takes part in the softmax, but has no key (Agarwal et
@@ -101,7 +101,7 @@ def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None, mask: AttentionMa
 
 
 MAX_SCORES = 2**26
-"""So many scores are held at once; those of more are computed again in the backward pass."""
+"""Number of scores held at once; those of more are computed again in the backward pass."""
 
 log = logging.getLogger("megatfm")
 

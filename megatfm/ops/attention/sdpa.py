@@ -18,7 +18,7 @@ from megatfm.ops.log_once import constant_when_compiled
 log = logging.getLogger("megatfm")
 
 LONG = 1024
-"""From so many queries of a CPU on, heads of two widths are padded to one."""
+"""Number of queries on a CPU from which on heads of two widths are padded to one."""
 
 FLASH_WIDEST = 256
 """Channels of the widest heads that FlashAttention takes."""

@@ -21,7 +21,7 @@ FLASH = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes that the fused CPU kernel serves."""
 
 SCORES = 2**20
-"""So many scores are held at once, besides what is linear in T."""
+"""Number of scores held at once, besides tensors linear in T."""
 
 EXTRA_COLUMNS = 32 if has_amx_tiles() else 8
 """Columns that are added to bfloat16 keys and values for what is taken off the scores: two, and zeros up to what matrix
@@ -196,7 +196,7 @@ def is_plain(q: Tensor, v: Tensor, keep: Tensor | None, plan: BlockAttentionPlan
 # B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries
 
 FOLDED = 2**23
-"""So many scores of a tile are held in bfloat16; of larger ones the fused kernel computes them again."""
+"""Number of scores of a tile held in bfloat16; of larger ones the fused kernel computes them again."""
 
 HELD = 2**21
 """Scores of the tiles whose keys' gradients, which overlap, are held at once."""
@@ -212,7 +212,7 @@ def forward(
     bias: Tensor | None,
     plan: BlockAttentionPlan,
 ) -> None:
-    """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with what is there.
+    """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with existing values.
 
     bias: by distance."""
     added = _added(band, bias, q, k.shape[1])

@@ -87,7 +87,7 @@ def operator() -> Callable[..., Any]:
 
 @cache
 def parameters() -> frozenset[str]:
-    """The names of those that torch's operator takes: they differ from version to version."""
+    """Names of the options that torch's operator takes: they differ from version to version."""
     try:
         return frozenset(inspect.signature(operator()).parameters)
     except (ImportError, AttributeError):
