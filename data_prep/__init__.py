@@ -20,7 +20,7 @@ __all__ = ["PrepSummary", "cli", "run"]
 def run(
     config: PrepConfig,
     reporter: "Reporter | None" = None,
-    team: "Callable[[Path], TaskExecutor] | None" = None,
+    make_executor: "Callable[[Path], TaskExecutor] | None" = None,
 ) -> PrepSummary:
     """Prepare a corpus as `config` says; see `megatfm.data_prep.pipeline.run`."""
     # Imported on use: the command line of megatfm must start without the libraries of the "prep" extra.
@@ -30,4 +30,4 @@ def run(
         raise UsageError(
             f"the package {error.name} is missing: install it with pip install 'megatfm[prep]'"
         ) from error
-    return run_pipeline(config, reporter, team)
+    return run_pipeline(config, reporter, make_executor)

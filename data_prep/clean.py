@@ -1,4 +1,4 @@
-"""The first stages: files become documents, which pass the steps; then identical ones are taken out."""
+"""The first stages: read files as documents, apply the steps, and drop identical documents."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -28,11 +28,11 @@ from megatfm.data_prep.split import choose_held_out
 from megatfm.errors import UsageError
 
 MANY_COPIES = 0.5
-"""Share of documents from which on copies are told of."""
+"""Share of copies among the documents from which on there is a warning."""
 
 
 class CleanStage:
-    """Reads files, in runs of about `task_bytes`, and cleans what is in them; then drops identical texts."""
+    """Reads files, in runs of about `task_bytes`, and cleans their documents; then drops identical texts."""
 
     def __init__(self, stages: StageRunner, listing: InputFiles) -> None:
         self._stages = stages
@@ -41,73 +41,80 @@ class CleanStage:
         self._steps = [make_filter(step) for step in self._config.steps]
 
     def run(self, basis: StageResult) -> StageResult:
-        """Read, clean and deduplicate: documents of all parts wait as `exact_dedup`, in the folder of the basis."""
-        self._folder = self._stages.at(basis)
-        read = self._read(basis)
+        """Read, clean and deduplicate. The documents lie as `exact_dedup` in the folder of the basis."""
+        self._folder = self._stages.folder_for(basis)
+        read_result = self._read(basis)
         pieces = [
-            (part, piece) for part, counts in enumerate(read["documents"]) for piece in range(len(counts))
+            (part, piece)
+            for part, counts in enumerate(read_result["documents"])
+            for piece in range(len(counts))
         ]
-        counts = [count for counts in read["documents"] for count in counts]
-        searched = _ExactDedup(self._stages, self._folder, pieces)
-        duplicates = searched.find(counts, basis)
-        with searched.remaining(counts, duplicates, read["bytes"]) as left:
+        counts = [count for counts in read_result["documents"] for count in counts]
+        exact_dedup = _ExactDedup(self._stages, self._folder, pieces)
+        duplicates = exact_dedup.find(counts, basis)
+        with exact_dedup.remaining(counts, duplicates, read_result["bytes"]) as remaining:
 
-            def work(number: int) -> StageResult:
+            def work(part: int) -> StageResult:
                 counts = StepStats(ExactDedup.title)
-                documents = read_documents(searched.piece(number))
-                kept = self._hash_documents(left(number, documents, counts), self._hash_path(number))
-                return {**write_part(self._folder, "exact_dedup", number, kept), "step": counts.as_json()}
+                part_documents = read_documents(exact_dedup.piece(part))
+                documents_left = self._hash_documents(
+                    remaining(part, part_documents, counts), self._hash_path(part)
+                )
+                return {
+                    **write_part(self._folder, "exact_dedup", part, documents_left),
+                    "step": counts.as_json(),
+                }
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 step = StepStats.merge([part["step"] for part in parts])
-                _name_first_copies(step, duplicates["examples"], searched, counts)
+                _name_first_copies(step, duplicates["examples"], exact_dedup, counts)
                 return {
                     "bytes": step.bytes_out,
                     "parts": len(pieces),
                     "blake3": _joined(map(self._hash_path, range(len(pieces)))),
-                    "steps": [*read["steps"], step.as_json()],
-                    "notes": [*read["notes"], *_copies_warning(step)],
-                    "skipped_files": read["skipped_files"],
+                    "steps": [*read_result["steps"], step.as_json()],
+                    "notes": [*read_result["notes"], *_copies_warning(step)],
+                    "skipped_files": read_result["skipped_files"],
                 }
 
             def tidy() -> None:
                 for number in range(len(pieces)):
-                    searched.piece(number).unlink(missing_ok=True)
+                    exact_dedup.piece(number).unlink(missing_ok=True)
                     self._hash_path(number).unlink(missing_ok=True)
-                searched.remove_marks(duplicates)
+                exact_dedup.remove_marks(duplicates)
 
-            return self._stages.parts("exact_dedup", basis, len(pieces), work, join, tidy=tidy)
+            return self._stages.run_parts("exact_dedup", basis, len(pieces), work, join, tidy=tidy)
 
     def _read(self, basis: StageResult) -> StageResult:
-        """Write what passes the steps, in pieces of about `task_bytes`, and the hashes of the texts."""
+        """Write the documents that pass the steps, in pieces of about `task_bytes`, and the hashes of their texts."""
         listing = self._listing
         limit, notes = self._document_limit()
         notes += [note for step in self._steps for note in step.notes]
         if listing.n_excluded:
             notes.append(f"left out by name: {listing.n_excluded:,} files or folders")
         ranges = chunk_by_bytes([file.size for file in listing.files], self._config.task_bytes)
-        found_bad = list(listing.bad)
+        bad_in_listing = list(listing.bad)
         total = sum(file.size for file in listing.files)
         with self._stages.reporter.stage("clean", total) as advance:
 
-            def work(number: int) -> StageResult:
-                first, end = ranges[number]
-                known = len(listing.bad)
-                read = DocumentReader(
-                    listing, limit, listing.files[first:end], found_bad if number == 0 else ()
+            def work(part: int) -> StageResult:
+                first, end = ranges[part]
+                n_known_bad = len(listing.bad)
+                reader = DocumentReader(
+                    listing, limit, listing.files[first:end], bad_in_listing if part == 0 else ()
                 )
                 repairs = [FixUnicode()] if self._config.read.fix_unicode else []
-                passes: list[PipelineStep] = [*repairs, *self._fresh_steps()]
-                documents = self._write_pieces(number, pass_through(passes, read.documents(advance)))
-                counts = [read.counts, *(part_counts.counts for part_counts in passes)]
+                steps: list[PipelineStep] = [*repairs, *self._fresh_steps()]
+                documents = self._write_pieces(part, pass_through(steps, reader.documents(advance)))
+                counts = [reader.counts, *(part_counts.counts for part_counts in steps)]
                 return {
                     "documents": documents,
-                    "skipped_files": [f"{bad.where}: {bad.reason}" for bad in listing.bad[known:]],
+                    "skipped_files": [f"{bad.where}: {bad.reason}" for bad in listing.bad[n_known_bad:]],
                     "steps": [step_counts.as_json() for step_counts in counts],
                 }
 
             def join(parts: Iterable[StageResult]) -> StageResult:
-                skipped = [f"{bad.where}: {bad.reason}" for bad in found_bad]
+                skipped = [f"{bad.where}: {bad.reason}" for bad in bad_in_listing]
                 skipped += [line for part in parts for line in part["skipped_files"]]
                 counts = [*map(StepStats.merge, zip(*(part["steps"] for part in parts), strict=True))]
                 if not counts[-1].documents_out:
@@ -120,20 +127,20 @@ class CleanStage:
                     "skipped_files": skipped,
                 }
 
-            return self._stages.parts("clean", basis, len(ranges), work, join)
+            return self._stages.run_parts("clean", basis, len(ranges), work, join)
 
-    def _write_pieces(self, number: int, documents: Iterator[Document]) -> list[int]:
-        """Write the documents of a part of the files. Returns how many each piece has."""
+    def _write_pieces(self, part: int, documents: Iterator[Document]) -> list[int]:
+        """Write the documents of a part of the files. Returns the number in each piece."""
         counts: list[int] = []
         rows: list[Any] = []
         search = ExactDedup()
 
         def end_piece() -> None:
             counts.append(len(rows))
-            write_keys(_rows(self._folder, number, len(counts) - 1), rows)
+            write_keys(_rows(self._folder, part, len(counts) - 1), rows)
             rows.clear()
 
-        with ChunkedDocumentWriter(self._folder, _name(number), self._config.task_bytes) as writer:
+        with ChunkedDocumentWriter(self._folder, _name(part), self._config.task_bytes) as writer:
             for document in documents:
                 if writer.is_full:
                     end_piece()
@@ -144,37 +151,46 @@ class CleanStage:
         return counts
 
     def _hash_documents(self, documents: Iterable[Document], path: Path) -> Iterator[Document]:
-        """The documents; their hashes are written to a file."""
+        """Yield the documents, and write their hashes to a file."""
         hashes = bytearray()
         for document in documents:
             hashes += blake3(json.dumps(document.to_list()).encode()).digest()
             yield document
         write_keys(path, [np.frombuffer(hashes, np.uint8)])
 
-    def _hash_path(self, number: int) -> Path:
-        return self._folder / f"identity.{number:05d}"
+    def _hash_path(self, part: int) -> Path:
+        return self._folder / f"identity.{part:05d}"
 
     def _document_limit(self) -> tuple[int, list[str]]:
-        """How long a document may be. The files of a corpus may be too few to hold some of them out: then they
-        are cut so finely that parts of them can be."""
+        """Return the size limit of a document in bytes, and notes.
+
+        If the files are too few to hold some out, they are cut so finely that parts of them can be held out.
+        """
         limit = self._config.read.max_document_bytes
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._listing.files}
-        records = any(self._listing.format(file) != "text" for file in self._listing.files)
-        if records or not share or self._config.split.validation_files or choose_held_out(sizes, share, seed):
+        holds_records = any(self._listing.format(file) != "text" for file in self._listing.files)
+        if (
+            holds_records
+            or not share
+            or self._config.split.validation_files
+            or choose_held_out(sizes, share, seed)
+        ):
             return limit, []
-        finer = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
-        return finer, [f"too few files to hold some out: cut into documents of at most {finer:,} bytes"]
+        cut_limit = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
+        return cut_limit, [
+            f"too few files to hold some out: cut into documents of at most {cut_limit:,} bytes"
+        ]
 
     def _fresh_steps(self) -> list[CountingFilter]:
-        """The steps of the config, with counts of nothing yet; lists and indices are read once for all parts."""
+        """Return the config's steps with counts reset; their lists and indices are read once for all parts."""
         for step in self._steps:
             step.counts = StepStats(step.counts.step)
         return self._steps
 
 
 class _ExactDedup(DedupPass):
-    """The search for identical texts in the pieces of what was read."""
+    """The search for identical texts in the pieces that were read."""
 
     def __init__(self, stages: StageRunner, folder: Path, pieces: list[tuple[int, int]]) -> None:
         super().__init__(stages, folder, "exact_dedup", ExactDedup(), len(pieces))
@@ -188,16 +204,16 @@ class _ExactDedup(DedupPass):
         return part_path(self.folder, _name(number), piece)
 
 
-def _name(number: int) -> str:
-    return f"clean.{number:05d}"
+def _name(part: int) -> str:
+    return f"clean.{part:05d}"
 
 
-def _rows(folder: Path, number: int, piece: int) -> Path:
-    return folder / f"digests.{number:05d}.{piece:05d}"
+def _rows(folder: Path, part: int, piece: int) -> Path:
+    return folder / f"digests.{part:05d}.{piece:05d}"
 
 
 def _joined(paths: Iterable[Path]) -> str:
-    """One hash of many, which does not depend on the parts."""
+    """Hash the files' contents as one stream, independent of how it is divided."""
     fingerprint = blake3()
     for path in paths:
         fingerprint.update(path.read_bytes())
@@ -205,7 +221,7 @@ def _joined(paths: Iterable[Path]) -> str:
 
 
 def _copies_warning(step: StepStats) -> list[str]:
-    """A note on a corpus of which most is there more than once."""
+    """Return a note if most documents are copies."""
     copies = step.documents_in - step.documents_out
     if copies <= MANY_COPIES * step.documents_in:
         return []
@@ -216,15 +232,15 @@ def _copies_warning(step: StepStats) -> list[str]:
 
 
 def _name_first_copies(
-    step: StepStats, examples: list[list[int]], searched: _ExactDedup, counts: list[int]
+    step: StepStats, examples: list[list[int]], exact_dedup: _ExactDedup, counts: list[int]
 ) -> None:
-    """Say of the examples of identical texts which the first one is."""
+    """Name the first occurrence beside each example of an identical text."""
     if ExactDedup.reason not in step.dropped:
         return
     begins = np.cumsum([0, *counts])
     dropped = step.dropped[ExactDedup.reason]
     for number, (source, (_, first)) in enumerate(zip(dropped.examples, examples, strict=True)):
         part = int(np.searchsorted(begins, first, "right")) - 1
-        documents = read_documents(searched.piece(part))
+        documents = read_documents(exact_dedup.piece(part))
         document = next(islice(documents, first - int(begins[part]), None))
         dropped.examples[number] = f"{source} = {document.id}"

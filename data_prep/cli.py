@@ -1,4 +1,4 @@
-"""The command line of data_prep, which `megatfm prep` shares."""
+"""The command line of data_prep, shared with `megatfm prep`."""
 
 import argparse
 import io
@@ -45,21 +45,21 @@ def cli(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args(argv)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
     world: Any = None
-    speaks = True
+    is_first = True
     try:
         config = load(PrepConfig, arguments.config, arguments.overrides)
-        task = started = parse_task(arguments.task) if arguments.task else None
+        task = rank_and_size = parse_task(arguments.task) if arguments.task else None
         if arguments.dask:
-            if started:
+            if rank_and_size:
                 raise UsageError("--task and --dask: give one of them")
-        elif started is None and (started := mpi_rank_from_environment(os.environ)):
-            speaks = started[0] == 1
+        elif rank_and_size is None and (rank_and_size := mpi_rank_from_environment(os.environ)):
+            is_first = rank_and_size[0] == 1
             if config.overwrite or not supports_flock(local_folder(config)):
-                world = mpi_world(started[1])
+                world = mpi_world(rank_and_size[1])
         with dask_workers(arguments.dask, config) as workers:
-            _prepare(config, workers or _team(world, started), speaks, task or (1, 1))
+            _prepare(config, workers or _make_executor(world, rank_and_size), is_first, task or (1, 1))
         code = 0
     except MegatfmError as error:
         if arguments.debug:
@@ -76,26 +76,31 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print("interrupted: committed parts are kept; run the same command to resume", file=sys.stderr)
         code = EXIT_REQUEUE
     finally:
-        signal.signal(signal.SIGTERM, before)
-    if code and world is not None:  # the other ranks wait for this one, and would for ever
+        signal.signal(signal.SIGTERM, previous_handler)
+    if code and world is not None:  # the other ranks would wait for this one for ever
         sys.stderr.flush()
         world.Abort(code)
     return code
 
 
-def _team(world: Any, started: tuple[int, int] | None) -> Callable[[Path], TaskExecutor] | None:
-    """Return what makes the executor: of MPI's ranks, or of one of several tasks; None for a single process."""
+def _make_executor(
+    world: Any, rank_and_size: tuple[int, int] | None
+) -> Callable[[Path], TaskExecutor] | None:
+    """Return the factory of the executor: of MPI's ranks, or of one of several tasks; None for a single process."""
     if world is not None:
         return lambda _: MpiExecutor(world)
-    return partial(LockExecutor, *started) if started else None
+    return partial(LockExecutor, *rank_and_size) if rank_and_size else None
 
 
 def _prepare(
-    config: PrepConfig, team: Callable[[Path], TaskExecutor] | None, speaks: bool, task: tuple[int, int]
+    config: PrepConfig,
+    make_executor: Callable[[Path], TaskExecutor] | None,
+    is_first: bool,
+    task: tuple[int, int],
 ) -> None:
-    console = Console(stderr=True) if speaks else Console(file=io.StringIO())
+    console = Console(stderr=True) if is_first else Console(file=io.StringIO())
     reporter = Reporter(console, task)
-    summary = data_prep.run(config, reporter, team)
+    summary = data_prep.run(config, reporter, make_executor)
     for note in summary.result["notes"]:
         reporter.log(f"note: {note}")
     for skipped in summary.result["skipped_files"]:

@@ -1,4 +1,4 @@
-"""Documents, the files in which they wait between two stages (JSON lines under zstd), and counts of what a step did."""
+"""Documents, their files between two stages (JSON lines under zstd), and the statistics of a step."""
 
 import json
 import re
@@ -19,10 +19,10 @@ BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it was read: a path below the corpus folder, with `#N` for the N-th part or record of a file.
+    """A text and its source: a path below the corpus folder, with `#N` for the N-th part or record of a file.
 
-    `url` and `language` are known of some only. `fields` are what else is said of it, by name: values of JSON.
-    `record` is the source of the record or file that it is a piece of, if that was cut.
+    url, language: empty if unknown. fields: further metadata by name, as JSON values. record: source of the record or
+    file that was cut into pieces, if this document is such a piece.
     """
 
     id: str
@@ -38,27 +38,27 @@ class Document:
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
     def to_list(self) -> list[Any]:
-        """Return it as a list; fields after the text are left out where nothing is known."""
-        known = [self.id, self.text, self.url, self.language, dict(self.fields)]
+        """Return the document as a list, without trailing fields that are empty."""
+        values = [self.id, self.text, self.url, self.language, dict(self.fields)]
         if self.record:
-            return [*known, self.record]
-        return known if self.fields else known[:4] if self.url or self.language else known[:2]
+            return [*values, self.record]
+        return values if self.fields else values[:4] if self.url or self.language else values[:2]
 
     def get(self, name: str) -> Any:
-        """Return what is known under a name: a field, else its "domain", "language" or "url"; None if nothing is."""
+        """Return metadata by name: a field, else "domain", "language" or "url"; None if it is unknown."""
         if name in self.fields:
             return self.fields[name]
-        known = {"domain": self.domain, "language": self.language, "url": self.url}
-        return known.get(name) or None
+        values = {"domain": self.domain, "language": self.language, "url": self.url}
+        return values.get(name) or None
 
     @property
     def unit(self) -> str:
-        """The source of the whole that it is or is a piece of: a record or a file."""
+        """Source of the record or file that this document is, or is a piece of."""
         return self.record or self.id
 
     @property
     def file(self) -> str:
-        """The file that it is, or is a part of."""
+        """The file that this document is, or is a part of."""
         return self.id.partition("#")[0]
 
     @property
@@ -145,18 +145,18 @@ class ChunkedDocumentWriter:
 
 
 def part_path(folder: Path, name: str, part: int) -> Path:
-    """Where the documents of one part wait."""
+    """Return the path of the documents of one part."""
     return folder / f"{name}.{part:05d}.jsonl.zst"
 
 
 def read_parts(folder: Path, name: str, parts: int) -> Iterator[Document]:
-    """The documents of all parts, one after the other."""
+    """Yield the documents of all parts in order."""
     for part in range(parts):
         yield from read_documents(part_path(folder, name, part))
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """The documents of a file that a DocumentWriter committed."""
+    """Yield the documents of a file that a DocumentWriter committed. Raises MegatfmError if it is damaged."""
     # A stream_reader would take the end of a truncated file for the end of the documents.
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     line_begun = b""
@@ -198,11 +198,11 @@ class StepStats:
     bytes_out: int = 0
     dropped: dict[str, Dropped] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
-    """How often it met what it looks for: languages, redactions, removed lines."""
+    """Counts of findings by name: languages, redactions, removed lines."""
 
-    def count_event(self, what: str, times: int = 1) -> None:
+    def count_event(self, event: str, times: int = 1) -> None:
         """Count a finding, such as a redaction: it may happen several times in one document."""
-        self.found[what] = self.found.get(what, 0) + times
+        self.found[event] = self.found.get(event, 0) + times
 
     def count_input(self, size: int) -> None:
         """Count a document that comes in; size: UTF-8 bytes of its text."""
@@ -224,7 +224,7 @@ class StepStats:
 
     @classmethod
     def merge(cls, parts: Sequence[Mapping[str, Any]]) -> Self:
-        """The counts of all parts of a corpus, given as JSON in the order of the corpus."""
+        """Sum the statistics of all parts of a corpus, which are JSON in the order of the corpus."""
         total_stats = cls(parts[0]["step"])
         for part in parts:
             for name in ("documents_in", "bytes_in", "changed", "documents_out", "bytes_out"):
@@ -234,12 +234,12 @@ class StepStats:
                 total.documents += dropped["documents"]
                 total.bytes += dropped["bytes"]
                 total.examples = [*total.examples, *dropped["examples"]][:EXAMPLES]
-            for what, times in part.get("found", {}).items():
-                total_stats.count_event(what, times)
+            for event, times in part.get("found", {}).items():
+                total_stats.count_event(event, times)
         return total_stats
 
     def as_json(self) -> dict[str, Any]:
-        """Fields by name, of which `found` is left out where nothing was."""
+        """Return the fields by name, without `found` if it is empty."""
         values = asdict(self)
         if not self.found:
             del values["found"]
@@ -247,7 +247,7 @@ class StepStats:
 
 
 def reason_key(reason: str) -> str:
-    """Turn why a file or record can't be used into a reason to count by: `is not JSON: …` → `not_json`."""
+    """Turn an error message into a drop reason: `is not JSON: …` → `not_json`."""
     words = re.sub(r"[^a-z0-9]+", "_", reason.partition(":")[0].lower().replace("'", "")).strip("_")
     return re.sub(r"^(is|has)_(an?_)?", "", words)
 

@@ -87,15 +87,15 @@ class CachedWordEncoder:
 
     def _lookup(self, words: list[bytes], threads: int) -> list[bytes]:
         """The ids of each of these words, as the bytes of int32."""
-        known = self._known
-        if len(known) > MAX_CACHED_WORDS:
-            known.clear()
-        new = [word for word in words if word not in known]
-        known.update(zip(new, self._encode_words(new, threads), strict=True))
-        ids_by_word = [known[word] for word in words]
+        ids_of_word = self._known
+        if len(ids_of_word) > MAX_CACHED_WORDS:
+            ids_of_word.clear()
+        new = [word for word in words if word not in ids_of_word]
+        ids_of_word.update(zip(new, self._encode_words(new, threads), strict=True))
+        ids_by_word = [ids_of_word[word] for word in words]
         for word in new:
             if len(word) > LONGEST:
-                del known[word]
+                del ids_of_word[word]
         return ids_by_word
 
     def _encode_words(self, words: list[bytes], threads: int) -> list[bytes]:

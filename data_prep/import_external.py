@@ -34,12 +34,12 @@ EMPTY_SPLIT: StageResult = {
     "bytes_per_token": 0.0,
     "fingerprint": "",
 }
-"""Description of a split that is not made."""
+"""Description of a split that doesn't exist."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImportedDocument:
-    """A document: where it was read, its ids [n], the bytes of the text that they stand for, and files beside it."""
+    """A document: its source, ids [n], the bytes of the text that they encode, and the files beside it."""
 
     source: str
     ids: NDArray[Any]
@@ -50,12 +50,12 @@ class ImportedDocument:
 
     @property
     def size(self) -> int:
-        """Bytes of all that it holds."""
+        """Bytes of text and files."""
         return self.text_bytes + sum(map(len, self.members.values()))
 
 
 class ImportSource(Protocol):
-    """Where documents are taken from, in parts that don't depend on who reads which."""
+    """A source of documents, in parts that don't depend on the executor."""
 
     warning: str
     """A note for the user."""
@@ -70,7 +70,8 @@ class ImportSource(Protocol):
         ...
 
     def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
-        """The documents of a part; `counts` is told of those that are left out, `advance` of the bytes read."""
+        """Yield the documents of a part; dropped ones are added to `counts`, `advance` is called with the bytes
+        read."""
         ...
 
 
@@ -83,10 +84,11 @@ class ImportStage:
         self._source = source
 
     def run(self, basis: StageResult, provenance: Callable[[str], StageResult]) -> StageResult:
-        """`provenance` makes, of a hash of all documents, what the manifests say."""
-        source, self._folder = self._source, self._stages.at(basis)
+        """Import all parts and write the shards. provenance: makes the manifests' fields from a hash of all
+        documents."""
+        source, self._folder = self._source, self._stages.folder_for(basis)
         with self._stages.reporter.stage("import", source.bytes) as advance:
-            return self._stages.parts(
+            return self._stages.run_parts(
                 "import",
                 basis,
                 source.parts,
@@ -96,8 +98,8 @@ class ImportStage:
             )
 
     def _work(self, part: int, advance: UpdateProgress) -> StageResult:
-        """Documents of a part wait for the shards to be written."""
-        counts, digests, known = StepStats("read"), list[str](), len(self._source.skipped)
+        """Write the documents of a part to intermediate files, from which `_join` writes the shards."""
+        counts, digests, n_known_skipped = StepStats("read"), list[str](), len(self._source.skipped)
         with ExitStack() as stack:
             outs = {name: stack.enter_context(_PendingDocuments(self._folder, name, part)) for name in SPLITS}
             for document in self._source.documents(part, counts, advance):
@@ -111,7 +113,7 @@ class ImportStage:
             **{name: out.documents for name, out in outs.items()},
             "steps": [counts.as_json()],
             "blake3": digests,
-            "skipped": self._source.skipped[known:],
+            "skipped": self._source.skipped[n_known_skipped:],
         }
 
     def _join(self, parts: Iterable[StageResult], provenance: Callable[[str], StageResult]) -> StageResult:
@@ -128,7 +130,7 @@ class ImportStage:
         for part in parts:
             digest.update("".join(part["blake3"]).encode())
         manifest_fields, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
-        written = {
+        written_splits = {
             name: encode.write_shards(
                 self._folder,
                 name,
@@ -139,14 +141,14 @@ class ImportStage:
             for name in splits
         }
         return {
-            **{name: written.get(name, EMPTY_SPLIT) for name in SPLITS},
+            **{name: written_splits.get(name, EMPTY_SPLIT) for name in SPLITS},
             "provenance": manifest_fields,
             "steps": [counts.as_json()],
             "skipped_files": [line for part in parts for line in part["skipped"]],
         }
 
     def _holds_out(self, source: str) -> bool:
-        """A fixed random choice of documents, or those of the files that the user names."""
+        """Whether a document is held out: by the user's patterns, else by a fixed random choice."""
         if self._split.validation_files:
             return matches_path(source.partition("#")[0], self._split.validation_files)
         digest = blake3(f"{self._split.seed}:{source}".encode()).digest(8)
@@ -154,7 +156,7 @@ class ImportStage:
 
 
 class _PendingDocuments:
-    """The documents of a part and split while they wait: ids in one file, what lies beside them in another."""
+    """Intermediate files of a part and split: one for ids, one for the files beside the documents."""
 
     def __init__(self, folder: Path, name: str, part: int) -> None:
         self.documents: list[list[Any]] = []
@@ -163,9 +165,9 @@ class _PendingDocuments:
 
     def add(self, document: ImportedDocument) -> None:
         sizes = [[extension, len(data)] for extension, data in document.members.items()]
-        known = [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
+        entry = [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
         # Between them a document's domain, language and fields, which an import doesn't know.
-        self.documents.append([*known[:3], sizes, "", "", {}, document.corpus] if document.corpus else known)
+        self.documents.append([*entry[:3], sizes, "", "", {}, document.corpus] if document.corpus else entry)
         self._ids.write(document.ids.astype("<i4").tobytes())
         for data in document.members.values():
             self._members.write(data)
@@ -191,7 +193,7 @@ def _digest(document: ImportedDocument) -> str:
 
 
 class IdFiles:
-    """The files of a listing, one in a part."""
+    """Files of token ids, one a part."""
 
     warning = "token ids were imported as they are: no text was looked at for duplicates"
 
@@ -209,12 +211,12 @@ class IdFiles:
         file = self._listing.files[part]
         try:
             with self._listing.local(file, companions=(".idx",)) as path:
-                for number, ids in enumerate(read_token_ids(path, self._listing.config)):
+                for index, ids in enumerate(read_token_ids(path, self._listing.config)):
                     if len(ids):
-                        yield self._taken(file, number, ids)
+                        yield self._to_document(file, index, ids)
                     else:
                         counts.count_input(0)
-                        counts.count_dropped("empty", 0, f"{file.name}#{number}")
+                        counts.count_dropped("empty", 0, f"{file.name}#{index}")
         except BadFileError as error:
             self._listing.skip_bad(file.path, str(error))
             self.skipped.append(f"{file.path}: {error}")
@@ -222,7 +224,7 @@ class IdFiles:
             counts.count_dropped("unreadable_file", 0, f"{file.name}: {error}")
         advance(file.size)
 
-    def _taken(self, file: InputFile, number: int, ids: Ids) -> ImportedDocument:
+    def _to_document(self, file: InputFile, number: int, ids: Ids) -> ImportedDocument:
         size = self.tokenizer.vocab_size
         if ids.min() < 0 or ids.max() >= size:
             wrong = int(ids.max() if ids.max() >= size else ids.min())
@@ -268,16 +270,16 @@ class ImageFiles:
 
     def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         for unit in self._units[slice(*self._runs[part])]:
-            where = unit[0].path
+            path = unit[0].path
             try:
                 for source, record in self._records(unit):
                     labelled = record if isinstance(record, Bad) else self._labels.apply(source, record)
                     if isinstance(labelled, Bad):
-                        self._skip(where, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
+                        self._skip(path, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
                     else:
-                        yield self._taken(source, labelled)
+                        yield self._to_document(source, labelled)
             except BadFileError as error:
-                self._skip(where, str(error), "unreadable_file", counts)
+                self._skip(path, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in unit))
 
     def _records(self, unit: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
@@ -297,7 +299,7 @@ class ImageFiles:
                 paths[extension] = path
             yield unit[0].name, read_files(unit[0].name, paths, config)
 
-    def _taken(self, source: str, record: ImageRecord) -> ImportedDocument:
+    def _to_document(self, source: str, record: ImageRecord) -> ImportedDocument:
         corpus = self._corpus(record.members)
         if self.tokenizer is None or not record.text:
             return ImportedDocument(source, np.empty(0, np.int32), 0, record.members, corpus)
@@ -311,9 +313,9 @@ class ImageFiles:
         name, values = self._labels.class_name(members), self._split.partition_values
         return folder_name(name) if name and (not values or name in values) else OTHER
 
-    def _skip(self, where: str, reason: str, kind: str, counts: StepStats) -> None:
-        self._listing.skip_bad(where, reason)
-        self.skipped.append(f"{where}: {reason}")
+    def _skip(self, path: str, reason: str, kind: str, counts: StepStats) -> None:
+        self._listing.skip_bad(path, reason)
+        self.skipped.append(f"{path}: {reason}")
         counts.count_input(0)
         counts.count_dropped(kind, 0, reason)
 

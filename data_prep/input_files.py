@@ -1,5 +1,5 @@
 """Input files: a corpus folder or URL as a list of files, in an order that depends on their names alone; and the
-reader that turns these files into documents, whatever their format."""
+reader that turns files of any format into documents."""
 
 import json
 import os
@@ -22,22 +22,24 @@ from megatfm.data_prep.readers.record import Bad, BadFileError, spelled
 from megatfm.data_prep.readers.text import cut_text, texts
 from megatfm.errors import MegatfmError, UsageError
 
-# Of the standard library: no tests, and no other people's packages, which live in the same folder.
+# The standard library, without tests and without installed packages, which lie in the same folder.
 STDLIB_INCLUDE = ("*.py",)
-_OF_IMAGES = ("jpg", "jpeg", "png", "webp", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
+_IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
 USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
-    "images": tuple(f"*.{spelled}" for extension in _OF_IMAGES for spelled in (extension, extension.upper())),
+    "images": tuple(
+        f"*.{spelled}" for extension in _IMAGE_EXTENSIONS for spelled in (extension, extension.upper())
+    ),
 }
-# What Hugging Face `datasets` puts beside the data: descriptions, and results that it keeps to save time.
-_OF_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json", "cache-*.arrow")
+# Files that Hugging Face `datasets` puts beside the data: descriptions and caches.
+_DATASETS_FILES = ("dataset_info.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read: its path or URL, its name below the corpus folder, its size in bytes, and what tells this version
-    of it from others: when it was last changed, or what the store says."""
+    """A file to read: its path or URL, its name below the corpus folder, its size in bytes, and its version (the time
+    of its last change, or the store's version)."""
 
     path: str
     name: str
@@ -53,13 +55,10 @@ class BadFile:
     reason: str
 
 
-OnBad = Callable[[str, str], None]
-
-
 class InputFiles:
-    """The files of a corpus folder, and what was left out: by name, or because it is no usable file.
+    """The files of a corpus folder, the number excluded by name, and the unusable ones.
 
-    Of a folder behind a URL each is fetched to `scratch` when it is read, and removed afterwards.
+    A file behind a URL is fetched to `scratch` when it is read, and removed afterwards.
     """
 
     def __init__(self, config: ReadConfig, scratch: Path | None = None) -> None:
@@ -68,13 +67,13 @@ class InputFiles:
         self._remote = (
             RemoteFolder(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
         )
-        self._there: dict[str, RemoteFile] = {}
+        self._remote_files: dict[str, RemoteFile] = {}
         self._scratch = scratch
         self.root = config.folder if self._remote else _root(config)
-        stdlib = config.folder is None
-        usual = STDLIB_INCLUDE if stdlib else USUAL_INCLUDE.get(config.format or "", ("*",))
-        self._include = config.include or usual
-        self._exclude = (*config.exclude, *(STDLIB_EXCLUDE if stdlib else ()))
+        is_stdlib = config.folder is None
+        default_include = STDLIB_INCLUDE if is_stdlib else USUAL_INCLUDE.get(config.format or "", ("*",))
+        self._include = config.include or default_include
+        self._exclude = (*config.exclude, *(STDLIB_EXCLUDE if is_stdlib else ()))
         self._skip_bad = config.on_error == "skip"
         self.n_excluded = 0
         self.bad: list[BadFile] = []
@@ -88,12 +87,12 @@ class InputFiles:
             )
 
     def fingerprint(self) -> str:
-        """A hash of the files' names, sizes and times: another one means that the corpus has changed."""
+        """Hash the files' names, sizes and versions: the hash changes with the corpus."""
         facts = [[file.name, file.size, file.version] for file in self.files]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
     def move_to_front(self, patterns: Sequence[str]) -> None:
-        """Files whose paths match come before all others, so that what they have is theirs. Raises UsageError if a
+        """Put files whose paths match before all others, so that they keep duplicated texts. Raises UsageError if a
         pattern matches none, or all files match."""
         for pattern in patterns:
             if not any(matches_path(file.name, [pattern]) for file in self.files):
@@ -106,76 +105,76 @@ class InputFiles:
         if matches_path(self.files[-1].name, patterns):
             raise UsageError("split.validation_files: all files would be held out: leave some for training")
 
-    def skip_bad(self, where: str, reason: str) -> None:
-        """Note a file that can't be used; a MegatfmError unless such files are to be skipped."""
+    def skip_bad(self, path: str, reason: str) -> None:
+        """Record an unusable file. Raises MegatfmError unless such files are skipped."""
         reason = spelled(reason)
         if not self._skip_bad:
             raise MegatfmError(
-                f"{where}: {reason}; mend it, or skip and list all such files: read.on_error=skip"
+                f"{path}: {reason}; mend it, or skip and list all such files: read.on_error=skip"
             )
-        self.bad.append(BadFile(where, reason))
+        self.bad.append(BadFile(path, reason))
 
     def format(self, file: InputFile) -> str:
-        """The name of a file's format."""
+        """Return the name of a file's format."""
         return format_of(file.name, self.config, lambda size: self._begin(file, size))
 
     def _begin(self, file: InputFile, size: int) -> bytes:
-        """Read the first bytes of a file; none if it can't be read, which reading it will report."""
+        """Read the first bytes of a file; none if it can't be read, which the reader will report."""
         if self._remote:
-            return self._remote.read_head(self._there[file.name], size)
+            return self._remote.read_head(self._remote_files[file.name], size)
         try:
-            with open(file.path, "rb") as opened:
-                return opened.read(size)
+            with open(file.path, "rb") as content:
+                return content.read(size)
         except OSError:
             return b""
 
     @contextmanager
     def local(self, file: InputFile, companions: Sequence[str] = ()) -> Iterator[Path]:
-        """Give the path of a file on this machine, meanwhile. companions: suffixes of files wanted at its side."""
+        """Yield a local path of a file. companions: suffixes of files to put beside it."""
         if not self._remote:
             yield Path(file.path)
             return
         assert self._scratch is not None
         stem, _, _ = file.name.rpartition(".")
         folder = self._scratch / blake3(file.name.encode()).hexdigest(8)
-        names = [file.name, *(name for suffix in companions if (name := stem + suffix) in self._there)]
+        names = [file.name, *(name for suffix in companions if (name := stem + suffix) in self._remote_files)]
         for name in names:
-            self._remote.download(self._there[name], folder / name.rpartition("/")[2])
+            self._remote.download(self._remote_files[name], folder / name.rpartition("/")[2])
         yield folder / file.name.rpartition("/")[2]
-        # Only now: what a failed reading has fetched needn't be fetched again.
+        # Only after success, so that a retry needn't fetch the files again.
         shutil.rmtree(folder, ignore_errors=True)
 
     def _walk_remote(self, remote: RemoteFolder) -> Iterator[InputFile]:
-        """List a remote folder in the order of `_walk`, and by the same names."""
-        listed = [(tuple(file.name.split("/")), file) for file in remote.files()]
-        self._there = {file.name: file for _, file in listed}
+        """List a remote folder in the order and by the names of `_walk`."""
+        files_by_parts = [(tuple(file.name.split("/")), file) for file in remote.files()]
+        self._remote_files = {file.name: file for _, file in files_by_parts}
         names: dict[tuple[str, ...], set[str]] = {}
-        for parts, _ in listed:
+        for parts, _ in files_by_parts:
             for depth in range(len(parts)):
                 names.setdefault(parts[:depth], set()).add(parts[depth])
-        excluded = {folder: self._excluded(of_folder) for folder, of_folder in names.items()}
-        left_out = set[tuple[str, ...]]()
-        for parts, file in sorted(listed, key=lambda entry: [part.encode() for part in entry[0]]):
-            out = (
+        excluded = {folder: self._excluded(folder_names) for folder, folder_names in names.items()}
+        excluded_paths = set[tuple[str, ...]]()
+        for parts, file in sorted(files_by_parts, key=lambda entry: [part.encode() for part in entry[0]]):
+            excluded_depths = (
                 depth + 1
                 for depth, part in enumerate(parts)
                 if _matches(part, (".*", *excluded[parts[:depth]]))
             )
-            if (depth := next(out, 0)) or not _matches(parts[-1], self._include):
-                left_out.add(parts[: depth or len(parts)])
+            if (depth := next(excluded_depths, 0)) or not _matches(parts[-1], self._include):
+                excluded_paths.add(parts[: depth or len(parts)])
             else:
                 name = file.name.replace("#", "%23")
-                self._there[name] = file
+                self._remote_files[name] = file
                 yield InputFile(f"{remote.url}/{file.name}", name, file.size, file.version)
-        self.n_excluded += len(left_out)
+        self.n_excluded += len(excluded_paths)
 
     def _excluded(self, names: Iterable[str]) -> Sequence[str]:
-        """Patterns of what is left out of a folder that has these names."""
+        """Return the patterns of files to exclude from a folder with these names."""
         of_datasets = any(name.endswith(".arrow") or name == "dataset_dict.json" for name in names)
-        return (*self._exclude, *(_OF_DATASETS if of_datasets else ()))
+        return (*self._exclude, *(_DATASETS_FILES if of_datasets else ()))
 
     def _walk(self, root: Path) -> Iterator[InputFile]:
-        """Depth first, sorted by name. Links are followed; one that leads back to a folder above is bad."""
+        """List files depth first, sorted by name. Links are followed; one that leads back to a folder above is bad."""
         stack = [(self._entries(root), _identity(root))]
         while stack:
             path = next(stack[-1][0], None)
@@ -215,7 +214,7 @@ class InputFiles:
 
 
 def matches_path(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path below the folder is one of these; a `*` matches slashes, too."""
+    """Whether a path below the folder matches one of the patterns; a `*` matches slashes, too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -250,14 +249,14 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _name(relative: Path) -> str:
-    """The path with `/`; names that aren't UTF-8 are spelled with escapes, `#` (our mark for parts) as %23."""
+    """Return the path with `/`; bytes that aren't UTF-8 become escapes, and `#`, which marks parts, becomes %23."""
     return os.fsencode(relative).decode("utf-8", "backslashreplace").replace("#", "%23")
 
 
 class DocumentReader:
     """Turns files of a listing (`files`, else all) into documents of at most `limit` bytes.
 
-    `bad`: files that were found to be bad before, so that they are counted; those of the listing, if left out.
+    bad: unusable files to count; by default those of the listing.
     """
 
     def __init__(
@@ -275,7 +274,7 @@ class DocumentReader:
         self._bad = listing.bad if bad is None else bad
 
     def documents(self, advance: Callable[[int], None]) -> Iterator[Document]:
-        """The documents of all files; `advance` is told the bytes of every file that is done."""
+        """Yield the documents of all files; `advance` is called with the bytes of every finished file."""
         for bad in self._bad:
             self._drop(bad.reason, 0, bad.where)
         for file in self._files:
@@ -291,8 +290,8 @@ class DocumentReader:
             advance(file.size)
 
     def _text(self, file: InputFile, path: Path) -> Iterator[Document]:
-        """The parts of a text file, or none if it is bad. It is read twice: half of a file is never used, and a
-        large one is never held as a whole."""
+        """Yield the parts of a text file, or none if it is bad. The file is read twice, since a partly bad file must
+        not be used, and a large one must not be held in memory."""
         try:
             parts = sum(1 for _ in texts(path, self._limit))
         except (OSError, BadFileError) as error:
@@ -313,7 +312,7 @@ class DocumentReader:
             ) from None
 
     def _records(self, file: InputFile, path: Path, name: str) -> Iterator[Document]:
-        """The records of a file; of those that can't be used the first is told of, and all are counted."""
+        """Yield the records of a file. All unusable records are counted, and the first one is reported."""
         is_reported = False
         try:
             for record in reader(name)(path, self._config):
@@ -330,8 +329,9 @@ class DocumentReader:
                     if len(pieces) == 1:
                         yield Document(source, text, record.url, fields=record.fields)
                     else:
-                        place = f"{source}.{part}"
-                        yield Document(place, text, record.url, fields=record.fields, record=source)
+                        yield Document(
+                            f"{source}.{part}", text, record.url, fields=record.fields, record=source
+                        )
         except BadFileError as error:
             self._listing.skip_bad(file.path, str(error))
             self._drop("unreadable file", 0, f"{file.name}: {error}")

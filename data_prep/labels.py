@@ -1,4 +1,4 @@
-"""Class numbers of images from the names of folders, tables, or fields beside them; stored as a `.cls` of each."""
+"""Class numbers of images, from names of folders, tables, or fields beside them; stored as each image's `.cls`."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ class ClassLabels:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of names and table: with another one, images would get other labels."""
+        """A hash of names and table, on which the labels depend."""
         return blake3(json.dumps([self.names, sorted(self._table.items())]).encode()).hexdigest(length=16)
 
     def apply(self, source: str, image: ImageRecord) -> ImageRecord | Bad:
@@ -43,8 +43,8 @@ class ClassLabels:
             return Bad(image.key, f"has no label by {self._where}")
         number = self._numbers.get(name) if self.names else _class_number(name)
         if number is None:
-            known = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
-            return Bad(image.key, f"has the label {name!r}, which is none of {known}")
+            known_labels = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
+            return Bad(image.key, f"has the label {name!r}, which is none of {known_labels}")
         members = {extension: data for extension, data in image.members.items() if extension != "cls"}
         first = next(iter(members))
         labelled = {first: members.pop(first), "cls": b"%d" % number, **members}
@@ -58,7 +58,7 @@ class ClassLabels:
 
     @property
     def _where(self) -> str:
-        """How labels are found, in words."""
+        """The source of labels, for error messages."""
         return {
             "folder": "read.labels.by = 'folder': it lies in no folder",
             "table": f"the table {self._config.table}",
@@ -72,8 +72,8 @@ class ClassLabels:
             return folder_of(path)
         if self._config.by == "table":
             stem = path.rpartition("/")[2]
-            known = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
-            return next((self._table[key] for key in known if key in self._table), None)
+            keys = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
+            return next((self._table[key] for key in keys if key in self._table), None)
         if self._config.by == "txt":
             return members.get("txt", b"").decode().strip() or None
         value = get_nested(json.loads(members.get("json", b"null")), self._config.key)
@@ -83,18 +83,18 @@ class ClassLabels:
         if self._config.classes is not None:
             return _read_names(Path(self._config.classes))
         if self._config.by == "table":
-            found = set(self._table.values())
+            class_names = set(self._table.values())
         elif self._config.by == "folder":
-            found = {name for source in sources if (name := folder_of(source)) is not None}
+            class_names = {name for source in sources if (name := folder_of(source)) is not None}
         else:
-            return []  # of fields nothing is known before they are read
-        if not found and self._config.by == "folder":
+            return []  # values of fields are unknown before they are read
+        if not class_names and self._config.by == "folder":
             raise UsageError(
                 "read.labels.by = 'folder': no image lies in a folder of a class: lay them as CLASS/IMAGE.jpg, or, "
                 "of tars, give the classes in read.labels.classes"
             )
-        # Numbers are classes as they are, so that 10 does not come before 2.
-        return [] if all(_class_number(name) is not None for name in found) else sorted(found)
+        # Numbers are classes themselves; sorted as names, 10 would come before 2.
+        return [] if all(_class_number(name) is not None for name in class_names) else sorted(class_names)
 
 
 def folder_of(path: str) -> str | None:
@@ -108,7 +108,7 @@ def _class_number(name: str) -> int | None:
 
 
 def _read_names(path: Path) -> list[str]:
-    """Names of classes, one a line."""
+    """Read names of classes, one a line."""
     try:
         names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -123,7 +123,7 @@ def _read_names(path: Path) -> list[str]:
 
 
 def _read_table(config: LabelsConfig) -> dict[str, str]:
-    """Label of each file, by what the table calls it. Raises UsageError for a table that doesn't say."""
+    """Read the label of each file from a table. Raises UsageError for a table without the columns."""
     path = Path(config.table or "")
     if not path.is_file():
         raise UsageError(f"read.labels.table = {str(path)!r}: no such file")
@@ -143,10 +143,10 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
             row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key)
         )
         if not isinstance(file, str) or label is None or isinstance(label, dict | list | bool):
-            there = ", ".join(map(str, list(row)[:MAX_SHOWN])) if isinstance(row, dict) else "no fields"
+            field_names = ", ".join(map(str, list(row)[:MAX_SHOWN])) if isinstance(row, dict) else "no fields"
             raise UsageError(
                 f"read.labels.table = {str(path)!r}: line {line} lacks {config.file_key!r} or {config.key!r} (it has "
-                f"{there}): set read.labels.file_key and read.labels.key"
+                f"{field_names}): set read.labels.file_key and read.labels.key"
             )
         if table.setdefault(file, str(label)) != str(label):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Shards of a split: one corpus, or one for each value of a field; and statistics of what they hold."""
+"""Shards of a split: one corpus, or one for each value of a field; and statistics of their documents."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ LARGEST = 12
 
 
 class Statistics:
-    """Adds up over the documents of a split."""
+    """Statistics of the documents of a split: lengths, sources, domains, languages, fields, use of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -35,8 +35,9 @@ class Statistics:
         self._fields: dict[str, dict[str, list[int]]] = {}
 
     def add(self, ids: NDArray[Any], documents: Sequence[Sequence[Any]]) -> None:
-        """The ids of documents, one after the other, and of each its source, tokens and bytes of text, and perhaps what
-        belongs to it, its domain, its language and its fields."""
+        """Count documents. ids: of all documents, concatenated. documents: source, tokens and bytes of text of each,
+        then
+        perhaps sizes of files beside it, domain, language and fields."""
         self._uses += np.bincount(ids, minlength=len(self._uses))
         for source, tokens, size, *more in documents:
             bucket = max(0, tokens - 1).bit_length()
@@ -59,7 +60,7 @@ class Statistics:
                         total[at] += value
 
     def join(self, other: "Statistics") -> None:
-        """Add what another one has counted."""
+        """Add the counts of another instance."""
         self._uses += other._uses
         for bucket, count in other._lengths.items():
             self._lengths[bucket] = self._lengths.get(bucket, 0) + count
@@ -69,14 +70,14 @@ class Statistics:
             (self._languages, other._languages),
             *((self._fields.setdefault(name, {}), totals) for name, totals in other._fields.items()),
         ]
-        for mine, other_counts in pairs:
+        for counts, other_counts in pairs:
             for name, total in other_counts.items():
-                mine[name] = [a + b for a, b in zip(mine.get(name, (0, 0, 0)), total, strict=True)]
+                counts[name] = [a + b for a, b in zip(counts.get(name, (0, 0, 0)), total, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """`lengths`: [most tokens, documents]; `sources`: the largest, as [name, documents, bytes, tokens], and
-        how many more there are; the same of `domains` and `languages`, where they are known; `vocabulary`, if there is
-        one: ids that occur, and the commonest as [piece, times]."""
+        """Return the statistics as JSON. `lengths`: [most tokens, documents]. `sources`: the largest, as [name,
+        documents, bytes, tokens], and the number of further ones; likewise `domains` and `languages`, if known.
+        `vocabulary`, if there is a tokenizer: ids that occur, and the commonest as [piece, times]."""
         tables: dict[str, Any] = {}
         for name, totals in (
             ("sources", self._sources),
@@ -96,7 +97,7 @@ class Statistics:
         }
 
     def token_shares(self) -> dict[str, Any]:
-        """For the manifest: by domain, language and the values of fields, all tokens and the largest, as above."""
+        """Return tokens in total and of the largest values, by domain, language and fields, for the manifest."""
         totals_by_field = {"domain": self._domains, "language": self._languages, **dict(self._countable())}
         return {
             name: [sum(total[2] for total in totals.values()), _largest(totals)]
@@ -105,7 +106,7 @@ class Statistics:
         }
 
     def _countable(self) -> Iterator[tuple[str, dict[str, list[int]]]]:
-        """Fields that have few enough values to be counted."""
+        """Yield the fields that have few enough values to be counted."""
         return ((name, totals) for name, totals in self._fields.items() if len(totals) <= MOST_VALUES)
 
     def _vocabulary(self, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -114,13 +115,13 @@ class Statistics:
             "size": len(self._uses),
             "used": int((self._uses > 0).sum()),
             "used_100_times": int((self._uses >= 100).sum()),
-            "common": [[self._spelled(tokenizer, token), int(self._uses[token])] for token in order],
+            "common": [[self._token_text(tokenizer, token), int(self._uses[token])] for token in order],
         }
 
-    def _spelled(self, tokenizer: Tokenizer, token: int) -> str:
-        """The text that a token stands for, as far as it is known."""
-        known = self._bytes[token] if self._bytes else b""
-        return known.decode("utf-8", "backslashreplace") if known else tokenizer.id_to_piece(token)
+    def _token_text(self, tokenizer: Tokenizer, token: int) -> str:
+        """Return the text of a token if its bytes are known, else its piece."""
+        text_bytes = self._bytes[token] if self._bytes else b""
+        return text_bytes.decode("utf-8", "backslashreplace") if text_bytes else tokenizer.id_to_piece(token)
 
 
 def _largest(totals: dict[str, list[int]]) -> list[list[Any]]:
@@ -134,8 +135,8 @@ MOST_CORPORA = 100
 
 
 class SplitWriter(ExitStack):
-    """Writes a split's documents into `out/NAME`, or those of each value of `split.partition_by` into a folder of
-    its own there. Without an encoder there are no ids."""
+    """Writes a split's documents into `out/NAME`, or into a folder below it for each value of `split.partition_by`.
+    Without an encoder there are no ids."""
 
     def __init__(self, stages: StageRunner, name: str, encoder: Tokenizer | None) -> None:
         super().__init__()
@@ -154,22 +155,29 @@ class SplitWriter(ExitStack):
     def add(
         self, ids: NDArray[Any], documents: Sequence[Sequence[Any]], members: Iterator[Mapping[str, bytes]]
     ) -> None:
-        """A part: the ids of its documents one after the other; of each its source, tokens and bytes of text, and
-        perhaps what belongs to it, its domain, its language, its fields and its corpus; and the files beside each."""
-        at, mine = 0, dict[str, tuple[list[NDArray[Any]], list[Sequence[Any]]]]()
-        for document, beside in zip(documents, members, strict=True):
+        """Write the documents of a part. ids: of all documents, concatenated. documents: source, tokens and bytes of
+        text of each, then perhaps sizes of files beside it, domain, language, fields and corpus. members: files beside
+        each."""
+        begin, by_corpus = 0, dict[str, tuple[list[NDArray[Any]], list[Sequence[Any]]]]()
+        for document, document_members in zip(documents, members, strict=True):
             source, count, size, *more = document
             fields, corpus = more[3:5] if len(more) > 4 else ({}, "")
-            of_document = ids[at : at + count]
+            document_ids = ids[begin : begin + count]
             self._writer(corpus).add(
-                f"{self._number:09d}", of_document, source, size, beside, fields, self._image_size(beside)
+                f"{self._number:09d}",
+                document_ids,
+                source,
+                size,
+                document_members,
+                fields,
+                self._image_size(document_members),
             )
-            at, self._number = at + count, self._number + 1
-            parts, known = mine.setdefault(corpus, ([], []))
-            parts.append(of_document)
-            known.append(document)
-        for corpus, (parts, known) in mine.items():
-            self._statistics[corpus].add(np.concatenate(parts), known)
+            begin, self._number = begin + count, self._number + 1
+            id_parts, corpus_documents = by_corpus.setdefault(corpus, ([], []))
+            id_parts.append(document_ids)
+            corpus_documents.append(document)
+        for corpus, (id_parts, corpus_documents) in by_corpus.items():
+            self._statistics[corpus].add(np.concatenate(id_parts), corpus_documents)
 
     def _image_size(self, members: Mapping[str, bytes]) -> tuple[int, int] | None:
         """Height and width of an imported image."""
@@ -180,7 +188,7 @@ class SplitWriter(ExitStack):
         return upright_size(members)
 
     def finish(self, provenance: Mapping[str, Any]) -> StageResult:
-        """Commit all corpora. Returns what describes them together, and each."""
+        """Commit all corpora. Returns the description of the split, and of each corpus if there are several."""
         results = {name: self._finish(name, provenance) for name in sorted(self._writers)}
         if not self._by:
             return results[""]
@@ -195,11 +203,11 @@ class SplitWriter(ExitStack):
             name: sum(result[name] for result in results.values())
             for name in ("documents", "text_bytes", "tokens", "shards", "bytes")
         }
-        prints = "".join(f"{name} {result['fingerprint']}\n" for name, result in results.items())
+        fingerprints = "".join(f"{name} {result['fingerprint']}\n" for name, result in results.items())
         return {
             **totals,
             "bytes_per_token": round(totals["text_bytes"] / max(1, totals["tokens"]), 4),
-            "fingerprint": blake3(prints.encode()).hexdigest(),
+            "fingerprint": blake3(fingerprints.encode()).hexdigest(),
             **statistics.as_json(),
             "corpora": {
                 name: {key: result[key] for key in (*totals, "fingerprint")}

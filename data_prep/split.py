@@ -1,8 +1,8 @@
-"""Hold documents out for validation, and leave none in training that is nearly the same.
+"""Hold documents out for validation, and drop their near duplicates from training.
 
-1. Plan the split: which folders, files, records or parts of files are held out (`plan_split` and its kin).
-2. Write what is held out, with an index of its MinHash signatures on disk (`dedup/validation.py`).
-3. Write the others as training documents, but for near duplicates of what is held out (`SplitStage`).
+1. Plan the split: which folders, files, records or parts of files are held out (`plan_split` and its variants).
+2. Write the held-out documents, with an index of their MinHash signatures on disk (`dedup/validation.py`).
+3. Write the other documents for training, except near duplicates of held-out ones (`SplitStage`).
 """
 
 from collections import Counter
@@ -33,16 +33,16 @@ LEVELS: Mapping[str, Callable[[Document], str]] = {
     "record": lambda document: document.unit,
     "part of a file": lambda document: document.id,
 }
-"""Units that a split keeps together, from the best protection against leaks to the least: none at all, between the
-parts of one text."""
-OF_FILES, OF_DOCUMENTS = (*LEVELS,)[:2], (*LEVELS,)[2:]
-"""The levels that names of files tell, and those for which documents must be looked at."""
+"""Units that a split keeps together, from the best protection against leaks to the least: "part of a file" gives none,
+since parts of one text fall into both splits."""
+FILE_LEVELS, DOCUMENT_LEVELS = (*LEVELS,)[:2], (*LEVELS,)[2:]
+"""Levels that follow from the names of files, and levels that need the documents."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The level at which a corpus is split, and the names held out there; or of very many names those whose hash, the
-    first two bytes of it, is less than `below`."""
+    """The level at which a corpus is split, and the held-out names; of very many names, those are held out whose hash
+    (its first two bytes) is less than `below`."""
 
     level: str
     held_out: frozenset[str]
@@ -53,7 +53,7 @@ class Split:
         return bool(self.held_out) or self.below > 0
 
     def holds_out(self, document: Document) -> bool:
-        """Whether a document is for validation, as all are that share its name at the level."""
+        """Whether a document is for validation; documents with one name at the level stay together."""
         if self.below:
             return _bin(LEVELS[self.level](document), self.seed) < self.below
         return bool(self.held_out) and LEVELS[self.level](document) in self.held_out
@@ -68,25 +68,27 @@ def _bin(name: str, seed: int) -> int:
 
 
 def choose_held_out(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
-    """Choose names to hold out, given the bytes of each: at most `share` of all bytes, at least half of that, or none.
+    """Choose names to hold out: at most `share` of all bytes, at least half of that, or none. sizes: bytes by name.
 
-    Names come in the order of a hash of (seed, name), so that a new one disturbs the others little; one that
-    is too large for what is left is passed over.
+    Names are tried in the order of a hash of (seed, name), so that a new name changes the choice little. A name that
+    is larger than the bytes that remain is passed over.
     """
-    most = share * sum(sizes.values())
-    left = most
+    max_bytes = share * sum(sizes.values())
+    remaining_bytes = max_bytes
     held_out = set()
     for name in sorted(sizes, key=lambda name: _digest(name, seed)):
-        if sizes[name] <= left:
+        if sizes[name] <= remaining_bytes:
             held_out.add(name)
-            left -= sizes[name]
-    return frozenset(held_out) if most and left <= most / 2 else frozenset()
+            remaining_bytes -= sizes[name]
+    return frozenset(held_out) if max_bytes and remaining_bytes <= max_bytes / 2 else frozenset()
 
 
 def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | None:
-    """Plan the split of a corpus, given the bytes of each file, at the first level at which `share` can be met; None if
-    that needs documents."""
-    for level in OF_FILES:
+    """Plan the split at the first level of files at which `share` can be met; None if there is none.
+
+    files: bytes of each file.
+    """
+    for level in FILE_LEVELS:
         sizes: Counter[str] = Counter()
         for file, size in files.items():
             sizes[LEVELS[level](Document(file, ""))] += size
@@ -96,8 +98,8 @@ def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | Non
 
 
 def plan_parts_of_files(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> Split | None:
-    """Plan the split of documents, given by level the bytes of each name; None if there are too few."""
-    for level in OF_DOCUMENTS:
+    """Plan the split at a level of documents; None if there are too few. sizes: bytes of each name, by level."""
+    for level in DOCUMENT_LEVELS:
         if held_out := choose_held_out(sizes[level], share, seed):
             return Split(level, held_out)
     return None
@@ -106,24 +108,28 @@ def plan_parts_of_files(sizes: Mapping[str, Mapping[str, int]], share: float, se
 def plan_by_hash(
     parts: Iterable[Mapping[str, Mapping[str, int]]], level: str, share: float, seed: int
 ) -> Split | None:
-    """Plan the split of more documents than a process could hold the names of, given of each part by level the bytes of
-    each name: those of the lowest hashes, at most `share` of all bytes and at least half; None if there is none."""
+    """Plan the split of more documents than a process can hold the names of: those of the lowest hashes are held out,
+    at
+    most `share` of all bytes and at least half of that; None if that is impossible.
+
+    parts: for each part, by level, the bytes of each name.
+    """
     bins = np.zeros(2**16, np.int64)
     for part in parts:
         for name, size in part[level].items():
             bins[_bin(name, seed)] += size
-    sums, most = np.cumsum(bins), share * int(bins.sum())
-    below = int(np.searchsorted(sums, most, "right"))
-    fits = below > 0 and most > 0 and 2 * int(sums[below - 1]) >= most
+    sums, max_bytes = np.cumsum(bins), share * int(bins.sum())
+    below = int(np.searchsorted(sums, max_bytes, "right"))
+    fits = below > 0 and max_bytes > 0 and 2 * int(sums[below - 1]) >= max_bytes
     return Split(level, frozenset(), below, seed) if fits else None
 
 
 NO_SPLIT: StageResult = {"level": "nothing", "names": [], "parts": []}
-"""The plan where nothing is held out."""
+"""The plan that holds out nothing."""
 HELD_OUT = "held_out"
-"""Reason by which the step `split` counts documents that go to validation."""
-MANY = 10**6
-"""Records from which on they are held out by their hashes, and no longer named one by one."""
+"""Drop reason under which the step `split` counts documents that go to validation."""
+MAX_NAMES = 10**6
+"""With more records, they are held out by their hashes instead of by name."""
 NOTES = {
     "file": "split by file: too few larger units",
     "record": "split by record: too few larger units",
@@ -133,8 +139,10 @@ NOTES = {
 
 
 class SplitStage:
-    """Splits the documents that wait in a folder, in the parts of `name`, whose stage noted the bytes of each file in
-    each part."""
+    """Splits documents into training and validation.
+
+    folder, name, parts: where they lie, the stage that wrote them and counted the bytes of each file, and its parts.
+    """
 
     def __init__(self, stages: StageRunner, folder: Path, name: str, parts: int) -> None:
         self._stages = stages
@@ -143,7 +151,7 @@ class SplitStage:
         self._name, self._parts = name, parts
 
     def plan(self, basis: StageResult) -> StageResult:
-        """Choose what is held out: the level, the names, and the parts that have some of it."""
+        """Choose the held-out documents: the level, the names, and the parts that contain some."""
         config = self._config.split
         share, seed = config.validation, config.seed
         if not config.has_validation_split:
@@ -159,42 +167,42 @@ class SplitStage:
                 self._stages.task_results(self._name, basis, range(self._parts)),
             )
 
-        def sources(number: int) -> StageResult:
-            sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
-            for document in read_documents(part_path(self._input, self._name, number)):
-                for level, of_level in sizes.items():
-                    of_level[LEVELS[level](document)] += document.text_bytes
+        def measure(part: int) -> StageResult:
+            sizes: dict[str, Counter[str]] = {level: Counter() for level in DOCUMENT_LEVELS}
+            for document in read_documents(part_path(self._input, self._name, part)):
+                for level, level_sizes in sizes.items():
+                    level_sizes[LEVELS[level](document)] += document.text_bytes
             return sizes
 
         def by_sources(parts: Iterable[StageResult]) -> StageResult:
-            split = _of_documents(parts, share, seed)
+            split = _plan_documents(parts, share, seed)
             if split is None:
                 raise UsageError(
                     f"too little text to hold {100 * share:.0f} % of it out: add text, or change split.validation"
                 )
             return _plan(split, ({"files": part[split.level]} for part in parts))
 
-        if (plan := self._stages.once("split-plan", basis, by_files))["level"]:
+        if (plan := self._stages.run_once("split-plan", basis, by_files))["level"]:
             return plan
-        return self._stages.parts("split-plan-parts", basis, self._parts, sources, by_sources)
+        return self._stages.run_parts("split-plan-parts", basis, self._parts, measure, by_sources)
 
     def run(self, plan: StageResult, size: int, basis: StageResult) -> StageResult:
-        """Write both splits into the folder of the basis: training without near duplicates of what is held out."""
-        self._folder = self._stages.at(basis)
+        """Write both splits into the folder of the basis: training without near duplicates of held-out documents."""
+        self._folder = self._stages.folder_for(basis)
         self._near = ValidationNearDuplicates(self._config.split.near_duplicates, self._folder)
         split = Split(plan["level"], frozenset(plan["names"]), plan.get("below", 0), self._config.split.seed)
         held_out = self._write_validation(plan, split, basis) if split else {"bytes": 0}
         with self._stages.reporter.stage("split-train", size) as advance:
 
-            def work(number: int) -> StageResult:
+            def work(part: int) -> StageResult:
                 counts = StepStats("split")
-                documents = track_progress(
-                    read_documents(part_path(self._input, self._name, number)), advance
-                )
-                training = _without_held_out(documents, split, counts)
-                with DocumentWriter(part_path(self._folder, "train", number)) as writer:
-                    kept = self._near.drop_near(training, counts) if split else _counted(training, counts)
-                    for document in kept:
+                documents = track_progress(read_documents(part_path(self._input, self._name, part)), advance)
+                training = _drop_held_out(documents, split, counts)
+                with DocumentWriter(part_path(self._folder, "train", part)) as writer:
+                    kept_documents = (
+                        self._near.drop_near(training, counts) if split else _count_kept(training, counts)
+                    )
+                    for document in kept_documents:
                         writer.add(document)
                     writer.commit()
                 return {"steps": [counts.as_json()]}
@@ -218,18 +226,18 @@ class SplitStage:
                 parts = range(self._parts)
                 self._stages.sweep(self._input, (part_path(self._input, self._name, n) for n in parts))
 
-            return self._stages.parts("split-train", basis, self._parts, work, join, tidy=tidy)
+            return self._stages.run_parts("split-train", basis, self._parts, work, join, tidy=tidy)
 
     def _write_validation(self, plan: StageResult, split: Split, basis: StageResult) -> StageResult:
-        """Write what is held out as `validation`, with the index of its signatures."""
+        """Write the held-out documents as `validation`, with the index of their signatures."""
         with self._stages.reporter.stage("split-validation", len(plan["parts"]), "parts") as advance:
 
-            def work(number: int) -> StageResult:
-                path = part_path(self._input, self._name, plan["parts"][number])
+            def work(index: int) -> StageResult:
+                path = part_path(self._input, self._name, plan["parts"][index])
                 counts = StepStats("held out")
-                with DocumentWriter(part_path(self._folder, "validation", number)) as writer:
-                    held_out = _counted(filter(split.holds_out, read_documents(path)), counts)
-                    self._near.scan(number, writer.write(held_out))
+                with DocumentWriter(part_path(self._folder, "validation", index)) as writer:
+                    held_out = _count_kept(filter(split.holds_out, read_documents(path)), counts)
+                    self._near.scan(index, writer.write(held_out))
                     writer.commit()
                 advance(1)
                 return {"bytes": counts.bytes_out}
@@ -238,23 +246,23 @@ class SplitStage:
                 self._near.index(len(plan["parts"]))
                 return {"bytes": sum(part["bytes"] for part in parts)}
 
-            return self._stages.parts("split-validation", basis, len(plan["parts"]), work, join)
+            return self._stages.run_parts("split-validation", basis, len(plan["parts"]), work, join)
 
 
-def _of_documents(parts: Iterable[StageResult], share: float, seed: int) -> Split | None:
-    """Plan the split at a level of documents, given of each part by level the bytes of each name."""
-    sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
+def _plan_documents(parts: Iterable[StageResult], share: float, seed: int) -> Split | None:
+    """Plan the split at a level of documents. parts: for each part, by level, the bytes of each name."""
+    sizes: dict[str, Counter[str]] = {level: Counter() for level in DOCUMENT_LEVELS}
     for part in parts:
-        for level, of_level in sizes.items():
-            of_level.update(part[level])
-        if any(len(of_level) > MANY for of_level in sizes.values()):
-            splits = (plan_by_hash(parts, level, share, seed) for level in OF_DOCUMENTS)
+        for level, level_sizes in sizes.items():
+            level_sizes.update(part[level])
+        if any(len(level_sizes) > MAX_NAMES for level_sizes in sizes.values()):
+            splits = (plan_by_hash(parts, level, share, seed) for level in DOCUMENT_LEVELS)
             return next((split for split in splits if split), None)
     return plan_parts_of_files(sizes, share, seed)
 
 
-def _without_held_out(documents: Iterable[Document], split: Split, counts: StepStats) -> Iterator[Document]:
-    """Yield the documents that are not held out. The others are counted, so that the counts add up."""
+def _drop_held_out(documents: Iterable[Document], split: Split, counts: StepStats) -> Iterator[Document]:
+    """Yield the documents that are not held out, and count the others as dropped."""
     for document in documents:
         if split.holds_out(document):
             counts.count_input(document.text_bytes)
@@ -263,7 +271,7 @@ def _without_held_out(documents: Iterable[Document], split: Split, counts: StepS
             yield document
 
 
-def _counted(documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
+def _count_kept(documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
     for document in documents:
         counts.count_input(document.text_bytes)
         counts.count_kept(document.text_bytes)
@@ -282,7 +290,7 @@ def _split_by_patterns(files: Iterable[str], patterns: Sequence[str]) -> Split:
 
 
 def _plan(split: Split | None, parts: Iterable[StageResult]) -> StageResult:
-    """Return a split as JSON, with the numbers of the parts of which some `files` (or documents) are held out."""
+    """Return a split as JSON, with the numbers of the parts that contain held-out files or documents."""
     if split is None:
         return {"level": None}
     numbers = [

@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus, trained or brought along, and the ids of all documents."""
+"""The tokenizer of a corpus, trained or copied, and the ids of all documents."""
 
 import json
 import os
@@ -33,7 +33,7 @@ _TRAIN: dict[str, Callable[..., bytes]] = {
 
 
 def make_tokenizer_files(config: TokenizerConfig, texts: Iterable[str]) -> dict[str, bytes]:
-    """Name → content of the tokenizer's files. The texts are not read if there is nothing to train."""
+    """Return name → content of the tokenizer's files. The texts are read only to train a tokenizer."""
     reserve = {
         "vocab_size": config.vocab_size,
         "sentinels": config.sentinels,
@@ -55,7 +55,7 @@ def make_tokenizer_files(config: TokenizerConfig, texts: Iterable[str]) -> dict[
 
 
 def write_tokenizer(folder: Path, files: dict[str, bytes]) -> Tokenizer:
-    """Put them into a folder in place of any other tokenizer's."""
+    """Write a tokenizer's files into a folder, in place of any other tokenizer's."""
     for name in tokenizers.TOKENIZER_FILENAMES:
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path, files: dict[str, bytes]) -> Tokenizer:
 
 
 def _with_roles(data: bytes) -> dict[str, bytes]:
-    """Add the file from which transformers' AutoTokenizer knows which token plays which role."""
+    """Add the config from which transformers' AutoTokenizer learns the special tokens."""
     tokenizer = tokenizers.HuggingFaceTokenizer(data)
     ids = {role: getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep")}
     roles = {
@@ -82,7 +82,7 @@ BATCH_BYTES = 2**22
 
 
 class TokenizeStage:
-    """Makes the tokenizer out of the training documents, and ids out of all, which wait in a folder."""
+    """Trains the tokenizer on the training documents of a folder, and tokenizes all its documents."""
 
     def __init__(self, stages: StageRunner, folder: Path) -> None:
         self._stages = stages
@@ -91,14 +91,14 @@ class TokenizeStage:
         self._by = stages.config.split.partition_by
 
     def make_tokenizer(self, split: StageResult, basis: StageResult) -> StageResult:
-        """Copy or train the tokenizer, unless it was made of this basis before; returns what describes it."""
+        """Copy or train the tokenizer, unless that is committed for this basis. Returns its description."""
         config, total, parts = self._config.tokenizer, split["train"]["bytes"], split["train"]["parts"]
         share = min(1.0, config.train_bytes / total)
         if config.file is not None:
-            return self._stages.once("tokenizer", basis, self.copy_tokenizer, in_out=True)
+            return self._stages.run_once("tokenizer", basis, self.copy_tokenizer, in_out=True)
         name, folder = "train", self._folder
         if share < 1.0:
-            name, folder = "tokenizer-sample", self._stages.at(basis)
+            name, folder = "tokenizer-sample", self._stages.folder_for(basis)
             self._sample(share, total, parts, basis)
 
         def train() -> StageResult:
@@ -107,25 +107,27 @@ class TokenizeStage:
                 files = make_tokenizer_files(config, (document.text for document in documents))
             return write_tokenizer(self._stages.out, files).describe()
 
-        return self._stages.once("tokenizer", basis, train, in_out=True)
+        return self._stages.run_once("tokenizer", basis, train, in_out=True)
 
     def _sample(self, share: float, total: int, parts: int, basis: StageResult) -> None:
-        """A fixed random choice of documents to train the tokenizer on."""
+        """Write a fixed random sample of documents to train the tokenizer on."""
         with self._stages.reporter.stage("tokenizer-sample", total) as advance:
 
             def work(number: int) -> StageResult:
                 documents = track_progress(read_documents(part_path(self._folder, "train", number)), advance)
-                with DocumentWriter(part_path(self._stages.at(basis), "tokenizer-sample", number)) as writer:
+                with DocumentWriter(
+                    part_path(self._stages.folder_for(basis), "tokenizer-sample", number)
+                ) as writer:
                     for document in documents:
                         if _in_sample(document, share):
                             writer.add(document)
                     writer.commit()
                 return {}
 
-            self._stages.parts("tokenizer-sample", basis, parts, work, lambda _: {})
+            self._stages.run_parts("tokenizer-sample", basis, parts, work, lambda _: {})
 
     def copy_tokenizer(self) -> StageResult:
-        """Copy the tokenizer of `tokenizer.file`, if there is one. Returns what describes it."""
+        """Copy the tokenizer of `tokenizer.file`, if there is one. Returns its description."""
         if self._config.tokenizer.file is None:
             return NO_TOKENIZER
         return write_tokenizer(self._stages.out, make_tokenizer_files(self._config.tokenizer, ())).describe()
@@ -133,34 +135,34 @@ class TokenizeStage:
     def run(
         self, name: str, documents: StageResult, provenance: StageResult, basis: StageResult
     ) -> StageResult:
-        """Tokenize a split's parts and write its shards, but for what is done; documents: its bytes and parts."""
+        """Tokenize a split and write its shards, unless that is committed; documents: its bytes and parts."""
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
         threads = self._config.tokenizer_threads or _cores()
-        folder, parts = self._stages.at(basis), documents["parts"]
+        folder, parts = self._stages.folder_for(basis), documents["parts"]
         with self._stages.reporter.stage(f"tokenize-{name}", documents["bytes"]) as advance:
 
-            def work(number: int) -> StageResult:
+            def work(part: int) -> StageResult:
                 token_counts = []
-                file = AtomicFile(tokens_path(folder, name, number))
-                for batch in _batches(read_documents(part_path(self._folder, name, number))):
+                file = AtomicFile(tokens_path(folder, name, part))
+                for batch in _batches(read_documents(part_path(self._folder, name, part))):
                     texts = [document.text for document in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
-                        known: list[Any] = [document.domain, document.language]
+                        entry: list[Any] = [document.domain, document.language]
                         if document.fields or self._by:
-                            known += [dict(document.fields), self._corpus(document)]
-                        token_counts.append([document.id, len(ids), document.text_bytes, [], *known])
+                            entry += [dict(document.fields), self._corpus(document)]
+                        token_counts.append([document.id, len(ids), document.text_bytes, [], *entry])
                         advance(document.text_bytes)
                 file.commit()
                 return {"documents": token_counts}
 
             def tidy() -> None:
-                for number in range(parts):  # first what says that the ids are there
-                    (folder / f"tokenize-{name}.{number:05d}.json").unlink(missing_ok=True)
-                    tokens_path(folder, name, number).unlink(missing_ok=True)
+                for part in range(parts):  # first the commit of the ids
+                    (folder / f"tokenize-{name}.{part:05d}.json").unlink(missing_ok=True)
+                    tokens_path(folder, name, part).unlink(missing_ok=True)
 
-            return self._stages.parts(
+            return self._stages.run_parts(
                 f"tokenize-{name}",
                 basis,
                 parts,
@@ -171,7 +173,7 @@ class TokenizeStage:
             )
 
     def _members(self, path: Path, documents: list[list[Any]]) -> Iterator[dict[str, bytes]]:
-        """The files beside each document."""
+        """Yield the files beside each document, by extension."""
         with ExitStack() as stack:
             file = None
             for _, _, _, *more in documents:
@@ -188,16 +190,16 @@ class TokenizeStage:
         encoder: tokenizers.Tokenizer | None,
         provenance: StageResult,
     ) -> StageResult:
-        """Shards of the ids that wait in a folder; without an encoder there are no ids."""
-        with SplitWriter(self._stages, name, encoder) as written:
+        """Write shards of the ids in a folder; without an encoder there are no ids."""
+        with SplitWriter(self._stages, name, encoder) as writer:
             for part, facts in enumerate(parts):
                 ids = np.fromfile(tokens_path(folder, name, part), "<i4")
-                beside = self._members(members_path(folder, name, part), facts["documents"])
-                written.add(ids, facts["documents"], beside)
-            return written.finish({**provenance, "split": name})
+                members = self._members(members_path(folder, name, part), facts["documents"])
+                writer.add(ids, facts["documents"], members)
+            return writer.finish({**provenance, "split": name})
 
     def _corpus(self, document: Document) -> str:
-        """The name of the corpus that a document belongs to; empty if there is but one."""
+        """Return the corpus that a document belongs to; empty if there is only one."""
         if not self._by:
             return ""
         value, values = document.get(self._by), self._config.split.partition_values
@@ -205,23 +207,23 @@ class TokenizeStage:
         return folder_name(name) if name and (not values or name in values) else OTHER
 
 
-def tokens_path(folder: Path, name: str, number: int) -> Path:
-    """Where the ids of a part wait, as int32, one document after the other."""
-    return folder / f"{name}.{number:05d}.tokens"
+def tokens_path(folder: Path, name: str, part: int) -> Path:
+    """Return the path of the ids of a part: int32, one document after the other."""
+    return folder / f"{name}.{part:05d}.tokens"
 
 
-def members_path(folder: Path, name: str, number: int) -> Path:
-    """Where the files that belong to the documents of a part wait, one after the other."""
-    return folder / f"{name}.{number:05d}.members"
+def members_path(folder: Path, name: str, part: int) -> Path:
+    """Return the path of the files beside the documents of a part, concatenated."""
+    return folder / f"{name}.{part:05d}.members"
 
 
 def _cores() -> int:
-    """The cores that this process may run on; all, where the system doesn't say, as macOS."""
+    """Count the cores that this process may run on; all cores if the system doesn't say, like macOS."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_sample(document: Document, share: float) -> bool:
-    """A fixed random choice of about `share` of all documents."""
+    """Whether a document is in a fixed random sample of about `share` of all documents."""
     return int.from_bytes(blake3(document.id.encode()).digest(8), "big") < share * 2**64
 
 

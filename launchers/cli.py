@@ -43,9 +43,9 @@ SLURM_FLAGS = {
 }
 """Flags that only SLURM jobs have: how the value is called, and help."""
 SITE_FLAGS = ("partition", "account", "qos", "constraint", "exclude", "start", "max_restarts")
-"""Those that stand for fields of the site file, with `--mem` for `memory`."""
+"""Flags for fields of the site file, with `--mem` for `memory`."""
 SBATCH_FLAGS = ("nodelist", "reservation", "begin", "dependency")
-"""Those that become options of sbatch as they are."""
+"""Flags that become options of sbatch unchanged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def check_flags(args: argparse.Namespace) -> None:
             )
         if args.nproc is None and args.mpi is None:
             raise UsageError("say where to run: one of --nproc N (this machine), --mpi N (mpirun) or --slurm")
-    refused = {
+    unsupported = {
         "--array": args.array is not None and not args.prep,
         "--chain": args.chain is not None and (args.prep or args.evaluate),
         "--nodes": args.nodes is not None and args.prep,
@@ -156,7 +156,7 @@ def check_flags(args: argparse.Namespace) -> None:
         "key=value": args.evaluate and args.overrides,
         "--trust-plugins": args.trust_plugins and not args.evaluate,
     }
-    if wrong := [flag for flag, is_wrong in refused.items() if is_wrong]:
+    if wrong := [flag for flag, is_wrong in unsupported.items() if is_wrong]:
         kind = "--prep" if args.prep else "--evaluate" if args.evaluate else "training"
         raise UsageError(f"{', '.join(wrong)}: not for {kind}")
     if args.max_restarts is not None and args.max_restarts < 0:
@@ -236,8 +236,8 @@ class RunHandle:
 def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:
     """`megatfm launch CONFIG --slurm …`: overrides are its `key=value`, flags its flags, with `_` for `-`.
 
-    `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`. True stands for a flag alone,
-    a list for one that is repeated. Raises UsageError, MegatfmError.
+    `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`. True means a
+    flag without a value, a list a repeated flag. Raises UsageError, MegatfmError.
     """
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     add_arguments(parser)

@@ -18,7 +18,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
 
 MEGATFM_COMMAND = (sys.executable, "-P", "-m", "megatfm", "train")
-"""How ranks are started. -P keeps the working directory off the path: a `queue.py` there would hide Python's own."""
+"""The command that starts ranks. -P keeps the working directory off the path: a `queue.py` there would hide
+Python's."""
 
 Kind = Literal["train", "prep", "evaluate"]
 
@@ -54,9 +55,9 @@ class Job:
         if self.gpus_per_node < 0:
             raise UsageError(f"--gpus-per-node {self.gpus_per_node}: it must be 0 (no GPUs) or more")
         counts = {"nodes": self.min_nodes, "processes": self.nproc_per_node, "tasks": self.array_size}
-        for what, count in {**counts, "links of the chain": self.chain_length}.items():
+        for subject, count in {**counts, "links of the chain": self.chain_length}.items():
             if count < 1:
-                raise UsageError(f"number of {what} is {count}: it must be at least 1")
+                raise UsageError(f"number of {subject} is {count}: it must be at least 1")
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
             raise UsageError(f"--nodes {self.min_nodes}-{self.max_nodes}: the least number comes first")
         if self.gpus_per_node and self.nproc_per_node != self.gpus_per_node:
@@ -72,7 +73,7 @@ class Job:
 
     @property
     def largest_node_count(self) -> int:
-        """Nodes that the run may grow to; where no range was asked for, those that it has."""
+        """Nodes that the run may grow to; without a range, the nodes that it has."""
         return self.max_nodes or self.min_nodes
 
     @property
@@ -102,7 +103,7 @@ def megatfm_command(kind: Kind, python: str | None = None) -> list[str]:
 def python_path() -> dict[str, str]:
     """PYTHONPATH for ranks, where this megatfm is found in the working directory alone; else nothing.
 
-    That is a checkout that nobody installed, used by `python -m megatfm` from its top.
+    That is an uninstalled checkout, used by `python -m megatfm` from its top.
     """
     root = Path(version.__file__).resolve().parents[1]
     first, *later_paths = sys.path
@@ -113,12 +114,12 @@ def python_path() -> dict[str, str]:
 
 def _origin(path: list[str]) -> Path | None:
     """The folder in which megatfm is found on another path than today's, by all finders."""
-    before, sys.path = sys.path, path
+    original_path, sys.path = sys.path, path
     try:
         specs = (finder.find_spec("megatfm", None) for finder in sys.meta_path)
         spec = next((spec for spec in specs if spec), None)
     finally:
-        sys.path = before
+        sys.path = original_path
     return Path(spec.origin).resolve().parents[1] if spec and spec.origin else None
 
 
@@ -129,7 +130,7 @@ OVER = {
 }
 """States of a job that has ended for good: SLURM's, then ours. Jobs in other states hold nodes or may start."""
 UNKNOWN = "UNKNOWN"
-"""Name for a job of which nobody can tell: the scheduler doesn't answer, or it runs on another machine."""
+"""State of a job whose state is unknown: the scheduler doesn't answer, or it runs on another machine."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class JobState:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nobody can tell how it is."""
+        """Whether its state is unknown."""
         return self.name == UNKNOWN
 
 

@@ -38,7 +38,7 @@ from megatfm.launchers.record import (
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 from megatfm.launchers.supervisor import Child, supervise
 
-# Below the kernel's range for outgoing connections, so that nobody's connection takes the port before rank 0 does.
+# Below the kernel's range for outgoing connections, so that no connection takes the port before rank 0 does.
 PORTS = range(12_000, 32_000)
 
 
@@ -87,9 +87,11 @@ class ForegroundLauncher:
         """Attempts until one ends for good, or they gain nothing."""
         assert isinstance(job.config, Config)
         run, steps = job.run_dir, job.config.train.steps
-        me, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", AttemptLog(run)
+        submission, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", AttemptLog(run)
         while True:
-            begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
+            started_attempt = restarts.begin(
+                Attempt(time.time(), submission=submission, job=submission, nodes=[socket.gethostname()])
+            )
             code, is_new = attempt(is_new), False
             if code == EXIT_REQUEUE and finished(run, steps):  # asked to stop after its last step
                 code = EXIT_OK
@@ -99,10 +101,10 @@ class ForegroundLauncher:
             reason = FINAL_EXIT_REASONS.get(
                 code, "stopped by a signal" if code == EXIT_REQUEUE else f"exit code {code}"
             )
-            ended = restarts.end(replace(begun, ended=time.time(), code=code, reason=reason))
+            ended = restarts.end(replace(started_attempt, ended=time.time(), code=code, reason=reason))
             if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or not self.max_restarts:
                 return code
-            if spent := restarts.restart_limit_reason(me, self.max_restarts):
+            if spent := restarts.restart_limit_reason(submission, self.max_restarts):
                 print(f"megatfm: no progress: {spent}", file=sys.stderr)
                 restarts.end(replace(ended, code=NO_PROGRESS, reason=spent))
                 return NO_PROGRESS
@@ -172,13 +174,13 @@ def _note_files(job: Job, new_paths: NewPaths) -> None:
 
 
 def new_run_env(job: Job, is_new: bool) -> dict[str, str]:
-    """Environment variable that tells ranks that the run directory was made for them; nothing if it was not."""
+    """Environment variable that marks the run directory as created for these ranks; nothing if it was not."""
     return {NEW_RUN_VARIABLE: str(job.run_dir)} if is_new else {}
 
 
 def default_env(processes: int) -> dict[str, str]:
     """Settings of a rank on this machine that the user's own environment overrules."""
-    # macOS has no affinity to ask for.
+    # macOS has no affinity.
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env = {
         "OMP_NUM_THREADS": str(max(1, n_cores // processes)),
@@ -188,7 +190,7 @@ def default_env(processes: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on. Raises MegatfmError when none is found."""
+    """Return a port on which no process listens. Raises MegatfmError when none is found."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as probe:
             try:

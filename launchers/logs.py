@@ -16,7 +16,7 @@ from megatfm.launchers.run_jobs import job_ids
 
 POLL_SECONDS = 0.5
 LINE_BYTES = 4096
-"""Bytes kept of a line that the last look ended in; longer ones tell of trouble at their beginning."""
+"""Bytes kept of a line that the last look ended in; longer ones begin with the error."""
 ERROR_PATTERN = re.compile(
     r"\b(ERROR|CRITICAL|Traceback|Fatal Python error|Segmentation fault|Aborted|hangs?|hung|out of memory)\b"
 )
@@ -63,22 +63,22 @@ def _shown(line: bytes) -> str:
 
 
 class Troubles:
-    """Which logs of ranks tell of trouble; each is read once, and from then on what is new of it."""
+    """Return the ranks' logs that contain errors; a log is read once, and later only its new part."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, bool]] = {}
 
     def has(self, path: Path) -> bool:
         """Whether there is any in the last part of a file, or was when it was looked at before."""
-        seen, has_error = self._seen.get(path, (0, False))
+        n_read, has_error = self._seen.get(path, (0, False))
         try:
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                if size < seen:
-                    seen, has_error = 0, False
-                if not has_error and size > seen:
+                if size < n_read:
+                    n_read, has_error = 0, False
+                if not has_error and size > n_read:
                     # The line in which the last look ended is looked at again.
-                    file.seek(max(0, size - TAIL_BYTES, seen - LINE_BYTES))
+                    file.seek(max(0, size - TAIL_BYTES, n_read - LINE_BYTES))
                     has_error = (
                         ERROR_PATTERN.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace"))
                         is not None
@@ -147,15 +147,15 @@ def follow_logs(
     out: TextIO | None = None,
 ) -> None:
     """Print new lines, each with its file's label, until `is_over`. Ranks that get into trouble join in."""
-    out, known, troubles = out or sys.stdout, {tail.path: tail for tail in tails}, Troubles()
+    out, tail_of, troubles = out or sys.stdout, {tail.path: tail for tail in tails}, Troubles()
     while True:
         ending = is_over()  # asked first, so that the last words are still shown
         for path, label in select_logs(run, everything, troubles).items():
-            if path not in known:
-                known[path] = Tail(path, label)
+            if path not in tail_of:
+                tail_of[path] = Tail(path, label)
                 print(f"==> {path} <==", file=out)
-        width = max((len(tail.label) for tail in known.values()), default=0)
-        for tail in known.values():
+        width = max((len(tail.label) for tail in tail_of.values()), default=0)
+        for tail in tail_of.values():
             for line in itertools.chain(tail.read_new_lines(), tail.end() if ending else ()):
                 print(f"{tail.label:<{width}} | {line}", file=out)
         out.flush()

@@ -44,11 +44,11 @@ from megatfm.launchers.validation import layout_error, max_fitting_nodes
 
 PREFIX = "megatfm job: "
 LOG_BYTES = 2**24
-"""How much of a log's end is searched for what SLURM said: it says little, and that at the end."""
+"""Bytes at a log's end that are searched for SLURM's messages, which are few and come last."""
 UNSEEN_STOPS = 100
 """Stops of a task whose parts can't be counted, as they lie in the scratch folder of a preparation to a URL."""
 PROLOG_MARK = f"{PREFIX}attempt"
-# srun names the node and how its tasks ended; who was killed by a signal is no victim of another's failure.
+# srun names the node and how its tasks ended; a rank killed by a signal is no victim of another's failure.
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node ([\w.-]+): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
@@ -95,23 +95,23 @@ def prolog(args: argparse.Namespace) -> int:
     job = os.environ["SLURM_JOB_ID"]
     group = submission_id(args.run, job)
     if unfinished := restarts.unfinished_attempt(group):
-        lost = find_failure_cause(args.log, args.run, unfinished.time)
-        reason = lost.reason or "lost with its job script"
+        cause = find_failure_cause(args.log, args.run, unfinished.time)
+        reason = cause.reason or "lost with its job script"
         restarts.end(
             replace(
                 unfinished,
                 ended=now,
-                asked=lost.ended_by_slurm,
+                asked=cause.ended_by_slurm,
                 reason=reason,
-                failed_host=lost.host,
-                failed_rank=lost.rank,
+                failed_host=cause.host,
+                failed_rank=cause.rank,
             )
         )
     attempt = restarts.begin(Attempt(now, group, job, _restart(), nodes))
-    number = sum(one.submission == group for one in restarts.attempts)
+    number = sum(earlier.submission == group for earlier in restarts.attempts)
     log(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
     if spent := restarts.restart_limit_reason(group, args.max_restarts):
-        # Reached when SLURM itself requeued the job, so that nobody could say so before.
+        # Reached when SLURM itself requeued the job, without a record.
         return _stop_without_progress(args, restarts, attempt, spent)
     bad = set(restarts.faulty_hosts(now)) & set(nodes)
     usable = [node for node in nodes if node not in bad]
@@ -125,9 +125,9 @@ def prolog(args: argparse.Namespace) -> int:
         log(f"{', '.join(sorted(bad))}: left out, since the run failed there before")
     count = max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
     if count is None:
-        why = layout_error(config, len(usable) * args.processes_per_node)
-        restarts.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=why or "too few nodes"))
-        log(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on the last, {why}")
+        misfit = layout_error(config, len(usable) * args.processes_per_node)
+        restarts.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=misfit or "too few nodes"))
+        log(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on the last, {misfit}")
         return EXIT_USAGE
     if count < len(nodes):
         log(
@@ -141,28 +141,30 @@ def prolog(args: argparse.Namespace) -> int:
 def epilog(args: argparse.Namespace) -> int:
     """Note how the attempt ended, and see to the next one."""
     restarts, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
-    begun = restarts.attempt_of_job(job, _restart())
-    if begun is None:
+    started_attempt = restarts.attempt_of_job(job, _restart())
+    if started_attempt is None:
         raise MegatfmError(f"{args.run / RESTARTS}: nothing is noted of job {job}: was the file removed?")
     code = args.code
-    asked = args.asked or (
+    is_requested = args.asked or (
         "USR1" if code == 128 + signal.SIGUSR1 else ""
     )  # of which a rank died while it started
-    if code in (EXIT_OK, EXIT_REQUEUE) or asked:  # asked to stop, it may have done its last step
+    if code in (EXIT_OK, EXIT_REQUEUE) or is_requested:  # asked to stop, it may have done its last step
         has_finished = finished(args.run, load_config(args.config).train.steps)
         code = EXIT_OK if has_finished else code or EXIT_FAILED
-    attempt = replace(begun, ended=time.time(), code=code, asked=bool(asked))
+    attempt = replace(started_attempt, ended=time.time(), code=code, asked=bool(is_requested))
     if code in FINAL_EXIT_REASONS:
         restarts.end(replace(attempt, asked=False, reason=FINAL_EXIT_REASONS[code]))
         log(f"the run ended with {code}: {FINAL_EXIT_REASONS[code]}")
         if code in (EXIT_OK, EXIT_USAGE, NO_PROGRESS):
             _cancel_later_chain_jobs(args.run, job)
         return int(code)
-    if asked or code == EXIT_REQUEUE:
-        attempt = replace(attempt, reason=f"stopped by {asked or 'a signal'}")
+    if is_requested or code == EXIT_REQUEUE:
+        attempt = replace(attempt, reason=f"stopped by {is_requested or 'a signal'}")
     else:
-        following = restarts.next_attempt(begun)
-        cause = find_failure_cause(args.log, args.run, begun.time, following.time if following else None)
+        following = restarts.next_attempt(started_attempt)
+        cause = find_failure_cause(
+            args.log, args.run, started_attempt.time, following.time if following else None
+        )
         reason = cause.reason or (f"exit code {code}" if args.code else UNFINISHED)
         attempt = replace(attempt, failed_host=cause.host, failed_rank=cause.rank, reason=reason)
     attempt = restarts.end(attempt)
@@ -178,11 +180,11 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
     job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
     note, submitted = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
     previous, work = read_json(note, {}), prep_progress(args.run)
-    same = isinstance(previous, dict) and (
+    is_same_job = isinstance(previous, dict) and (
         previous.get("job"),
         previous.get("work"),
     ) == (submitted, work)
-    stops = 1 + (previous["stops"] if same and isinstance(previous.get("stops"), int) else 0)
+    stops = 1 + (previous["stops"] if is_same_job and isinstance(previous.get("stops"), int) else 0)
     atomic_write(note, json.dumps({"job": submitted, "work": work, "stops": stops}) + "\n")
     if stops > (MAX_STOPS_WITHOUT_PROGRESS if work else UNSEEN_STOPS):
         log(
@@ -226,18 +228,18 @@ def _requeue_or_chain(args: argparse.Namespace, restarts: AttemptLog, attempt: A
 def _exclude(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, str]) -> None:
     """Keep jobs off hosts, if enough others are left for them ever to start."""
     try:
-        of_site = record.get(
+        site_value = record.get(
             "ExcNodeList", "(null)"
         )  # what the site leaves out, which an update would forget
         excluded = {
             *hosts,
-            *(scheduler.expand_nodelist(of_site) if of_site != "(null)" else ()),
+            *(scheduler.expand_nodelist(site_value) if site_value != "(null)" else ()),
         }
-        left = scheduler.usable_nodes(record.get("Partition", "")) - excluded
+        free_nodes = scheduler.usable_nodes(record.get("Partition", "")) - excluded
         needed = int(re.match(r"\d+", record.get("NumNodes", "1"))[0])  # type: ignore[index]
-        if len(left) < needed:
+        if len(free_nodes) < needed:
             log(
-                f"{', '.join(hosts)}: failed twice, but only {len(left)} other nodes are usable: not excluded"
+                f"{', '.join(hosts)}: failed twice, but only {len(free_nodes)} other nodes are usable: not excluded"
             )
             return
         for job in jobs:
@@ -247,9 +249,11 @@ def _exclude(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, str]) 
         log(f"could not exclude {', '.join(hosts)}: {error}")
 
 
-def _stop_without_progress(args: argparse.Namespace, restarts: AttemptLog, attempt: Attempt, why: str) -> int:
-    log(f"no progress: {why}. Mend the cause, then launch again")
-    restarts.end(replace(attempt, ended=time.time(), code=NO_PROGRESS, reason=why))
+def _stop_without_progress(
+    args: argparse.Namespace, restarts: AttemptLog, attempt: Attempt, reason: str
+) -> int:
+    log(f"no progress: {reason}. Mend the cause, then launch again")
+    restarts.end(replace(attempt, ended=time.time(), code=NO_PROGRESS, reason=reason))
     _cancel_later_chain_jobs(args.run, attempt.job)
     return NO_PROGRESS
 
@@ -286,7 +290,7 @@ class FailureCause:
 def find_failure_cause(
     log: Path, run: Path, started_at: float, next_started_at: float | None = None
 ) -> FailureCause:
-    """How the attempt that began at `started_at` ended: by the run's own events, else by srun's lines in the log.
+    """Return how the attempt that began at `started_at` ended: by the run's events, else by srun's lines in the log.
 
     next_started_at: when the next attempt began, whose events are none of this one's.
     """
@@ -301,19 +305,21 @@ def find_failure_cause(
     for event in reversed(tail_jsonl(run / EVENTS, 8)):
         if event.get("event") == "failed" and started_at <= (number_of(event, "time") or 0) < until:
             hosts, ranks = texts_of(event, "hosts"), texts_of(event, "ranks")
-            known = len(set(hosts)) == 1 and ranks and ranks[0].isdecimal()
-            host, rank = (hosts[0], int(ranks[0])) if known else (None, None)
+            is_single_rank = len(set(hosts)) == 1 and ranks and ranks[0].isdecimal()
+            host, rank = (hosts[0], int(ranks[0])) if is_single_rank else (None, None)
             return FailureCause(host, rank, str(event.get("detail", "failed")))
-    if lost := _LOST_NODE.search(text):
-        return FailureCause(lost[1], None, f"node {lost[1]} failed")
-    if refused := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
+    if lost_node := _LOST_NODE.search(text):
+        return FailureCause(lost_node[1], None, f"node {lost_node[1]} failed")
+    if reason_of_node := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
         # srun then kills the tasks that did start, on nodes that are in order.
-        how = "; ".join(f"node {node} could not start its tasks: {why}" for node, why in refused.items())
-        return FailureCause(next(iter(refused)) if len(refused) == 1 else None, None, how)
+        reasons = "; ".join(
+            f"node {node} could not start its tasks: {reason}" for node, reason in reason_of_node.items()
+        )
+        return FailureCause(next(iter(reason_of_node)) if len(reason_of_node) == 1 else None, None, reasons)
     tasks = list(_SRUN.finditer(text))
     guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
     if not guilty and len({match[1] for match in tasks}) > 1:
-        return FailureCause(reason=f"{tasks[0][3]} on several nodes")  # nobody can say who began
+        return FailureCause(reason=f"{tasks[0][3]} on several nodes")  # the first failure is unknown
     if first := next(iter(guilty or tasks), None):
         return FailureCause(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
     return (

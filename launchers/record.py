@@ -1,7 +1,7 @@
 """Files that a run directory holds for launchers and watchers: launch.json, restarts.json, the ends of its JSON lines.
 
-`restarts.json` lists all attempts at a run, from which follows whether another one makes sense. Only who starts and
-restarts a run writes it: the job script's prolog and epilog, or `megatfm launch`.
+`restarts.json` lists all attempts at a run, from which follows whether another one makes sense. Only launchers write
+it: the job script's prolog and epilog, or `megatfm launch`.
 """
 
 import json
@@ -226,20 +226,22 @@ class AttemptLog:
         """Note how an attempt ended; returns it with the step that it came to."""
         ended = replace(attempt, step=latest_checkpoint_step(self.run))
         self.attempts = [
-            ended if (other.job, other.time) == (attempt.job, attempt.time) else other
-            for other in self._read()
+            ended if (stored.job, stored.time) == (attempt.job, attempt.time) else stored
+            for stored in self._read()
         ]
         self._save()
         return ended
 
     def unfinished_attempt(self, submission: str) -> Attempt | None:
-        """The last attempt of a submission if nobody has noted its end."""
-        last = next((one for one in reversed(self.attempts) if one.submission == submission), None)
+        """Return the last attempt of a submission if its end isn't recorded."""
+        last = next(
+            (attempt for attempt in reversed(self.attempts) if attempt.submission == submission), None
+        )
         return last if last and last.ended is None else None
 
     def attempt_of_job(self, job: str, restart: int) -> Attempt | None:
         """The attempt of one start of a job, whatever came after it: its script may outlive the next one's begin."""
-        attempts = [one for one in self.attempts if (one.job, one.restart) == (job, restart)]
+        attempts = [attempt for attempt in self.attempts if (attempt.job, attempt.restart) == (job, restart)]
         return attempts[-1] if attempts else None
 
     def next_attempt(self, attempt: Attempt) -> Attempt | None:
@@ -250,21 +252,21 @@ class AttemptLog:
         """Why a submission shall not be tried again; None if it may be."""
         failures, stops = self.count_without_progress(submission)
         if failures > max_restarts:
-            why = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
+            cause = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
         elif stops > MAX_STOPS_WITHOUT_PROGRESS:
-            why = f"{stops} attempts in a row were stopped"
+            cause = f"{stops} attempts in a row were stopped"
         else:
             return None
-        reason = f"{why} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
+        reason = f"{cause} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
         if failures <= max_restarts:
             return f"{reason}: they need more time to start and save, by more --time or a lower stop_seconds"
-        last = next((one.reason for one in reversed(self.attempts) if one.is_failure), "")
+        last = next((attempt.reason for attempt in reversed(self.attempts) if attempt.is_failure), "")
         return reason + (f"; the last: {last}" if last else "")
 
     def count_without_progress(self, submission: str) -> tuple[int, int]:
         """Failures and stops of a submission since its last attempt that gained a checkpoint."""
         failures = stops = 0
-        for attempt in reversed([one for one in self.attempts if one.submission == submission]):
+        for attempt in reversed([past for past in self.attempts if past.submission == submission]):
             if attempt.made_progress:
                 break
             failures += attempt.is_failure
@@ -273,8 +275,8 @@ class AttemptLog:
 
     def faulty_hosts(self, now: float) -> list[str]:
         """Hosts on which the run failed twice or more of late."""
-        recent = [one for one in self.attempts if one.time > now - HOST_FAILURE_WINDOW_S]
-        counts = Counter(one.failed_host for one in recent if one.failed_host)
+        recent = [attempt for attempt in self.attempts if attempt.time > now - HOST_FAILURE_WINDOW_S]
+        counts = Counter(attempt.failed_host for attempt in recent if attempt.failed_host)
         return sorted(host for host, count in counts.items() if count >= MAX_HOST_FAILURES)
 
     def _read(self) -> list[Attempt]:
@@ -295,8 +297,8 @@ class AttemptLog:
             try:
                 attempts.append(_ATTEMPT.validate_python(entry))
             except ValidationError as error:
-                where = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
-                self._damaged = f"entry {number} and perhaps more ({where}: {error.errors()[0]['msg']})"
+                location = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
+                self._damaged = f"entry {number} and perhaps more ({location}: {error.errors()[0]['msg']})"
         return attempts
 
     def _save(self) -> None:
@@ -308,4 +310,4 @@ _ATTEMPT = TypeAdapter(Attempt)
 
 def dump(attempts: Sequence[Attempt]) -> str:
     """The text of the file of restarts: indented JSON, an object for each."""
-    return json.dumps([asdict(one) for one in attempts], indent=1) + "\n"
+    return json.dumps([asdict(attempt) for attempt in attempts], indent=1) + "\n"

@@ -57,7 +57,7 @@ def evaluation_job_ids(run: Path) -> list[str]:
 
 
 def active_jobs(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Jobs of these that wait or run, and those of which nobody can tell, and how they are."""
+    """Return the jobs of these that wait or run, or whose state is unknown, with their states."""
     states = {job: job_state(job) for job in jobs}
     return {job: state for job, state in states.items() if not state.is_over}
 
@@ -73,9 +73,9 @@ def run_job_state(run: Path) -> JobState:
     for is_wanted in (lambda state: state.name == "RUNNING", lambda state: True):
         for job, state in living:
             if is_wanted(state):
-                waiting = len(living) - 1
-                more = [f"job {job}", state.reason, f"{waiting} more in the chain" if waiting else ""]
-                return JobState(state.name, ", ".join(part for part in more if part), state.since)
+                n_waiting = len(living) - 1
+                details = [f"job {job}", state.reason, f"{n_waiting} more in the chain" if n_waiting else ""]
+                return JobState(state.name, ", ".join(part for part in details if part), state.since)
     if not states:
         return JobState(UNKNOWN, "no job was noted")
     attempts = [attempt for attempt in AttemptLog(run).attempts if attempt.job in jobs]
@@ -103,11 +103,11 @@ def _explain_pending(job: str, reason: str) -> str:
 def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
     """Count the tasks of an array that run, wait and are over, in words."""
     running = [row[2] for row in rows if row[0] == "RUNNING"]
-    waiting = [row for row in rows if row[0] == "PENDING"]
+    pending = [row for row in rows if row[0] == "PENDING"]
     parts = [
         f"{len(running)} of {count} tasks run on {', '.join(sorted(set(running)))}" if running else "",
-        f"{len(waiting)} wait ({_explain_pending(job, waiting[0][1])})" if waiting else "",
-        f"{over} are over" if (over := count - len(rows)) > 0 else "",
+        f"{len(pending)} wait ({_explain_pending(job, pending[0][1])})" if pending else "",
+        f"{n_over} are over" if (n_over := count - len(rows)) > 0 else "",
     ]
     return "; ".join(filter(None, parts)) or f"{len(rows)} tasks are ending"
 
@@ -175,20 +175,21 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
                 f"{run}: can't tell whether job {number} still waits or runs ({state.reason}): try again, or where "
                 f"SLURM answers; give this one another name; or, if that job is surely gone, delete {run / LAUNCH}"
             )
-        what = "evaluates this run" if job.kind == "evaluate" else "is of this run"
+        purpose = "evaluates this run" if job.kind == "evaluate" else "is of this run"
         doing = "runs" if state.name == "RUNNING" else f"is in the queue ({state.name})"
         end = number if job.kind == "evaluate" else shlex.quote(str(run))
         other_name = "" if job.kind == "evaluate" else ", or give this one another name"
         raise UsageError(
-            f"{run}: job {number} {what}, and {doing}: wait for it, or end it with `megatfm cancel {end}`{other_name}"
+            f"{run}: job {number} {purpose}, and {doing}: wait for it, or end it with "
+            f"`megatfm cancel {end}`{other_name}"
         )
     return list(evaluations)
 
 
 def check_no_process(run: Path) -> None:
     """Refuse a run that a process of this machine has launched. Raises LockedError."""
-    if other := launcher_process(run):
-        raise LockedError(f"{run}: process {other.pid} runs this already: wait for it or give another name")
+    if process := launcher_process(run):
+        raise LockedError(f"{run}: process {process.pid} runs this already: wait for it or give another name")
 
 
 def launcher_process(run: Path) -> psutil.Process | None:
@@ -198,10 +199,10 @@ def launcher_process(run: Path) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(int(number_of(launch_record, "pid") or 0))
-        same = (
+        is_same_job = (
             abs(process.create_time() - (number_of(launch_record, "started") or 0)) < 1
         )  # else the number was used again
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        return process if is_same_job and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
         return None
 
@@ -237,9 +238,9 @@ def cancel(run: Path) -> str:
 
     Raises UsageError if there is nothing to end.
     """
-    done, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
+    cancelled, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
     if jobs:
-        done.append(_scancel(jobs))
+        cancelled.append(_scancel(jobs))
     if process := launcher_process(run):
         try:
             process.send_signal(signal.SIGTERM)
@@ -249,16 +250,16 @@ def cancel(run: Path) -> str:
             ) from None
         except psutil.NoSuchProcess:
             pass  # ended at this moment
-        done.append(f"told process {process.pid} to save and stop")
-    if not done:
+        cancelled.append(f"told process {process.pid} to save and stop")
+    if not cancelled:
         raise UsageError(f"{run}: {_why_nothing_runs(run)}")
-    return ", ".join(done)
+    return ", ".join(cancelled)
 
 
 def cancel_job_id(number: str) -> str:
     """Cancel the run that a SLURM job belongs to; a job that evaluates, or that no run records, is cancelled alone.
 
-    Raises UsageError for a job that is none of ours.
+    Raises UsageError for a job that megatfm didn't submit.
     """
     record = scheduler.show_job(number)
     script, log = Path(record.get("Command", "")), Path(record.get("StdOut", ""))

@@ -18,7 +18,7 @@ def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) 
     environment: all of its variables, in place of ours.
     """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             argv,
             capture_output=True,
             text=True,
@@ -30,10 +30,10 @@ def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) 
         raise UsageError(f"{argv[0]} is not on PATH: run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
         raise MegatfmError(f"{argv[0]} gave no answer in {TIMEOUT_SECONDS:.0f} s: is slurmctld up?") from None
-    if done.returncode:
-        output = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+    if result.returncode:
+        output = " ".join((result.stderr or result.stdout).split()) or f"exit code {result.returncode}"
         raise MegatfmError(f"{' '.join(argv[:3])}: {output}")
-    return done.stdout
+    return result.stdout
 
 
 def show_job(job: str) -> dict[str, str]:

@@ -57,7 +57,7 @@ class Site(Section):
     exclusive: bool = False
     """Whole nodes, with no other jobs on them."""
     gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How GPUs are asked for; sites with old settings know only gres."""
+    """The option that requests GPUs; sites with old settings know only gres."""
     sbatch: list[SbatchOption] = Field(default_factory=list)
     """More options of sbatch."""
     srun: list[SbatchOption] = Field(default_factory=list)
@@ -75,7 +75,7 @@ class Site(Section):
     interface: SlurmToken | None = None
     """Network interface over which processes meet."""
     stop_seconds: PositiveInt = 300
-    """Seconds before the time limit at which a run is told to save and requeue."""
+    """Seconds before the time limit at which a run is signalled to save and requeue."""
     requeue: bool = True
     """Whether jobs may be requeued here; where not, use `--chain`."""
     max_restarts: NonNegativeInt = 3
@@ -112,17 +112,17 @@ def load_site(path: Path | None, overrides: dict[str, str | int | None], options
     `overrides` replace fields where they are not None; `options` of sbatch are added to the site's. Raises UsageError.
     """
     local_file, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
-    chosen = path or (local_file if local_file.is_file() else shipped)
+    site_file = path or (local_file if local_file.is_file() else shipped)
     for option in options:
         if re.fullmatch(SBATCH_OPTION_PATTERN, option) is None:
             raise UsageError(
                 f"{option!r}: no option of sbatch: give one as --name=value, without blanks or quotes"
             )
     fields = {key: value for key, value in overrides.items() if value is not None}
-    site = _load(chosen, fields)
+    site = _load(site_file, fields)
     shell = {key: os.environ.get(name) for key, name in FROM_SHELL.items() if getattr(site, key) is None}
     if any(shell.values()):
-        site = _load(chosen, fields | {key: value for key, value in shell.items() if value})
+        site = _load(site_file, fields | {key: value for key, value in shell.items() if value})
     for option in (*site.sbatch, *options):
         _check_option(option)
     return site.model_copy(update={"sbatch": [*site.sbatch, *options]})
@@ -139,7 +139,7 @@ def _check_option(option: str) -> None:
         raise UsageError(
             f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's fields"
         )
-    longer = [known for known in WRITTEN_OUT if known.startswith(name)]
+    longer = [option_name for option_name in WRITTEN_OUT if option_name.startswith(name)]
     if longer and name not in WRITTEN_OUT:
         raise UsageError(
             f"{option}: sbatch would take this for --{' or --'.join(longer)}: write the name out, or leave it to "
@@ -291,12 +291,12 @@ class SlurmLauncher:
     def _print_summary(self, job: Job, jobs: list[str]) -> None:
         run, numbers = job.run_dir, ", ".join(jobs)
         if job.kind == "prep":
-            what = f"{job.array_size} tasks"
+            size = f"{job.array_size} tasks"
         else:
             nodes = f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes)
-            what = f"{job.world_size} processes on {nodes} nodes"
+            size = f"{job.world_size} processes on {nodes} nodes"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
-        print(f"job{'s' * (len(jobs) > 1)} {numbers} {'are' if len(jobs) > 1 else 'is'} queued: {what}")
+        print(f"job{'s' * (len(jobs) > 1)} {numbers} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
         print(f"  state    megatfm status {run}")
         print(f"  log      megatfm logs -f {run}    ({log})")
         if job.kind == "train":

@@ -80,10 +80,10 @@ def collect_code(plugins: Sequence[str]) -> Snapshot:
             _add(name, path, roots)
     files: dict[str, Path] = {}
     for name, root in roots.items():
-        taken = [root] if root.is_file() else sorted(_walk(root))
+        paths = [root] if root.is_file() else sorted(_walk(root))
         if name != "megatfm":
-            _check_size(name, root, taken)
-        files |= {str(path.relative_to(root.parent)): path for path in taken}
+            _check_size(name, root, paths)
+        files |= {str(path.relative_to(root.parent)): path for path in paths}
     return Snapshot(dict(sorted(files.items())))
 
 
@@ -91,10 +91,10 @@ def _add(name: str, path: Path, roots: dict[str, Path]) -> None:
     """Enter a plugin, and every module from the same folder that one of its files imports."""
     roots[name] = path
     sources = [path] if path.is_file() else [file for file in _walk(path) if file.suffix == ".py"]
-    for other in sorted(set().union(*map(_imported, sources)) - set(roots)):
-        path_of_other = _find_module(other) if any(path.parent.glob(f"{other}*")) else None
-        if path_of_other is not None and path_of_other.parent == path.parent:
-            _add(other, path_of_other, roots)
+    for module in sorted(set().union(*map(_imported, sources)) - set(roots)):
+        module_path = _find_module(module) if any(path.parent.glob(f"{module}*")) else None
+        if module_path is not None and module_path.parent == path.parent:
+            _add(module, module_path, roots)
 
 
 def _imported(source: Path) -> set[str]:
@@ -127,10 +127,10 @@ def code_origin() -> dict[str, object]:
     origin: dict[str, object] = {"megatfm": version.__version__, "copied_from": str(root)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for key, words in {"commit": ("rev-parse", "HEAD"), "changed": ("status", "--porcelain")}.items():
-            done = subprocess.run(
+            result = subprocess.run(
                 ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
             )
-            origin[key] = done.stdout.splitlines() if key == "changed" else done.stdout.strip()
+            origin[key] = result.stdout.splitlines() if key == "changed" else result.stdout.strip()
     return origin
 
 

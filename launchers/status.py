@@ -1,4 +1,4 @@
-"""How far a run or a preparation is, from what it leaves in its directory. No torch: this runs on a login node."""
+"""Status of a run or a preparation, from the files in its directory. No torch, since this runs on a login node."""
 
 import math
 import os
@@ -94,11 +94,13 @@ def run_status(run: Path) -> RunStatus:
     for job, evaluation in active_jobs(evaluation_job_ids(run)).items():
         detail = f"{state.reason}; " if state.reason else ""
         state = replace(state, reason=f"{detail}evaluation in job {job}: {evaluation.name}")
-    reached = number_of(last, "step")
-    step = int(reached) if reached is not None and math.isfinite(reached) else None
+    last_step = number_of(last, "step")
+    step = int(last_step) if last_step is not None and math.isfinite(last_step) else None
     seconds = [value for record in records if (value := number_of(record, "step_seconds")) is not None]
     speeds = [value for record in records if (value := number_of(record, "tokens_per_second")) is not None]
-    left = (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
+    seconds_left = (
+        (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
+    )
     detail = f"{events[0].get('event')}: {events[0].get('detail')}" if events else ""
     return RunStatus(
         run=run,
@@ -108,7 +110,7 @@ def run_status(run: Path) -> RunStatus:
         steps=steps,
         loss=number_of(last, "loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        seconds_left=None if state.is_over or state.is_unknown else left,
+        seconds_left=None if state.is_over or state.is_unknown else seconds_left,
         restarts=_restarts(run),
         checkpoint=latest_checkpoint_step(run),
         event=detail,
@@ -117,7 +119,7 @@ def run_status(run: Path) -> RunStatus:
 
 
 def launched_state(run: Path) -> JobState | None:
-    """State of the jobs or processes that launched a run last; None where nobody noted a launch."""
+    """State of the jobs or processes that launched a run last; None if no launch is recorded."""
     launcher = read_launch_record(run).get("launcher")
     if launcher == "slurm":
         return run_job_state(run)
@@ -137,7 +139,7 @@ def _steps(run: Path) -> int | None:
 def _restarts(run: Path) -> int:
     """Restarts of the last submission."""
     attempts = AttemptLog(run).attempts
-    return sum(one.submission == attempts[-1].submission for one in attempts) - 1 if attempts else 0
+    return sum(attempt.submission == attempts[-1].submission for attempt in attempts) - 1 if attempts else 0
 
 
 def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
@@ -150,12 +152,12 @@ def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
 
 
 def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
-    """Whether the holder of a run's lock lives: its process here, or whoever moves the file from another machine."""
+    """Whether the holder of a run's lock lives: its process here, or a holder on another machine."""
     if holder.get("host") == socket.gethostname():
-        taken, pid = number_of(holder, "time"), number_of(holder, "pid")
+        lock_time, pid = number_of(holder, "time"), number_of(holder, "pid")
         try:
             # One that began after the lock was taken got the number of a dead one.
-            return pid is not None and psutil.Process(int(pid)).create_time() < (taken or math.inf) + 1
+            return pid is not None and psutil.Process(int(pid)).create_time() < (lock_time or math.inf) + 1
         except (psutil.Error, ValueError, OverflowError):
             return False
     try:
@@ -163,10 +165,10 @@ def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
     except OSError:
         return False
     try:  # by the clock of the file server, from which this machine's may differ
-        now = run / f".now.{os.getpid()}"
-        now.touch()
-        age = now.stat().st_mtime - moved
-        now.unlink()
+        probe = run / f".now.{os.getpid()}"
+        probe.touch()
+        age = probe.stat().st_mtime - moved
+        probe.unlink()
         return age < HEARTBEAT_SECONDS
     except OSError:  # a directory that can't be written to
         return time.time() - moved < HEARTBEAT_SECONDS + CLOCK_SECONDS

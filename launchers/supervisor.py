@@ -34,10 +34,10 @@ PR_SET_PDEATHSIG = 1
 class Child:
     """One process to start. Without a log it inherits this terminal.
 
-    `environment` is added to ours. `stop_signal` replaces every signal that is forwarded; `parent_death_signal` is what
-    the process gets when we are killed ourselves. `forward_signal(pid, signal)` forwards to others than the process
-    itself; `translate_exit_code` says what its exit code means. `blocks_stop_signals`: it starts with USR1 and TERM
-    blocked, and unblocks them once its handlers are installed (`megatfm train` does).
+    `environment` is added to this process's. `stop_signal` replaces every signal that is forwarded;
+    `parent_death_signal` is what the process gets when we are killed ourselves. `forward_signal(pid, signal)` forwards
+    to others than the process itself; `translate_exit_code` says what its exit code means. `blocks_stop_signals`: it
+    starts with USR1 and TERM blocked, and unblocks them once its handlers are installed (`megatfm train` does).
     """
 
     name: str
@@ -87,7 +87,7 @@ class _Children:
         self._forwarded: set[int] = set()
         self._end_at = self._kill_at = float("inf")
         self._ending = False
-        # Of several, none may take what is typed: a rank that asks for it in the background would be stopped, unseen.
+        # With several children, none may read the keyboard: the system stops a background process that reads it.
         terminal = _is_terminal()
         (first, *later_children) = children
         self._in_front = terminal and not later_children and first.is_plain
@@ -95,7 +95,7 @@ class _Children:
 
     @property
     def running(self) -> list[Child]:
-        """Those whose end `poll` has not noted yet (sending a signal to a dead process sets its returncode, too)."""
+        """Children whose end `poll` has not recorded yet (signalling a dead process sets its returncode, too)."""
         return [
             child for child in self.children if child.name in self.processes and child.name not in self.ended
         ]
@@ -107,17 +107,18 @@ class _Children:
         def receive(number: int, _: FrameType | None) -> None:
             self._received.append(number)
 
-        before = {number: signal.signal(number, receive) for number in FORWARDED}
+        original_handlers = {number: signal.signal(number, receive) for number in FORWARDED}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in original_handlers.items():
                 signal.signal(number, handler)
 
     def start(self) -> None:
         """Start every child in a process group of its own, so that the terminal's Ctrl-C comes only through us.
 
-        A single one stays in ours, where it may read from the terminal, as a debugger does: Ctrl-C reaches it, too.
+        A single child stays in this process group, where it may read from the terminal, as a debugger does: Ctrl-C
+        reaches it, too.
         """
         for child in self.children:
             output = None
@@ -150,18 +151,18 @@ class _Children:
                 continue
             self._forwarded.add(number)
             if number == signal.SIGINT and self._in_front and os.tcgetpgrp(0) == os.getpgrp():
-                continue  # typed at the terminal, which has told the child itself
+                continue  # typed at the terminal, which signalled the child itself
             for child in self.running:
-                process, forwarded = self.processes[child.name], child.stop_signal or number
+                process, stop_signal = self.processes[child.name], child.stop_signal or number
                 if process.poll() is not None:  # its number may be another process's by now
                     continue
                 if child.forward_signal:
-                    child.forward_signal(process.pid, forwarded)
+                    child.forward_signal(process.pid, stop_signal)
                 else:
-                    process.send_signal(forwarded)
+                    process.send_signal(stop_signal)
 
     def poll(self) -> None:
-        """See who ended, and end the others when one failed: gently, then for good."""
+        """Record ended children, and end the others when one failed: gently, then for good."""
         now = time.monotonic()
         ended = {child.name: child for child in self.running if self.processes[child.name].poll() is not None}
         if ended:  # perhaps of a signal to our whole group, which we have only received since the last look
@@ -177,8 +178,8 @@ class _Children:
                 )
         failed = [name for name in ended if self.codes.get(name, 0) not in (EXIT_OK, EXIT_REQUEUE)]
         if failed and self.first_failed is None:
-            # Of those that ended between two looks, one killed by a signal can't have been a victim of the others;
-            # one that is stopped is what the others ended for.
+            # Of the children that ended between two polls, one killed by a signal can't be a victim of the others; a
+            # stopped child is the reason why the others ended.
             stopped = [child.name for child in self.running if _is_stopped(self.processes[child.name].pid)]
             self.first_failed = next(iter(stopped), min(failed, key=lambda name: self.codes[name] >= 0))
             self._end_at = min(self._end_at, now + SETTLE_SECONDS)
@@ -191,7 +192,7 @@ class _Children:
             self.kill()
 
     def _translate_code(self, child: Child, code: int) -> int:
-        """Its exit code; who died of the signal that we passed on, before it could take it, has stopped."""
+        """Its exit code; a child that died of the forwarded signal before it could handle it counts as stopped."""
         passed_on = {int(child.stop_signal or number) for number in self._forwarded}
         return EXIT_REQUEUE if {-code, code - 128} & passed_on else code
 
@@ -210,7 +211,7 @@ class _Children:
             process.wait()
 
     def exit_code(self) -> int:
-        """The exit code; says who failed first."""
+        """The exit code; names the first failure."""
         common = set(self.codes.values())
         code = common.pop() if len(common) == 1 else EXIT_FAILED
         if code not in COMMON_CODES:
@@ -224,11 +225,11 @@ class _Children:
     def _failure_message(self, name: str) -> str:
         code = self.codes.get(name)
         if code is None:
-            how = "stopped, and never continued"
+            ending = "stopped, and never continued"
         else:
-            how = f"exit code {code}" if code >= 0 else _signal_name(-code)
+            ending = f"exit code {code}" if code >= 0 else _signal_name(-code)
         n_others = len(self.children) - 1
-        line = f"megatfm: {name} failed first ({how})" + (", so the others were ended" if n_others else "")
+        line = f"megatfm: {name} failed first ({ending})" + (", so the others were ended" if n_others else "")
         log = next(child.log for child in self.children if child.name == name)
         if log is None:
             return line
@@ -245,7 +246,7 @@ def _is_terminal() -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal (Linux; elsewhere nobody knows)."""
+    """Whether a process was stopped by a signal (Linux; elsewhere unknown)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
@@ -263,11 +264,14 @@ def _signal_name(number: int) -> str:
 def _before_exec(child: Child) -> Callable[[], None]:
     """Make the hook that runs before exec: it blocks stop signals, and has the kernel end the child with us (Linux)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent, held = os.getpid(), (signal.SIGUSR1, signal.SIGTERM) if child.blocks_stop_signals else ()
+    parent, blocked_signals = (
+        os.getpid(),
+        (signal.SIGUSR1, signal.SIGTERM) if child.blocks_stop_signals else (),
+    )
 
     def prepare() -> None:
-        if held:
-            signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        if blocked_signals:
+            signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
         if libc:
             libc.prctl(PR_SET_PDEATHSIG, int(child.parent_death_signal))
         if os.getppid() != parent:  # killed before the line above

@@ -111,8 +111,10 @@ def common_exit_code(code: int, folder: Path) -> int:
     if code == EXIT_OK:
         return EXIT_OK
     texts = {path.read_text() for path in folder.iterdir()}
-    left = {int(text) if text.isdecimal() else EXIT_FAILED for text in texts}  # empty: killed while it wrote
-    (agreed,) = left if len(left) == 1 else (EXIT_FAILED,)
+    exit_codes = {
+        int(text) if text.isdecimal() else EXIT_FAILED for text in texts
+    }  # empty: killed while it wrote
+    (agreed,) = exit_codes if len(exit_codes) == 1 else (EXIT_FAILED,)
     # A worker that torchrun ended because another left with such a code could not leave its own.
     return agreed if agreed in (EXIT_USAGE, EXIT_REQUEUE, NO_PROGRESS, LOCKED) else EXIT_FAILED
 

@@ -32,12 +32,12 @@ def layout_error(config: Config, processes: int) -> str | None:
     fixed = math.prod(sizes.values())
     shard = processes // fixed if parallel.dp_shard == -1 else parallel.dp_shard
     if fixed * shard != processes:
-        named = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
-        layout = " × ".join(f"{axis} {size}" for axis, size in named.items() if size > 1)
+        all_sizes = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
+        layout = " × ".join(f"{axis} {size}" for axis, size in all_sizes.items() if size > 1)
         return f"the layout {layout} does not divide {processes} processes"
-    within = shard * (parallel.expert_mesh_size // parallel.dp_shard)  # -1 over -1 where dp_shard is -1
-    if within % parallel.ep:
-        return f"parallel.ep = {parallel.ep} does not divide the {within} ranks over which experts lie"
+    expert_sizes = shard * (parallel.expert_mesh_size // parallel.dp_shard)  # -1 over -1 where dp_shard is -1
+    if expert_sizes % parallel.ep:
+        return f"parallel.ep = {parallel.ep} does not divide the {expert_sizes} ranks over which experts lie"
     data_ranks = sizes["dp_replicate"] * shard
     batches = global_batches(config)
     for batch, key in batches.items():
@@ -54,8 +54,8 @@ def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
     if batch % data_ranks:
         return ""
     rows = batch // data_ranks
-    fits = max(n for n in divisors(rows) if n <= micro_batch)
-    return f" (train.micro_batch = {fits} would)"
+    largest_fitting = max(n for n in divisors(rows) if n <= micro_batch)
+    return f" (train.micro_batch = {largest_fitting} would)"
 
 
 def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
@@ -116,7 +116,7 @@ def launch_warnings(job: Job, site: Site, partition: scheduler.Partition | None)
 
 def _time_limit_errors(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
     """A job that SLURM would take and never start, or tell to stop as soon as it starts."""
-    limit, whose = _time_limit(job, partition)
+    limit, origin = _time_limit(job, partition)
     if limit is None:
         return
     if partition and partition.max_time is not None and limit > partition.max_time:
@@ -127,7 +127,7 @@ def _time_limit_errors(job: Job, site: Site, partition: scheduler.Partition | No
         )
     if job.kind != "evaluate" and limit <= site.stop_seconds:
         yield (
-            f"{whose} leaves no time to work: the job is told to save {site.stop_seconds} s ahead of its limit "
+            f"{origin} leaves no time to work: the job is told to save {site.stop_seconds} s ahead of its limit "
             f"(stop_seconds in the site file): give more than {_minutes(site.stop_seconds)}, or lower stop_seconds"
         )
 
@@ -175,8 +175,8 @@ def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
         paths = {"read.folder": config.read.folder, "tokenizer.file": config.tokenizer.file}
         yield from ((key, path, "") for key, path in paths.items() if path)
         for number, step in enumerate(config.steps):
-            named = [*([step.file] if hasattr(step, "file") else []), *getattr(step, "against", ())]
-            yield from ((f"steps[{number}]", path, "") for path in named)
+            files = [*([step.file] if hasattr(step, "file") else []), *getattr(step, "against", ())]
+            yield from ((f"steps[{number}]", path, "") for path in files)
         return
     data = config.data
     for name, path in data.validation.items():
@@ -201,21 +201,23 @@ def _misfit(job: Job, on_nodes: bool) -> str | None:
     counts = range(job.min_nodes, job.largest_node_count + 1)
     if max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
         return None
-    why = layout_error(job.config, job.world_size)
-    where = f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"
-    return f"the run does not fit {where}: {why}{_suggest_node_count(job, job.config, on_nodes)}"
+    reason = layout_error(job.config, job.world_size)
+    allocation = (
+        f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"
+    )
+    return f"the run does not fit {allocation}: {reason}{_suggest_node_count(job, job.config, on_nodes)}"
 
 
 def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
     """Numbers of nodes or processes near the wanted one that would do."""
-    per_unit, wanted = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
-    near: Iterator[int] = (
+    per_unit, n_processes = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
+    nearby: Iterator[int] = (
         count
         for distance in range(1, 64)
-        for count in (wanted - distance, wanted + distance)
+        for count in (n_processes - distance, n_processes + distance)
         if count > 0 and layout_error(config, count * per_unit) is None
     )
-    fitting = next(near, None)
+    fitting = next(nearby, None)
     if fitting is None:
         return "; change the layout or the batch"
     return f"; it would fit on {fitting} {'nodes' if on_nodes else 'processes'}"

@@ -75,8 +75,9 @@ def load(
     """The model of a run, a checkpoint or a folder in the Hugging Face format, in evaluation mode.
 
     dtype: of its parameters; "auto": what they are stored in, so that a model in bfloat16 takes half the memory.
-    trust_plugins: import the packages that the config of a run or a checkpoint names in `plugins`, whoever made it.
-    Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not fit.
+    trust_plugins: import the packages that the config of a run or a checkpoint names in `plugins`, also those of a
+    foreign file. Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not
+    fit.
     """
     if is_hf_folder(path) or is_electra_folder(path):
         module = load_hf(path, device, dtype=dtype)
@@ -91,7 +92,7 @@ class Model:
     """A trained model, and what is done with it.
 
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. `module` is the `nn.Module`, whose
-    attributes and methods (`config`, `parameters()`, …) can be had here as well.
+    attributes and methods (`config`, `parameters()`, …) are accessible here as well.
     """
 
     def __init__(self, module: nn.Module, path: Path, *, trust_plugins: bool = False) -> None:
@@ -104,11 +105,11 @@ class Model:
         kind = f"{config.family}, " if isinstance(config, ModelConfig) else ""
         parameters = list(self.module.parameters())
         count = sum(parameter.numel() for parameter in parameters)
-        where = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
-        return f"megatfm.Model({str(self.path)!r}: {kind}{count:,} parameters, {where})"
+        description = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
+        return f"megatfm.Model({str(self.path)!r}: {kind}{count:,} parameters, {description})"
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.module(*args, **named)
+    def __call__(self, *args: Any, **keyword_arguments: Any) -> Any:
+        return self.module(*args, **keyword_arguments)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not set yet: while it is copied or unpickled

@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the other end of the output is closed: whoever read, as in `megatfm … | head`, has read enough."""
+    """Whether the other end of the output is closed: the reader of the pipe, as in `megatfm … | head`, has read
+    enough."""
     output = select.poll()
     output.register(sys.stdout.fileno())
     return any(event & select.POLLERR for _, event in output.poll(0))
@@ -103,12 +104,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The namespace with all overrides; exits with code 2 for a word that is neither a flag nor an override."""
-        parsed, left = self.parse_known_args(args, namespace)
+        parsed, unparsed = self.parse_known_args(args, namespace)
         overrides = getattr(parsed, "overrides", None)
-        unknown = [word for word in left if overrides is None or not _is_override(word)]
+        unknown = [word for word in unparsed if overrides is None or not _is_override(word)]
         if unknown:
             key, equals, value = unknown[0].lstrip("-").partition("=")
-            after = left[left.index(unknown[0]) + 1 :]
+            after = unparsed[unparsed.index(unknown[0]) + 1 :]
             value = value if equals else next(iter(after), "…")
             hint = f": settings have no dashes: {key}={value}" if overrides is not None and "." in key else ""
             if unknown[0].partition("=")[0] in OF_LAUNCH and hasattr(parsed, "source"):
@@ -119,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         if overrides is not None:
             from megatfm.registry import refuse_repeats
 
-            parsed.overrides = [*overrides, *left]
+            parsed.overrides = [*overrides, *unparsed]
             try:
                 refuse_repeats(parsed.overrides)
             except UsageError as error:
@@ -140,7 +141,7 @@ def _is_override(word: str) -> bool:
     return not word.startswith("-") and ("=" in word or word.startswith("~"))
 
 
-def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+def build_parser(only_command: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands. only: the one whose arguments are looked up; others need not even be imported."""
     parser = Parser(prog="megatfm", description="Pretrain transformers under any parallel layout.")
     parser.add_argument("--version", action="version", version=f"megatfm {__version__}")
@@ -148,7 +149,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     for name, (path, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if only in (None, name):
+        if only_command in (None, name):
             module = importlib.import_module(path)
             getattr(module, f"add_{name}_arguments")(command)
             command.set_defaults(run=getattr(module, f"{name}_command"))

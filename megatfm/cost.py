@@ -1,7 +1,7 @@
 """Cost of a part of a model on a row: parts that differ from the rule say so in a method `cost`, this adds up.
 
 The rule: each weight is multiplied once with every token that goes through the module; tables, whose weights have a
-role, are only looked up. Whoever plans, cuts or describes a model reads this, and no list of parts.
+role, are only looked up. Planning, pipeline cuts and `describe` read this, and no list of parts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ ENCODER_TOKENS = "encoder_tokens"
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Input of a part: so many tokens of a row. encoder_tokens: tokens of the memory that cross-attention
-    looks at.
-    target_fraction: the share of the tokens that the objective predicts, where that is known."""
+    """Input of a module: `n` tokens of a row. encoder_tokens: tokens of the memory of cross-attention. target_fraction:
+    share of the tokens that the objective predicts; None if unknown."""
 
     n: float
     encoder_tokens: float = 0.0
     target_fraction: float | None = None
 
     def with_count(self, n: float) -> TokenCounts:
-        """The same of another number of tokens."""
+        """Return a copy with another number of tokens."""
         return replace(self, n=n)
 
 
@@ -62,7 +61,7 @@ def module_cost(module: Any, tokens: TokenCounts) -> Cost:
 
 
 def default_cost(module: Any, tokens: TokenCounts) -> Cost:
-    """The same for a module that says nothing itself, or that differs in the number of tokens only."""
+    """Return the cost of a module without a method `cost`, from its parameters and children."""
     roles = getattr(module, "roles", {})
     parameters = {key: p for key, p in module.named_parameters(recurse=False) if key not in roles}
     matrices = sum(p.numel() for p in parameters.values() if p.dim() > 1)

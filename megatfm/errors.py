@@ -1,7 +1,7 @@
 """Exit codes, and the errors that users meet. A message is one line: what, where, and the way out.
 
-Whoever restarts a run (a job script, torchrun, `megatfm launch`) decides by the exit code alone, so each code says
-whether the same command may help if it is started again.
+A launcher (a job script, torchrun, `megatfm launch`) decides by the exit code alone whether to restart a run, so each
+code says whether the same command may help if it is started again.
 """
 
 EXIT_OK = 0

@@ -66,7 +66,7 @@ def temporary_path(path: Path) -> Path:
 
 
 NEW_RUN_VARIABLE = "MEGATFM_NEW_RUN"
-"""Environment variable by which a launcher tells its ranks the run directory that it has just made for them."""
+"""Environment variable with the run directory that a launcher has just created for its ranks."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 Failure = tuple[str, str]
-"""Host, and the one line that it says."""
+"""A host, and its line."""
 
 
 def is_distributed() -> bool:
@@ -64,35 +64,35 @@ def run_and_gather(action: str, work: Callable[[], T], group: Group = None) -> l
     return [pickle.loads(result) for result, _ in answers or ()]
 
 
-def all_gather(mine: T, group: Group = None) -> list[T]:
+def all_gather(value: T, group: Group = None) -> list[T]:
     """All-gather an object: a list by rank."""
     if not is_distributed():
-        return [mine]
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     with collective_errors("the ranks can't compare what they have"):
-        dist.all_gather_object(gathered, mine, group)
+        dist.all_gather_object(gathered, value, group)
     return gathered
 
 
-def broadcast_each(mine: T, holders: int, group: Group = None) -> list[T]:
+def broadcast_each(value: T, holders: int, group: Group = None) -> list[T]:
     """Broadcast the objects of ranks 0 … `holders` − 1 to all ranks: a list by rank."""
     objects: list[Any] = []
     for holder in range(holders):
-        slot = [mine]
+        slot = [value]
         with collective_errors("the ranks can't tell each other what they have read"):
             dist.broadcast_object_list(slot, group=group, group_src=holder)
         objects += slot
     return objects
 
 
-def gather_errors(mine: Sequence[str]) -> dict[str, list[str]]:
+def gather_errors(value: Sequence[str]) -> dict[str, list[str]]:
     """All-gather problems as "rank 3 on HOST" → problems; empty if no rank has any. The same on all ranks."""
-    per_rank = all_gather((socket.gethostname(), list(mine)))
+    per_rank = all_gather((socket.gethostname(), list(value)))
     return {f"rank {rank} on {host}": problems for rank, (host, problems) in enumerate(per_rank) if problems}
 
 
 def machine() -> str:
-    """Return a name that tells this machine, or container, from others of a run: several may be called localhost."""
+    """Return a name of this machine or container that is unique in a run: several may be called localhost."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -100,14 +100,14 @@ def machine() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def unique_on_host(mine: Collection[str], group: Group = None) -> set[str]:
+def unique_on_host(value: Collection[str], group: Group = None) -> set[str]:
     """Return those items that no other rank on this rank's machine has."""
-    host, me = machine(), rank(group)
+    host, own_rank = machine(), rank(group)
     on_other_ranks: set[str] = set()
-    for other, (other_host, items) in enumerate(all_gather((host, list(mine)), group)):
-        if other_host == host and other != me:
+    for rank_value, (other_host, items) in enumerate(all_gather((host, list(value)), group)):
+        if other_host == host and rank_value != own_rank:
             on_other_ranks.update(items)
-    return set(mine) - on_other_ranks
+    return set(value) - on_other_ranks
 
 
 def run_on_rank_0(action: str, work: Callable[[], T], group: Group = None) -> T:
@@ -148,17 +148,17 @@ def scatter(action: str, parts: list[T], group: Group = None) -> T:
     """Scatter rank 0's parts, one to each rank (the others' parts are ignored)."""
     if not is_distributed():
         return parts[0]
-    mine: list[Any] = [None]
+    value: list[Any] = [None]
     with collective_errors(action):
-        dist.scatter_object_list(mine, parts if rank(group) == 0 else None, group=group, group_src=0)
-    return cast(T, mine[0])
+        dist.scatter_object_list(value, parts if rank(group) == 0 else None, group=group, group_src=0)
+    return cast(T, value[0])
 
 
-def any_rank(action: str, mine: bool, group: Group = None) -> bool:
+def any_rank(action: str, value: bool, group: Group = None) -> bool:
     """Return whether a condition holds on any rank."""
     if not is_distributed():
-        return mine
-    flag = torch.tensor([int(mine)])
+        return value
+    flag = torch.tensor([int(value)])
     with collective_errors(action):
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag)
@@ -174,7 +174,7 @@ def collective_errors(action: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's first line (torch adds stacks to its own); the type says more where it isn't ours."""
+    """Return an error's first line (torch adds stacks to its own); the type helps for foreign errors."""
     text = str(error).strip().split("\n", 1)[0]
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
 
@@ -182,11 +182,11 @@ def one_line(error: BaseException) -> str:
 def _for_others(error: Exception) -> Exception:
     """Return an error as other processes can raise it: itself where pickle gives it back, else its type and text."""
     try:
-        again = pickle.loads(pickle.dumps(error))
+        restored = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its constructor or its values do
         return MegatfmError(one_line(error))
-    same = type(again) is type(error) and str(again) == str(error)
-    return error if same else MegatfmError(one_line(error))
+    is_equal = type(restored) is type(error) and str(restored) == str(error)
+    return error if is_equal else MegatfmError(one_line(error))
 
 
 def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None, Failure | None]:
@@ -202,9 +202,9 @@ def _raise_if(action: str, reasons: list[Failure | None], cause: Exception | Non
 
 
 def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
-    """The error that every rank raises: the lowest failed rank's reason, and who failed besides."""
+    """The error that every rank raises: the lowest failed rank's reason, and the other failed ranks."""
     first, *more_ranks = sorted(reasons)
     host, text = reasons[first]
-    where = f"rank {first} on {host}: " if is_distributed() else ""
+    location = f"rank {first} on {host}: " if is_distributed() else ""
     besides = f" (also failed: rank {', '.join(map(str, more_ranks))})" if more_ranks else ""
-    return MegatfmError(f"{action}: {where}{text}{besides}")
+    return MegatfmError(f"{action}: {location}{text}{besides}")

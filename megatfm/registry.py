@@ -62,21 +62,21 @@ def refuse_repeats(overrides: Sequence[str]) -> None:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` when a known word is near, else an empty string."""
-    near = _closest(word, list(known))
-    return f" (did you mean {near!r}?)" if near else ""
+    suggestion = _closest(word, list(known))
+    return f" (did you mean {suggestion!r}?)" if suggestion else ""
 
 
 def _closest(word: str, known: Sequence[str]) -> str | None:
     """Near is what differs in signs and capitals alone, begins as the word does, begins it, or is spelled almost so."""
     bare = {name: _letters(name) for name in known}
-    wanted = _letters(word)
-    if len(wanted) >= SHORTEST:
-        ahead = [name for name in known if bare[name].startswith(wanted)]
-        behind = [name for name in known if len(bare[name]) >= SHORTEST and wanted.startswith(bare[name])]
-        if ahead or behind:
-            return min(ahead, key=lambda name: len(bare[name])) if ahead else max(behind, key=len)
-    near = difflib.get_close_matches(word, known, n=1)
-    return near[0] if near else None
+    letters = _letters(word)
+    if len(letters) >= SHORTEST:
+        longer = [name for name in known if bare[name].startswith(letters)]
+        shorter = [name for name in known if len(bare[name]) >= SHORTEST and letters.startswith(bare[name])]
+        if longer or shorter:
+            return min(longer, key=lambda name: len(bare[name])) if longer else max(shorter, key=len)
+    matches = difflib.get_close_matches(word, known, n=1)
+    return matches[0] if matches else None
 
 
 def _letters(word: str) -> str:
@@ -94,7 +94,7 @@ def import_plugins(packages: Iterable[str]) -> None:
             importlib.import_module(package)
         except UsageError:
             raise
-        except (Exception, SystemExit) as error:  # it is somebody's code, which may raise anything
+        except (Exception, SystemExit) as error:  # third-party code may raise anything
             if isinstance(error, ImportError) and _place(error) is None:
                 raise UsageError(
                     f"plugins: can't import {package!r} ({error}): put it beside the config or into the current "
@@ -116,7 +116,7 @@ def _place(error: BaseException) -> str | None:
 
 
 def import_foreign_plugins(packages: Iterable[str], source: str | Path, *, trusted: bool) -> None:
-    """Import the packages that the config of a run or a checkpoint names, which may be anybody's.
+    """Import the packages that the config of a run or a checkpoint names, which may be third-party code.
 
     Those that are imported already do no more. Raises UsageError that names the others unless `trusted`.
     """
@@ -142,9 +142,9 @@ def add_plugin_folders(packages: Iterable[str], folders: Sequence[Path]) -> None
     for name in {package.partition(".")[0] for package in packages}:
         if not name or name in sys.modules or importlib.util.find_spec(name) is not None:
             continue
-        there = (
+        exists = (
             folder for folder in folders if (folder / f"{name}.py").is_file() or (folder / name).is_dir()
         )
-        if (folder := next(there, None)) is not None:
+        if (folder := next(exists, None)) is not None:
             sys.path.append(str(folder.resolve()))
             importlib.invalidate_caches()

@@ -59,7 +59,7 @@ def permutation(n: int, *key: KeyPart) -> NDArray[np.int64]:
 
 
 def hash_rows(key: tuple[KeyPart, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
-    """One uniform 64-bit integer for each row of integer `columns` [n] (one number stands for a column of it).
+    """One uniform 64-bit integer for each row of integer `columns` [n] (a scalar is broadcast).
 
     For many keys at once, where a generator for each would be slow: SplitMix64's finaliser (Steele, Lea & Flood
     2014, figure 16, Stafford's variant 13), which is a bijection, applied to the hash so far plus the next column.

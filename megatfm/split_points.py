@@ -1,4 +1,4 @@
-"""Where a model may be split into pipeline stages: what a model declares, and what pipelines read.
+"""Split points: where a model may be split into pipeline stages, as models declare it and pipelines read it.
 
 A model's `forward` is plain code. Beside it, `split_points` lists its parts in their order, with the modules that each
 runs and what it hands to later ones; there are no functions to run in it.
@@ -56,7 +56,7 @@ def live_fields(split_points: Sequence[SplitPoint], index: int) -> dict[str, Car
     read: set[str] = set()
     for point in reversed(split_points[index:]):
         read = (read - set(point.writes)) | set(point.reads)
-    written: dict[str, CarrySpec] = {}
+    written_names: dict[str, CarrySpec] = {}
     for point in split_points[:index]:
-        written |= point.writes
-    return {name: written[name] for name in sorted(read) if name in written}
+        written_names |= point.writes
+    return {name: written_names[name] for name in sorted(read) if name in written_names}

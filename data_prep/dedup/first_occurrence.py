@@ -1,14 +1,14 @@
 """Mark every row whose key an earlier row has: linear in bytes read and written, in any memory, by any number of tasks.
 
-1. `sort`, a task for each chunk of rows: they are sorted by hash. All but the first of equal keys *of a chunk* are
-   repeats whatever the other chunks hold, so they are noted at once and go no further: a hash that half of all rows
-   have leaves one row a chunk. Where the ranges of hashes begin is kept beside the rows.
-2. `join`, a task for each range of hashes: one slice of each chunk. All but the first of equal keys are noted, by
+1. `sort`, a task for each chunk of rows: sort them by hash. All but the first of equal keys *of a chunk* are repeats
+   whatever the other chunks contain, so they are recorded at once and not passed on: a hash that half of all rows
+   share leaves one row a chunk. The beginnings of the ranges of hashes are stored beside the rows.
+2. `join`, a task for each range of hashes: read its slice of each chunk, and record all but the first of equal keys, by
    chunk.
-3. `mark`, a task for each chunk: its own repeats, and its part of what each range found.
+3. `mark`, a task for each chunk: mark its own repeats, and those that each range recorded for it.
 
-No task knows another: what they share is a folder. One may be killed, repeated or done twice, and the result depends
-neither on the memory nor on who does what.
+Tasks share a folder and nothing else. A task may be killed, repeated or done twice; the result depends neither on the
+memory nor on which process does which task.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,16 +34,16 @@ from megatfm.data_prep.dedup.key_table import (
 from megatfm.data_prep.documents import EXAMPLES
 from megatfm.data_prep.execution.progress import UpdateProgress
 
-# What a task holds of a row, as tracemalloc measures it.
+# Bytes of memory for each row in a task, as measured with tracemalloc.
 SORT_BYTES, JOIN_BYTES = 72, 80
 
-_Slice = tuple[int, int, int]  # of the sorted rows: the chunk, and where it begins and ends there
+_Slice = tuple[int, int, int]  # chunk, begin and end of a range in its sorted rows
 
 
 def mark_repeats(rows: KeyTable, index: DedupContext) -> Facts:
     """Mark the rows whose key (the first number, or the first two) an earlier row has, as `index.marks`.
 
-    Returns `each`, the rows of a file of marks, and if there are two numbers, some `examples`: [row, first row].
+    Returns `each`, the number of rows in a file of marks, and for two numbers some `examples`: [row, first row].
     """
     return _Search(rows, index).run()
 
@@ -51,7 +51,7 @@ def mark_repeats(rows: KeyTable, index: DedupContext) -> Facts:
 class _Search:
     def __init__(self, rows: KeyTable, index: DedupContext) -> None:
         self._rows, self._index = rows, index
-        self._divided = Partitioning.of(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
+        self._partitioning = Partitioning.of(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
         self._is_checked = rows.columns > 1
         check = [("check", "<u8")] if self._is_checked else []
         first = [("first", "<i8")] if self._is_checked else []
@@ -59,52 +59,55 @@ class _Search:
         self._later = np.dtype([("place", "<u4"), *first])
 
     def run(self) -> Facts:
-        divided, run = self._divided, self._index.run_tasks
-        run("sort", divided.chunks, divided.total, self._sort)
-        run("join", divided.ranges, divided.total, self._join)
-        return run("mark", divided.chunks, divided.total, self._mark, self._joined)
+        partitioning, run = self._partitioning, self._index.run_tasks
+        run("sort", partitioning.chunks, partitioning.total, self._sort)
+        run("join", partitioning.ranges, partitioning.total, self._join)
+        return run("mark", partitioning.chunks, partitioning.total, self._mark, self._joined)
 
     def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
-        begin, end = self._divided.chunk(chunk)
+        begin, end = self._partitioning.chunk(chunk)
         columns = self._rows.read(begin, end)
         hashes = np.ascontiguousarray(columns[:, 0])
         check = np.ascontiguousarray(columns[:, 1]) if self._is_checked else None
         del columns
-        firsts, repeats, of_later = group_equal_keys(hashes, check)
+        firsts, repeats, first_of_repeat = group_equal_keys(hashes, check)
         records = np.empty(len(firsts), self._record)
         records["hash"], records["place"] = hashes[firsts], firsts
         if check is not None:
             records["check"] = check[firsts]
-        with PartitionsWriter(self._index.path("sorted", chunk), self._divided.ranges) as writer:
-            writer.add(records, self._divided.by_range(hashes[firsts]))
+        with PartitionsWriter(self._index.path("sorted", chunk), self._partitioning.ranges) as writer:
+            writer.add(records, self._partitioning.count_by_range(hashes[firsts]))
             writer.commit()
-        write_keys(self._index.path("later", chunk), [self._repeat_records(repeats, of_later + begin)])
+        write_keys(self._index.path("later", chunk), [self._repeat_records(repeats, first_of_repeat + begin)])
         advance(end - begin)
         return {"later": len(repeats)}
 
     def _join(self, number: int, advance: UpdateProgress) -> Facts:
-        divided = self._divided
+        partitioning = self._partitioning
         parts = [
             (chunk, begin, end)
-            for chunk in range(divided.chunks)
-            for begin, end in slices(self._index.path("sorted", chunk), divided.ranges, number)
+            for chunk in range(partitioning.chunks)
+            for begin, end in slices(self._index.path("sorted", chunk), partitioning.ranges, number)
         ]
-        low, high = number * 2**64 // divided.ranges, (number + 1) * 2**64 // divided.ranges
-        with PartitionsWriter(self._index.path("joined", number), divided.chunks) as writer:
+        low, high = number * 2**64 // partitioning.ranges, (number + 1) * 2**64 // partitioning.ranges
+        with PartitionsWriter(self._index.path("joined", number), partitioning.chunks) as writer:
             for hashes, places, check in self._range_in_memory(parts, low, high):
                 _, repeats, firsts = group_equal_keys(hashes, check)
                 rows, firsts = places[repeats], places[firsts]
                 order = np.argsort(rows)
                 rows, firsts = rows[order], firsts[order]
-                writer.add(self._repeat_records(rows % divided.chunk_rows, firsts), divided.by_chunk(rows))
+                writer.add(
+                    self._repeat_records(rows % partitioning.chunk_rows, firsts),
+                    partitioning.count_by_chunk(rows),
+                )
             writer.commit()
-        advance(divided.total // divided.ranges)
+        advance(partitioning.total // partitioning.ranges)
         return {}
 
     def _range_in_memory(
         self, parts: list[_Slice], low: int, high: int
     ) -> Iterator[tuple[Hashes, RowIndices, Hashes | None]]:
-        """The rows of a range of hashes; in halves if they don't fit the memory."""
+        """Yield the rows of a range of hashes; in halves if they don't fit the memory."""
         size = sum(end - begin for _, begin, end in parts)
         if size * JOIN_BYTES > self._index.memory_bytes and high - low > 1:
             middle = (low + high) // 2
@@ -122,19 +125,19 @@ class _Search:
             destination = slice(at, at := at + len(records))
             hashes[destination] = records["hash"]
             places[destination] = records["place"]
-            places[destination] += chunk * self._divided.chunk_rows
+            places[destination] += chunk * self._partitioning.chunk_rows
             if check is not None:
                 check[destination] = records["check"]
         yield hashes, places, check
 
     def _search(self, part: _Slice, middle: int) -> int:
-        """Where the hashes from `middle` on begin."""
+        """Find the first record whose hash is at least `middle`."""
         chunk, begin, end = part
         mapped = np.memmap(self._index.path("sorted", chunk), self._record, "r", shape=(end,))
         return begin + int(np.searchsorted(mapped["hash"][begin:], np.uint64(middle)))
 
     def _mark(self, chunk: int, advance: UpdateProgress) -> Facts:
-        begin, end = self._divided.chunk(chunk)
+        begin, end = self._partitioning.chunk(chunk)
         marks = np.zeros(end - begin, np.uint8)
         firsts = np.arange(begin, end) if self._is_checked else None
         for repeats in self._repeats_of_chunk(chunk):
@@ -147,48 +150,48 @@ class _Search:
             return {}
         examples = []
         for place in np.flatnonzero(marks)[:EXAMPLES].tolist():
-            first = int(firsts[place])  # in this chunk, where it may be a later one itself, or the very first
+            first = int(firsts[place])  # if in this chunk, it may be a repeat itself
             examples.append([begin + place, int(firsts[first - begin]) if first >= begin else first])
         return {"examples": examples}
 
     def _repeats_of_chunk(self, chunk: int) -> Iterator[NDArray[Any]]:
         path = self._index.path("later", chunk)
         yield read_array(path, self._later, 0, path.stat().st_size // self._later.itemsize)
-        for number in range(self._divided.ranges):
+        for number in range(self._partitioning.ranges):
             path = self._index.path("joined", number)
-            yield from read_partition(path, self._later, self._divided.chunks, chunk)
+            yield from read_partition(path, self._later, self._partitioning.chunks, chunk)
 
     def _joined(self, parts: Iterable[Facts]) -> Facts:
         examples = islice((example for part in parts for example in part.get("examples", ())), EXAMPLES)
-        return {"each": self._divided.chunk_rows, "examples": list(examples)}
+        return {"each": self._partitioning.chunk_rows, "examples": list(examples)}
 
     def _repeat_records(self, places: RowIndices, firsts: RowIndices) -> NDArray[Any]:
-        noted = np.empty(len(places), self._later)
-        noted["place"] = places
+        records = np.empty(len(places), self._later)
+        records["place"] = places
         if self._is_checked:
-            noted["first"] = firsts
-        return noted
+            records["first"] = firsts
+        return records
 
 
 def group_equal_keys(
     hashes: Hashes, check: Hashes | None = None
 ) -> tuple[RowIndices, RowIndices, RowIndices]:
-    """The first row of each key, in the order of their hashes; all others; and of each of these the first one."""
+    """Return the first row of each key, sorted_hashes by hash; all other rows; and for each of those its first row."""
     if not len(hashes):
         return (np.empty(0, np.int64),) * 3
     order = np.argsort(hashes)  # the default kind is vectorized; a stable one takes three times as long
-    ordered = hashes[order]
-    new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    sorted_hashes = hashes[order]
+    new = np.concatenate([[True], sorted_hashes[1:] != sorted_hashes[:-1]])
     if check is not None and not new.all():
-        checked = check[order]
-        if ((checked[1:] != checked[:-1]) & ~new[1:]).any():  # a hash of two keys: once in a lifetime
+        sorted_check = check[order]
+        if ((sorted_check[1:] != sorted_check[:-1]) & ~new[1:]).any():  # two keys with one hash: very rare
             order = np.lexsort((check, hashes))
-            ordered, checked = hashes[order], check[order]
-            new[1:] = (ordered[1:] != ordered[:-1]) | (checked[1:] != checked[:-1])
+            sorted_hashes, sorted_check = hashes[order], check[order]
+            new[1:] = (sorted_hashes[1:] != sorted_hashes[:-1]) | (sorted_check[1:] != sorted_check[:-1])
     begins = np.flatnonzero(new)
     firsts = np.minimum.reduceat(order, begins)
     if len(firsts) == len(order):
         return firsts, np.empty(0, np.int64), np.empty(0, np.int64)
-    of_all = np.repeat(firsts, np.diff(np.append(begins, len(order))))
-    is_later = order != of_all
-    return firsts, order[is_later], of_all[is_later]
+    first_of_row = np.repeat(firsts, np.diff(np.append(begins, len(order))))
+    is_later = order != first_of_row
+    return firsts, order[is_later], first_of_row[is_later]

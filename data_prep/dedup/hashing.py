@@ -3,8 +3,8 @@
 A word is a run of letters and digits with their marks (vowel signs, accents), without case, after NFKC (Unicode
 Standard Annex 15) and without what isn't seen: format characters, Arabic and Hebrew vowel points, the elongating
 kashida. `_` separates. Of scripts that have no spaces, a Han character and a kana are words of their own; Thai, Lao,
-Khmer, Burmese and their kin are cut where a hash of the two neighbouring characters says so, every fourth place on the
-average: so a word has about as many characters as the languages' own, and depends on its surroundings alone.
+Khmer, Burmese and related scripts are cut where a hash of the two neighbouring characters says so, every fourth place
+on the average: so a word has about as many characters as the languages' own, and depends on its surroundings alone.
 
 A word's hash is that of its UTF-8 bytes, eight at a time; an n-gram's hash combines those of its words in their order.
 All are 64 bits wide. The minima of a signature are rensa's.
@@ -29,7 +29,7 @@ _SPACE = ord(" ")
 _WORDS = bytes(
     byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() else _SPACE for byte in range(256)
 )
-# What a character is.
+# Kinds of characters.
 _SEPARATES, _IN_WORD, _IS_WORD, _IN_LONG, _UNSEEN = range(5)
 # Blocks of scripts without spaces (Unicode 15): those of which a character is a word, and those of which several are.
 # fmt: off
@@ -51,12 +51,12 @@ _PLANES = ((0, 0x323B0), (0xE0000, 0xE0200))
 """Code points that have anything but private and unassigned ones."""
 _FIRST, _SECOND, _BASE = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
 _27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
-# Of the eight bytes at a place, those of a word that has 0 … 8 bytes left (little-endian).
+# Masks for the eight bytes at a place, of which 0 … 8 belong to the word (little-endian).
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
 
 def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hashes of all words of all texts, in their order, and where each text's begin: [texts + 1]."""
+    """Return the hashes of all words of all texts in order, and the first hash of each text: [texts + 1]."""
     encoded = [_encode(text) for text in texts]
     # Eight bytes of space after the end, as a word's last eight bytes may be read beyond it.
     joined = b" ".join([*encoded, b" " * 8]).translate(_WORDS)
@@ -115,17 +115,17 @@ def _hash(data: bytes, begins: NDArray[np.int64], lengths: NDArray[np.int64]) ->
     result = eights[begins] & _MASKS[np.minimum(lengths, 8)]
     result ^= lengths.astype(np.uint64) * _BASE
     result = splitmix64(result)
-    which = np.flatnonzero(lengths > 8)
-    at, left = begins[which] + 8, lengths[which] - 8
-    while len(which):
-        result[which] = splitmix64(result[which] ^ (eights[at] & _MASKS[np.minimum(left, 8)]))
-        more = left > 8
-        at, left, which = at[more] + 8, left[more] - 8, which[more]
+    words = np.flatnonzero(lengths > 8)
+    offsets, remaining = begins[words] + 8, lengths[words] - 8
+    while len(words):
+        result[words] = splitmix64(result[words] ^ (eights[offsets] & _MASKS[np.minimum(remaining, 8)]))
+        is_longer = remaining > 8
+        offsets, remaining, words = offsets[is_longer] + 8, remaining[is_longer] - 8, words[is_longer]
     return result
 
 
 def _encode(text: str) -> bytes:
-    """UTF-8 in lower case, of other scripts the words alone, with spaces between them; ASCII as it is."""
+    """Encode a text as UTF-8 in lower case; beyond ASCII as its words alone, separated by spaces."""
     if text.isascii():
         return text.encode()
     text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
@@ -188,7 +188,10 @@ def signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -
     words, offsets = word_hashes(texts)
     if (np.diff(offsets) == 0).any():
         words, offsets = word_hashes(
-            [text if has else _spelled(text) for text, has in zip(texts, np.diff(offsets), strict=True)]
+            [
+                text if has_words else _spelled(text)
+                for text, has_words in zip(texts, np.diff(offsets), strict=True)
+            ]
         )
     runs, begins = ngram_hashes(words, offsets, n_grams)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(runs, begins.astype(np.uint64), hashes, seed)

@@ -19,16 +19,16 @@ from megatfm.errors import MegatfmError
 RowIndices = NDArray[np.int64]
 Facts = dict[str, Any]
 
-# A search is divided at least so finely if its tasks have so many rows then: for a few dozen processes, and so that a
-# sort stays near the cache.
+# A search has at least TASKS tasks if each then has TASK_ROWS rows: enough for a few dozen processes, and small enough
+# to sort near the cache.
 TASKS = 64
 TASK_ROWS = 2**18
 
 
 class KeyTable:
-    """The rows of all parts, one after the other; each part is a file of its own, of `counts` rows.
+    """The rows of all parts in order; each part is a file of `counts` rows.
 
-    No file is looked at before its rows are read: they may be gone once all that needed them is done.
+    A file is opened only when its rows are read, since it may be removed once no stage needs it.
     """
 
     def __init__(self, files: Sequence[Path], dtype: str, columns: int, counts: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class KeyTable:
         return int(self.begins[-1])
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """[end − begin, columns]: rows that follow one another."""
+        """Read consecutive rows [end − begin, columns]."""
         result = np.empty((end - begin, self.columns), self._dtype)
         for part in range(*np.searchsorted(self.begins, (begin + 1, end), "left") - (1, 0)):
             first, last = max(begin, int(self.begins[part])), min(end, int(self.begins[part + 1]))
@@ -49,7 +49,7 @@ class KeyTable:
         return result
 
     def pick(self, numbers: RowIndices) -> NDArray[Any]:
-        """The rows of these numbers, which ascend."""
+        """Read the rows [n, columns] with these ascending numbers."""
         result = np.empty((len(numbers), self.columns), self._dtype)
         at = 0
         while at < len(numbers):
@@ -57,14 +57,14 @@ class KeyTable:
             end = int(np.searchsorted(numbers, self.begins[part + 1], "left"))
             shape = (int(self.begins[part + 1] - self.begins[part]), self.columns)
             mapped = np.memmap(self._files[part], self._dtype, "r", shape=shape)
-            # Clipping changes no number, but spares a copy.
+            # mode="clip" changes no number, but spares a copy.
             np.take(mapped, numbers[at:end] - self.begins[part], 0, out=result[at:end], mode="clip")
             at = end
         return result
 
 
 def write_keys(path: Path, rows: Iterable[NDArray[Any]]) -> int:
-    """Write the rows of a part to a file, and commit it. Returns how many there were."""
+    """Write the rows of a part to a file, and commit it. Returns the number of rows."""
     file, count = AtomicFile(path), 0
     try:
         for batch in rows:
@@ -77,7 +77,7 @@ def write_keys(path: Path, rows: Iterable[NDArray[Any]]) -> int:
 
 
 class RunTasks(Protocol):
-    """Has tasks 0 … count − 1 of a step done, by whoever is free, each once for all."""
+    """Runs tasks 0 … count − 1 of a step, each once over all processes."""
 
     def __call__(
         self,
@@ -87,31 +87,32 @@ class RunTasks(Protocol):
         work: Callable[[int, UpdateProgress], Facts],
         join: Callable[[Iterable[Facts]], Facts] = lambda _: {},
     ) -> Facts:
-        """`work` tells of its progress towards `total`. Returns what `join` makes of all results."""
+        """Run the tasks. work: reports its progress towards `total`. Returns `join` of all results."""
         ...
 
 
 @dataclass(frozen=True)
 class DedupContext:
-    """Where the search lies while it goes on, what a task may hold in memory, and who has its tasks done."""
+    """The folder of a search, the memory of a task, and the function that runs its tasks."""
 
     folder: Path
     memory_bytes: int
     run_tasks: RunTasks
 
     def path(self, kind: str, number: int) -> Path:
-        """File number `number` of a kind, such as `marks.00003`."""
+        """Return the path of file `number` of a kind, such as `marks.00003`."""
         return self.folder / f"{kind}.{number:05d}"
 
     def is_duplicate(self, total: int, marks_per_file: int) -> KeyTable:
-        """[total, 1]: 1 for each row that goes, else 0; in files of `marks_per_file`."""
+        """Return the marks [total, 1]: 1 for a duplicate row, else 0; in files of `marks_per_file`."""
         counts = [min(marks_per_file, total - begin) for begin in range(0, total, marks_per_file)]
         return KeyTable([self.path("marks", number) for number in range(len(counts))], "u1", 1, counts)
 
 
 @dataclass(frozen=True)
 class Partitioning:
-    """Rows divided into chunks of `chunk_rows`, and hashes into `ranges`; neither changes what is found."""
+    """The division of rows into chunks of `chunk_rows`, and of hashes into `ranges`; the result doesn't depend on
+    it."""
 
     total: int
     chunk_rows: int
@@ -120,9 +121,9 @@ class Partitioning:
     @classmethod
     def of(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Partitioning":
         """Divide rows such that a chunk, of `sort_bytes` a row, and a range, of `join_bytes` a row, fit the memory."""
-        most = min(2**31, 2**64 // max(1, total))  # so that a place fits 4 bytes, and a pair of rows 8
-        rows_per_part = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), most)
-        # A fourth more than it takes on the average, so that hardly any has to be halved.
+        max_rows = min(2**31, 2**64 // max(1, total))  # so that a place fits 4 bytes, and a pair of rows 8
+        rows_per_part = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), max_rows)
+        # A fourth more than the average needs, so that hardly any range has to be halved.
         ranges = max(-(-total * join_bytes * 5 // (4 * memory_bytes)), min(TASKS, total // TASK_ROWS), 1)
         return cls(total, max(1, rows_per_part), ranges)
 
@@ -132,21 +133,21 @@ class Partitioning:
         return -(-self.total // self.chunk_rows)
 
     def chunk(self, number: int) -> tuple[int, int]:
-        """The rows of a chunk: the first, and the one after the last."""
+        """Return the rows of a chunk: the first, and the one after the last."""
         return number * self.chunk_rows, min(self.total, (number + 1) * self.chunk_rows)
 
-    def by_range(self, hashes: Hashes) -> RowIndices:
-        """[ranges]: how many of these hashes, which ascend, each range has."""
+    def count_by_range(self, hashes: Hashes) -> RowIndices:
+        """Count the ascending hashes in each range: [ranges]."""
         lows = np.array([number * 2**64 // self.ranges for number in range(self.ranges)], np.uint64)
         return np.diff(np.append(np.searchsorted(hashes, lows), len(hashes)))
 
-    def by_chunk(self, rows: RowIndices) -> RowIndices:
-        """[chunks]: how many of these rows, which ascend, each chunk has."""
+    def count_by_chunk(self, rows: RowIndices) -> RowIndices:
+        """Count the ascending rows in each chunk: [chunks]."""
         return np.diff(np.searchsorted(rows, np.arange(self.chunks + 1) * self.chunk_rows))
 
 
 def read_array(path: Path, dtype: np.dtype[Any], at: int, count: int) -> NDArray[Any]:
-    """`count` items of a file, from item `at` on."""
+    """Read `count` items of a file, from item `at` on. Raises MegatfmError if the file is shorter."""
     result = np.fromfile(path, dtype, count, offset=at * dtype.itemsize)
     if len(result) != count:
         raise MegatfmError(f"{path}: ends before item {at + count}: {RESTORE}")
@@ -158,7 +159,7 @@ _SIZE = _NUMBER.itemsize
 
 
 class PartitionsWriter:
-    """Records, and after them a table of where each partition of each batch begins."""
+    """Writes records, and after them a table of the beginnings of each partition in each batch."""
 
     def __init__(self, path: Path, partitions: int) -> None:
         self._file = AtomicFile(path)
@@ -166,7 +167,8 @@ class PartitionsWriter:
         self._counts: list[RowIndices] = []
 
     def add(self, records: NDArray[Any], counts: RowIndices) -> None:
-        """Records in the order of their partitions, and how many each has. A batch may come in several pieces."""
+        """Append records in the order of their partitions; counts: records of each. A batch may come in several
+        pieces."""
         self._file.write(np.ascontiguousarray(records).tobytes())
         self._counts.append(counts)
 
@@ -188,7 +190,7 @@ class PartitionsWriter:
 
 
 def slices(path: Path, partitions: int, number: int) -> list[tuple[int, int]]:
-    """Return where the records of a partition begin and end in every batch that has some."""
+    """Return begin and end of the records of a partition in every batch that has some."""
     with open(path, "rb", buffering=0) as file:
         descriptor, end = file.fileno(), os.fstat(file.fileno()).st_size - _SIZE
         (edges,) = _numbers(descriptor, path, end, 1)
@@ -199,7 +201,7 @@ def slices(path: Path, partitions: int, number: int) -> list[tuple[int, int]]:
 
 
 def read_partition(path: Path, dtype: np.dtype[Any], partitions: int, number: int) -> Iterator[NDArray[Any]]:
-    """The records of a partition, batch by batch."""
+    """Yield the records of a partition, batch by batch."""
     for begin, end in slices(path, partitions, number):
         yield read_array(path, dtype, begin, end - begin)
 

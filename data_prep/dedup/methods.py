@@ -1,7 +1,7 @@
 """Dedup methods: identical texts, repeated lines, paragraphs and substrings, and near duplicates by MinHash.
 
-A method computes rows of keys for each part, marks the rows that go (`first_occurrence.py`, `clusters.py`), and
-filters the documents of each part by the marks of its rows.
+A method computes rows of keys for each part, marks duplicate rows (`first_occurrence.py`, `clusters.py`), and filters
+the documents of each part by the marks of its rows.
 """
 
 import re
@@ -44,7 +44,7 @@ class ExactDedup:
             yield np.frombuffer(blake3(document.text.encode()).digest(16), "<u8")[None]
 
     def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
-        """Also some `examples`: [row, first row with the same text]."""
+        """Mark later rows. Returns also some `examples`: [row, first row with the same text]."""
         return mark_repeats(rows, index)
 
     def remove_duplicates(
@@ -60,9 +60,8 @@ class ExactDedup:
 
 
 ROW = ("<u8", 1)
-# CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation. Vowel
-# signs of Indian and other scripts are marks as well, but not accents: words differ in them. What stands between pieces
-# stays.
+# CCNet's normal form: lower case, no accents (separate marks after decomposition), no punctuation, every digit a 0.
+# Vowel signs of Indian and other scripts are marks as well, but words differ in them, so they stay, as do separators.
 _BETWEEN = "\0"
 _ACCENTS = ("COMBINING ", "ARABIC ", "HEBREW ", "VARIATION ", "MONGOLIAN FREE VARIATION ")
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
@@ -70,14 +69,16 @@ _NOT_WORDS = bytes(byte for byte in range(1, 128) if not chr(byte).isalnum())
 
 
 class _TextUnitDedup:
-    """Keeps the first of equal pieces of the whole corpus. A row is the hash of a piece that is long enough."""
+    """Keeps the first of equal pieces in the corpus. A row is the hash of a piece that is long enough."""
 
     row = ROW
     key_name = "keys"
 
-    def __init__(self, title: str, cut: re.Pattern[str], between: str, least: int, loose: bool) -> None:
+    def __init__(
+        self, title: str, cut: re.Pattern[str], separator: str, min_characters: int, normalize: bool
+    ) -> None:
         self.title = title
-        self._cut, self._between, self._least, self._loose = cut, between, least, loose
+        self._cut, self._between, self._least, self._loose = cut, separator, min_characters, normalize
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
@@ -90,29 +91,29 @@ class _TextUnitDedup:
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
     ) -> Iterator[Document]:
-        at = 0
+        n_rows = 0
         for document in documents:
             counts.count_input(document.text_bytes)
             pieces = self._cut.split(document.text)
-            kept, gone = [], 0
+            kept_pieces, n_removed = [], 0
             for piece, key in zip(pieces, self._keys(pieces), strict=True):
                 if key:
-                    at += 1
-                    if marks[at - 1]:
-                        gone += 1
+                    n_rows += 1
+                    if marks[n_rows - 1]:
+                        n_removed += 1
                         continue
-                kept.append(piece)
-            if gone:
-                counts.count_event(f"{self.title} removed", gone)
-            text = self._between.join(kept) if gone else document.text
+                kept_pieces.append(piece)
+            if n_removed:
+                counts.count_event(f"{self.title} removed", n_removed)
+            text = self._between.join(kept_pieces) if n_removed else document.text
             yield from emit_if_not_empty(document, text, counts)
 
     def _keys(self, pieces: Sequence[str]) -> list[bytes]:
-        """Return for each piece the key that equal ones share; empty for one that always stays."""
+        """Return a key for each piece, the same for equal pieces; empty if the piece always stays."""
         if not self._loose:
             return [piece.strip().encode() if len(piece) >= self._least else b"" for piece in pieces]
         joined = _BETWEEN.join(pieces)
-        if joined.count(_BETWEEN) >= len(pieces):  # one of them has it
+        if joined.count(_BETWEEN) >= len(pieces):  # a piece contains the separator
             keys = [_normalize(piece).replace(_BETWEEN.encode(), b"") for piece in pieces]
         else:
             keys = _normalize(joined).split(_BETWEEN.encode())
@@ -123,18 +124,18 @@ def _normalize(text: str) -> bytes:
     if not text.isascii():
         text = unicodedata.normalize("NFD", text.lower())
         points = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        text = points[_is_kept()[points] | (points < 128)].tobytes().decode("utf-32-le")
+        text = points[_significant_points()[points] | (points < 128)].tobytes().decode("utf-32-le")
     return text.encode().lower().translate(_DIGITS, _NOT_WORDS)
 
 
 @cache
-def _is_kept() -> NDArray[np.bool_]:
-    """Return for every code point whether pieces that differ in it are different."""
-    kept = word_character_table().copy()
+def _significant_points() -> NDArray[np.bool_]:
+    """Return for every code point whether pieces that differ only in it count as different."""
+    is_significant = word_character_table().copy()
     for point in range(0x20000):
         if unicodedata.category(chr(point))[0] == "M":
-            kept[point] = not unicodedata.name(chr(point)).startswith(_ACCENTS)
-    return kept
+            is_significant[point] = not unicodedata.name(chr(point)).startswith(_ACCENTS)
+    return is_significant
 
 
 class LineDedup(_TextUnitDedup):
@@ -153,7 +154,7 @@ class ParagraphDedup(_TextUnitDedup):
 
 
 def emit_if_not_empty(document: Document, text: str, counts: StepStats) -> Iterator[Document]:
-    """The document with the text that is left of it, if any is."""
+    """Yield the document with its remaining text, unless that is empty."""
     if not text.strip():
         counts.count_dropped("empty", document.text_bytes, example(document))
         return
@@ -204,9 +205,10 @@ _BYTES = splitmix64(np.arange(1, 257, dtype=np.uint64))
 
 
 class SubstringDedup:
-    """Removes every run of `min_bytes` that stood anywhere before, as a suffix array finds them (Lee et al. 2022,
-    section 4.1), but with the first of them kept. A row is the hash of the run that begins at a byte: all runs are
-    compared, on disk, where a suffix array would have to hold the corpus in memory.
+    """Removes every run of `min_bytes` that occurred before (Lee et al. 2022, section 4.1), except the first one.
+
+    A row is the hash of the run that begins at a byte. All runs are compared on disk; a suffix array would have to hold
+    the corpus in memory.
     """
 
     title = "exact substrings"
@@ -226,21 +228,21 @@ class SubstringDedup:
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
     ) -> Iterator[Document]:
-        at = 0
+        n_rows = 0
         for document in documents:
             data = document.text.encode()
             counts.count_input(len(data))
             runs = max(0, len(data) - self._length + 1)
-            begins = np.flatnonzero(marks[at : at + runs])
-            at += runs
+            begins = np.flatnonzero(marks[n_rows : n_rows + runs])
+            n_rows += runs
             text = document.text
             if len(begins):
-                text = self._without(data, begins)
+                text = self._remove_runs(data, begins)
                 counts.count_event("bytes removed", len(data) - len(text.encode()))
             yield from emit_if_not_empty(document, text, counts)
 
     def _runs(self, data: bytes) -> Hashes:
-        """The hash of the run of `length` bytes from every byte on."""
+        """Return the hash of the run of `length` bytes that begins at each byte."""
         if len(data) < self._length:
             return np.empty(0, np.uint64)
         values = _BYTES[np.frombuffer(data, np.uint8)]
@@ -249,17 +251,18 @@ class SubstringDedup:
         inverses = np.cumprod(np.full(len(data) - self._length + 1, _INVERSE, np.uint64), dtype=np.uint64)
         return splitmix64((sums[self._length :] - sums[: -self._length]) * inverses)
 
-    def _without(self, data: bytes, begins: NDArray[np.int64]) -> str:
-        """The text without the runs that begin there; a character goes only if all of its bytes do."""
-        edges = np.zeros(len(data) + 1, np.int64)
-        np.add.at(edges, begins, 1)
-        np.add.at(edges, begins + self._length, -1)
-        gone = np.cumsum(edges[:-1]) > 0
+    def _remove_runs(self, data: bytes, begins: NDArray[np.int64]) -> str:
+        """Return the text without the runs that begin at `begins`; a character is removed only with all of its
+        bytes."""
+        changes = np.zeros(len(data) + 1, np.int64)
+        np.add.at(changes, begins, 1)
+        np.add.at(changes, begins + self._length, -1)
+        is_removed = np.cumsum(changes[:-1]) > 0
         values = np.frombuffer(data, np.uint8)
         starts = np.flatnonzero((values & 0xC0) != 0x80)  # of characters
-        is_line_gone = np.logical_and.reduceat(gone, starts)
-        gone = np.repeat(is_line_gone, np.diff(np.append(starts, len(data))))
-        return values[~gone].tobytes().decode()
+        is_character_removed = np.logical_and.reduceat(is_removed, starts)
+        is_removed = np.repeat(is_character_removed, np.diff(np.append(starts, len(data))))
+        return values[~is_removed].tobytes().decode()
 
 
 class DedupMethod(Protocol):
@@ -274,17 +277,18 @@ class DedupMethod(Protocol):
     def __init__(self, config: Any) -> None: ...
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
-        """The rows of a part, in its order, a few documents at a time."""
+        """Yield the rows of a part in order, a few documents at a time."""
         ...
 
     def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
-        """Mark the rows of all parts that go, as `index.marks`. Returns `each`, the rows of a file of marks."""
+        """Mark the duplicate rows of all parts, as `index.marks`. Returns `each`, the number of rows in a file of
+        marks."""
         ...
 
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
     ) -> Iterator[Document]:
-        """Yield what is left of the documents of a part, given the marks of its rows."""
+        """Yield the remaining documents of a part. marks: of its rows, 1 for a duplicate."""
         ...
 
 

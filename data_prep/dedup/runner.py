@@ -26,7 +26,7 @@ def pass_names(config: PrepConfig) -> list[str]:
 
 
 class DedupStage:
-    """Runs the methods of the config one after the other, on the documents that wait as `exact_dedup` in a folder."""
+    """Runs the config's methods in order, on the documents that lie as `exact_dedup` in a folder."""
 
     def __init__(self, stages: StageRunner, folder: Path, clean: StageResult) -> None:
         self._stages = stages
@@ -35,52 +35,56 @@ class DedupStage:
         self._clean = clean
 
     def run(self, basis: StageResult) -> StageResult:
-        """Under which name the documents wait now, their bytes, and the counts of all searches. If there are any, they
-        wait in the folder of the basis."""
+        """Run all passes. Returns the name of the remaining documents, their bytes, and the statistics of each pass.
+        After a pass, the documents lie in the folder of the basis."""
         name, size, counts = "exact_dedup", self._clean["bytes"], []
         names = pass_names(self._stages.config)
         for number, config in enumerate(self._stages.config.dedup):
-            search = make_dedup_method(config)
-            searched = DedupPass(self._stages, self._stages.at(basis), names[number], search, self._parts)
-            rows = self._compute_keys(searched, name, size, basis)
-            duplicates = searched.find(rows, basis)
-            result = self._remove(searched, name, size, rows, duplicates, basis)
-            name, size = searched.out, result["bytes"]
+            method = make_dedup_method(config)
+            dedup_pass = DedupPass(
+                self._stages, self._stages.folder_for(basis), names[number], method, self._parts
+            )
+            rows = self._compute_keys(dedup_pass, name, size, basis)
+            duplicates = dedup_pass.find(rows, basis)
+            result = self._remove(dedup_pass, name, size, rows, duplicates, basis)
+            name, size = dedup_pass.out, result["bytes"]
             counts.append(result["step"])
         return {"name": name, "bytes": size, "steps": counts}
 
-    def _compute_keys(self, searched: "DedupPass", name: str, size: int, basis: StageResult) -> list[int]:
+    def _compute_keys(self, dedup_pass: "DedupPass", name: str, size: int, basis: StageResult) -> list[int]:
         """Compute the keys of all parts. Returns how many rows each part has."""
-        stage = f"{searched.key}-{searched.search.key_name}"
+        stage = f"{dedup_pass.key}-{dedup_pass.method.key_name}"
         with self._stages.reporter.stage(stage, size) as advance:
 
             def work(part: int) -> StageResult:
-                documents = track_progress(read_documents(self._waiting(searched, name, part)), advance)
-                return {"rows": write_keys(searched.rows(part), searched.search.compute_keys(documents))}
+                documents = track_progress(
+                    read_documents(self._documents_path(dedup_pass, name, part)), advance
+                )
+                return {"rows": write_keys(dedup_pass.rows(part), dedup_pass.method.compute_keys(documents))}
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 return {"rows": [part["rows"] for part in parts]}
 
-            rows: list[int] = self._stages.parts(stage, basis, self._parts, work, join)["rows"]
+            rows: list[int] = self._stages.run_parts(stage, basis, self._parts, work, join)["rows"]
             return rows
 
     def _remove(
         self,
-        searched: "DedupPass",
+        dedup_pass: "DedupPass",
         name: str,
         size: int,
         rows: Sequence[int],
         duplicates: StageResult,
         basis: StageResult,
     ) -> StageResult:
-        """Write what is left of all parts."""
-        with searched.remaining(rows, duplicates, size) as left:
+        """Write the remaining documents of all parts."""
+        with dedup_pass.remaining(rows, duplicates, size) as remaining:
 
             def work(part: int) -> StageResult:
-                counts = StepStats(searched.search.title)
-                documents = read_documents(self._waiting(searched, name, part))
+                counts = StepStats(dedup_pass.method.title)
+                documents = read_documents(self._documents_path(dedup_pass, name, part))
                 return {
-                    **write_part(searched.folder, searched.out, part, left(part, documents, counts)),
+                    **write_part(dedup_pass.folder, dedup_pass.out, part, remaining(part, documents, counts)),
                     "step": counts.as_json(),
                 }
 
@@ -91,48 +95,48 @@ class DedupStage:
                 return {"bytes": counts.bytes_out, "step": counts.as_json()}
 
             def tidy() -> None:
-                searched.remove_marks(duplicates)
-                inputs = [self._waiting(searched, name, part) for part in range(self._parts)]
+                dedup_pass.remove_marks(duplicates)
+                inputs = [self._documents_path(dedup_pass, name, part) for part in range(self._parts)]
                 if name == "exact_dedup":
                     self._stages.sweep(self._input, inputs)
                 else:  # an earlier pass of the same settings, whose next one is committed
                     for path in inputs:
                         path.unlink(missing_ok=True)
 
-            return self._stages.parts(searched.out, basis, self._parts, work, join, tidy=tidy)
+            return self._stages.run_parts(dedup_pass.out, basis, self._parts, work, join, tidy=tidy)
 
-    def _waiting(self, searched: "DedupPass", name: str, part: int) -> Path:
-        return part_path(self._input if name == "exact_dedup" else searched.folder, name, part)
+    def _documents_path(self, dedup_pass: "DedupPass", name: str, part: int) -> Path:
+        return part_path(self._input if name == "exact_dedup" else dedup_pass.folder, name, part)
 
 
 class DedupPass:
-    """One search: where its rows lie, what it finds, and what is left of the documents, in `folder`."""
+    """One pass of a method, in `folder`: computes rows, finds duplicates, yields the remaining documents."""
 
-    def __init__(self, stages: StageRunner, folder: Path, key: str, search: DedupMethod, parts: int) -> None:
+    def __init__(self, stages: StageRunner, folder: Path, key: str, method: DedupMethod, parts: int) -> None:
         self._stages, self.folder = stages, folder
-        self.key, self.search, self._parts = key, search, parts
+        self.key, self.method, self._parts = key, method, parts
         self.out = key
         self._memory_bytes: int = stages.config.dedup_memory_bytes
 
     def rows(self, part: int) -> Path:
-        """Where the rows of a part lie until all is found."""
+        """Return the path of the rows of a part, which are removed after the search."""
         return self.folder / f"rows-{self.key}.{part:05d}"
 
     def find(self, counts: Sequence[int], basis: StageResult) -> StageResult:
-        """Mark the rows that go. What that took is removed at the end, and done again only if it is not finished.
+        """Mark the duplicate rows, unless that is committed. Intermediate files are removed at the end.
 
-        How the search is divided depends on the memory, so its files lie in a folder of that, which the result names.
+        The division of the search depends on the memory, so its files lie in a folder for that, which the result names.
         """
-        stage, basis_of_tasks = f"{self.key}-duplicates", {**basis, "memory_bytes": self._memory_bytes}
-        if (known := self._stages.load_result(stage, basis)) is not None:
-            return known
-        of_tasks = self._stages.at(basis_of_tasks)
-        (self.folder / f"{USES}{of_tasks.name}").touch()
-        folder = of_tasks / f"index-{self.key}"
+        stage, task_basis = f"{self.key}-duplicates", {**basis, "memory_bytes": self._memory_bytes}
+        if (result := self._stages.load_result(stage, basis)) is not None:
+            return result
+        task_folder = self._stages.folder_for(task_basis)
+        (self.folder / f"{USES}{task_folder.name}").touch()
+        folder = task_folder / f"index-{self.key}"
         folder.mkdir(exist_ok=True)
-        rows = KeyTable([self.rows(part) for part in range(self._parts)], *self.search.row, counts)
-        duplicates = self.search.find_duplicates(
-            rows, DedupContext(folder, self._memory_bytes, self._tasks(basis_of_tasks))
+        rows = KeyTable([self.rows(part) for part in range(self._parts)], *self.method.row, counts)
+        duplicates = self.method.find_duplicates(
+            rows, DedupContext(folder, self._memory_bytes, self._tasks(task_basis))
         )
 
         def tidy() -> None:
@@ -140,11 +144,11 @@ class DedupPass:
                 if not path.name.startswith("marks."):
                     path.unlink(missing_ok=True)
 
-        where = folder.relative_to(self._stages.folder).as_posix()
-        return self._stages.once(stage, basis, lambda: {**duplicates, "index": where}, tidy=tidy)
+        index_folder = folder.relative_to(self._stages.folder).as_posix()
+        return self._stages.run_once(stage, basis, lambda: {**duplicates, "index": index_folder}, tidy=tidy)
 
     def remove_marks(self, duplicates: StageResult) -> None:
-        """Remove the marks of rows, once nobody needs them."""
+        """Remove the marks of rows, once no stage needs them."""
         for path in (self._stages.folder / duplicates["index"]).glob("marks.*"):
             path.unlink(missing_ok=True)
 
@@ -152,20 +156,22 @@ class DedupPass:
     def remaining(
         self, counts: Sequence[int], duplicates: StageResult, size: int
     ) -> Iterator[Callable[[int, Iterator[Document], StepStats], Iterator[Document]]]:
-        """A function of a part, its documents and counts: the documents that are left."""
-        begins = KeyTable([], *self.search.row, counts).begins
+        """Yield a function from a part, its documents and counts to the remaining documents."""
+        begins = KeyTable([], *self.method.row, counts).begins
         index = DedupContext(self._stages.folder / duplicates["index"], self._memory_bytes, self._tasks({}))
         marks = index.is_duplicate(int(begins[-1]), duplicates["each"])
         with self._stages.reporter.stage(self.out, size) as advance:
 
-            def left(part: int, documents: Iterator[Document], counts: StepStats) -> Iterator[Document]:
-                of_part = marks.read(int(begins[part]), int(begins[part + 1]))[:, 0]
-                return self.search.remove_duplicates(track_progress(documents, advance), of_part, counts)
+            def filter_part(
+                part: int, documents: Iterator[Document], counts: StepStats
+            ) -> Iterator[Document]:
+                part_marks = marks.read(int(begins[part]), int(begins[part + 1]))[:, 0]
+                return self.method.remove_duplicates(track_progress(documents, advance), part_marks, counts)
 
-            yield left
+            yield filter_part
 
     def _tasks(self, basis: StageResult) -> RunTasks:
-        """Has the tasks of a search done as stages."""
+        """Return the function that runs the tasks of a search as stages."""
 
         def run(
             step: str,
@@ -176,13 +182,13 @@ class DedupPass:
         ) -> StageResult:
             stage = f"{self.key}-{step}"
             with self._stages.reporter.stage(stage, total, "rows") as advance:
-                return self._stages.parts(stage, basis, count, lambda number: work(number, advance), join)
+                return self._stages.run_parts(stage, basis, count, lambda number: work(number, advance), join)
 
         return run
 
 
 def write_part(folder: Path, name: str, part: int, documents: Iterable[Document]) -> StageResult:
-    """Write the documents of a part. Returns the bytes that each `files` has in it."""
+    """Write the documents of a part. Returns `files`: the bytes of each file in it."""
     files: dict[str, int] = {}
     with DocumentWriter(part_path(folder, name, part)) as writer:
         for document in documents:

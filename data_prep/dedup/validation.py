@@ -23,11 +23,10 @@ _WIDTH = HASHES // BANDS
 
 
 class ValidationNearDuplicates:
-    """Drops training documents that are nearly the same as a held-out one.
+    """Drops training documents that are near duplicates of a held-out one.
 
-    They are dropped from training and not from validation, so that what is held out depends on names alone: the
-    yardstick stays the same when the training data grows. It also keeps the index as small as the smaller side: a
-    kilobyte for each document, in files that are mapped, so that it is in no process's memory.
+    Training loses the documents, not validation, so the validation split depends on names alone and stays the same when
+    the training data grows. The index covers only the smaller side: a kilobyte a document, in memory-mapped files.
     """
 
     def __init__(self, config: NearDuplicatesConfig, folder: Path) -> None:
@@ -35,11 +34,11 @@ class ValidationNearDuplicates:
         self._folder = folder
 
     def scan(self, part: int, documents: Iterable[Document]) -> None:
-        """Write the signatures and sources of a part of what is held out."""
+        """Write the signatures and sources of a part of the held-out documents."""
         write_keys(self._path(f"signatures.{part:05d}"), self._scan(part, documents))
 
     def index(self, parts: int) -> int:
-        """Write the index, as files `held-out.*` of the folder. Returns how many documents there are."""
+        """Write the index, as files `held-out.*` of the folder. Returns the number of documents."""
         ends = [0]
         sources = AtomicFile(self._path("sources"))
         try:
@@ -51,24 +50,24 @@ class ValidationNearDuplicates:
         finally:
             sources.discard()
         write_keys(self._path("lines"), [np.array(ends, "<i8")])
-        of_parts = (np.fromfile(self._path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
-        write_keys(self._path("signatures"), of_parts)
+        part_signatures = (np.fromfile(self._path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
+        write_keys(self._path("signatures"), part_signatures)
         rows, count = self._mapped("signatures", "<u4", HASHES), len(ends) - 1
         orders = (np.argsort(band_hashes(rows, band, _WIDTH), kind="stable") for band in range(BANDS))
         write_keys(self._path("places"), (order[None] for order in orders))
         places = self._mapped("places", "<i8", count)
         hashes = (band_hashes(rows, band, _WIDTH)[places[band]] for band in range(BANDS))
-        write_keys(self._path("bands"), (of_band[None] for of_band in hashes))
+        write_keys(self._path("bands"), (sorted_hashes[None] for sorted_hashes in hashes))
         return count
 
     def drop_near(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
-        """Yield the documents that are near to none that is held out."""
+        """Yield the documents that are near duplicates of no held-out one."""
         for batch, signs in with_signatures(documents, self._config.n_grams, HASHES):
-            near = self._nearest(signs)
+            near_duplicates = self._nearest(signs)
             for number, document in enumerate(batch):
                 counts.count_input(document.text_bytes)
-                if number in near:
-                    place, similarity = near[number]
+                if number in near_duplicates:
+                    place, similarity = near_duplicates[number]
                     example = f"{document.id} ~ {self._source(place)} ({similarity:.2f})"
                     counts.count_dropped("near_validation_document", document.text_bytes, example)
                 else:
@@ -76,7 +75,7 @@ class ValidationNearDuplicates:
                     yield document
 
     def _scan(self, part: int, documents: Iterable[Document]) -> Iterator[Signatures]:
-        """Their signatures; where they are from is written on the way."""
+        """Yield the documents' signatures, and write their sources."""
         sources = AtomicFile(self._path(f"sources.{part:05d}"))
         try:
             for batch, signs in with_signatures(documents, self._config.n_grams, HASHES):
@@ -87,20 +86,20 @@ class ValidationNearDuplicates:
             sources.discard()
 
     def _nearest(self, signs: Signatures) -> dict[int, tuple[int, float]]:
-        """Return by its number the first held-out document that each is near to, and how near."""
-        meeting: dict[int, set[int]] = defaultdict(set)
+        """Return, by the number of each near duplicate, the first similar held-out document and the similarity."""
+        candidates_by_query: dict[int, set[int]] = defaultdict(set)
         for band, (hashes, places) in enumerate(zip(*self._index, strict=True)):
-            wanted = band_hashes(signs, band, _WIDTH)
-            firsts, ends = (np.searchsorted(hashes, wanted, side) for side in ("left", "right"))
+            query_hashes = band_hashes(signs, band, _WIDTH)
+            firsts, ends = (np.searchsorted(hashes, query_hashes, side) for side in ("left", "right"))
             for number in np.flatnonzero(ends > firsts).tolist():
-                meeting[number].update(places[firsts[number] : ends[number]].tolist())
+                candidates_by_query[number].update(places[firsts[number] : ends[number]].tolist())
         nearest = {}
-        for number, numbers in meeting.items():
-            candidates = np.array(sorted(numbers))
+        for number, candidate_set in candidates_by_query.items():
+            candidates = np.array(sorted(candidate_set))
             similarities = (self._signatures[candidates] == signs[number]).mean(axis=1)
-            near = np.flatnonzero(similarities >= self._config.similarity)
-            if len(near):
-                nearest[number] = int(candidates[near[0]]), float(similarities[near[0]])
+            similar = np.flatnonzero(similarities >= self._config.similarity)
+            if len(similar):
+                nearest[number] = int(candidates[similar[0]]), float(similarities[similar[0]])
         return nearest
 
     @cached_property
@@ -109,7 +108,7 @@ class ValidationNearDuplicates:
 
     @cached_property
     def _index(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """[bands, documents]: for each band its hashes in order, and the number of the document of each."""
+        """[bands, documents]: the sorted hashes of each band, and the document of each hash."""
         count = len(self._signatures)
         return self._mapped("bands", "<u8", count), self._mapped("places", "<i8", count)
 

@@ -1,1 +1,1 @@
-"""How a preparation is run: stages and what they commit, the processes that share them, progress, and upload."""
+"""Execution of a preparation: stages and their commits, the processes that share them, progress, and upload."""

@@ -1,8 +1,8 @@
-"""Dask's workers as tasks, for those who have a Dask: it schedules the parts of stages, and retries those of the dead.
+"""Dask's workers as tasks: Dask schedules the parts of stages, and retries those of dead workers.
 
-Nothing of a corpus goes through Dask: a task is the name of a stage and the number of a part, and what it makes lies in
-the folder that all share. A worker runs the pipeline as any process does, waiting at each stage for the numbers that
-Dask hands it. A part is still claimed by a lock, as Dask may start a task again before the first try has died.
+No text goes through Dask: a task is the name of a stage and the number of a part, and its files lie in the shared
+folder. A worker runs the pipeline as any process does, and waits at each stage for the parts that Dask hands it. A
+part is still claimed by a lock, since Dask may start a task again before the first try has died.
 """
 
 import fcntl
@@ -27,19 +27,19 @@ from megatfm.errors import MegatfmError, UsageError
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 CONNECT_SECONDS = 30
 CLIENT = "claims/client"
-"""Locked by the process that has the workers do the parts, while it lives."""
+"""Name of the lock that the client process holds while it lives."""
 CLIENT_SECONDS = 5.0
-"""How often a worker that waits looks whether that process lives."""
+"""How often a waiting worker checks that the client lives."""
 
 
 class DaskExecutor(LockExecutor):
-    """The process that was started: it has parts done by the workers of a client, and does the rest itself."""
+    """The client process: it submits parts to the workers, and does the indivisible work itself."""
 
     def __init__(self, client: Any, config: PrepConfig) -> None:
         super().__init__(1, 1, Path())
         self._client = client
         self._config = config.model_dump_json()
-        self._life: int | None = None
+        self._client_lock: int | None = None
 
     def in_folder(self, folder: Path) -> "DaskExecutor":
         """Set the folder of work in progress. Returns self."""
@@ -52,10 +52,12 @@ class DaskExecutor(LockExecutor):
         from distributed import as_completed
         from distributed.scheduler import KilledWorker
 
-        self._show_life()
-        left = [part for part in range(count) if not is_done(part)]
-        words = (self._config, str(Path.cwd()), name)
-        futures = [self._client.submit(run_task, *words, part, pure=False, retries=2) for part in left]
+        self._lock_client()
+        pending_parts = [part for part in range(count) if not is_done(part)]
+        arguments = (self._config, str(Path.cwd()), name)
+        futures = [
+            self._client.submit(run_task, *arguments, part, pure=False, retries=2) for part in pending_parts
+        ]
         try:
             for _, error in as_completed(futures, with_results=True):
                 if error is not None:
@@ -70,31 +72,31 @@ class DaskExecutor(LockExecutor):
     def run_once(
         self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
     ) -> StageResult:
-        result_before = find()
-        result = work() if result_before is None else result_before
+        committed = find()
+        result = work() if committed is None else committed
         if name == FINISH:
             self.release()
         return result
 
     def release(self) -> None:
-        """Let the workers leave the folder, once they have done what they are at."""
+        """Let the workers leave the folder once they have finished their parts."""
         self._client.run(leave, self._config, str(Path.cwd()))
-        if self._life is not None:
-            os.close(self._life)
-            self._life = None
+        if self._client_lock is not None:
+            os.close(self._client_lock)
+            self._client_lock = None
 
-    def _show_life(self) -> None:
-        """Hold a lock in the folder that dies with this process, which the workers look at."""
-        if self._life is None:
+    def _lock_client(self) -> None:
+        """Hold a lock that ends with this process, and that the workers check."""
+        if self._client_lock is None:
             path = self._folder / CLIENT
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._life = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            self._client_lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             with suppress(OSError):  # another client, or no locks
-                fcntl.flock(self._life, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._client_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def leave(config: str, folder: str) -> None:
-    """Leave a preparation, in a worker."""
+    """End a worker's preparation."""
     with _lock:
         member = _members.pop((config, folder), None)
     if member is not None:
@@ -102,7 +104,7 @@ def leave(config: str, folder: str) -> None:
 
 
 def run_task(config: str, folder: str, stage: str, part: int) -> str | None:
-    """Do a part, in a worker. Returns what is wrong, if it is something that another try would not mend."""
+    """Do a part in a worker. Returns the message of an error that another try would not mend."""
     with _lock:
         member = _members.get((config, folder))
         if member is None or member.has_ended:
@@ -120,13 +122,13 @@ class _LeavingError(Exception):
 
 
 class _DaskMember(LockExecutor):
-    """A worker, for one config. A thread runs the pipeline; parts of the stage it has come to are done on demand."""
+    """A worker's preparation of one config. A thread runs the pipeline, and parts of its current stage on demand."""
 
     def __init__(self, config: PrepConfig) -> None:
         super().__init__(1, 1, Path())
         self._changed = threading.Condition()
         self._one_at_a_time = threading.Lock()
-        self._wanted: str | None = None
+        self._requested_stage: str | None = None
         self._local_task: tuple[str, Callable[[int], bool], Callable[[int], None]] | None = None
         self._error: BaseException | None = None
         self.has_ended = self._is_leaving = False
@@ -141,8 +143,8 @@ class _DaskMember(LockExecutor):
         with self._one_at_a_time:
             is_done, work = self._wait_for_stage(stage)
             while not is_done(part):
-                with self._claim(f"{stage}.{part}") as mine:
-                    if mine and not is_done(part):
+                with self._claim(f"{stage}.{part}") as is_claimed:
+                    if is_claimed and not is_done(part):
                         work(part)
                         return
                 time.sleep(POLL_SECONDS)  # an earlier try still lives
@@ -157,7 +159,7 @@ class _DaskMember(LockExecutor):
     def _wait_for_stage(self, stage: str) -> tuple[Callable[[int], bool], Callable[[int], None]]:
         """Wait until the pipeline has come to a stage."""
         with self._changed:
-            self._wanted = stage
+            self._requested_stage = stage
             self._changed.notify_all()
             while not (self._local_task and self._local_task[0] == stage):
                 if self._error is not None:
@@ -174,7 +176,7 @@ class _DaskMember(LockExecutor):
             self._local_task = (name, is_done, work)
             self._changed.notify_all()
             while not self._changed.wait_for(
-                lambda: self._is_leaving or self._wanted not in (None, name), CLIENT_SECONDS
+                lambda: self._is_leaving or self._requested_stage not in (None, name), CLIENT_SECONDS
             ):
                 if not self._client_lives():
                     self._is_leaving = True
@@ -185,18 +187,18 @@ class _DaskMember(LockExecutor):
     def run_once(
         self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
     ) -> StageResult:
-        looked = time.monotonic()
+        last_check = time.monotonic()
         while (result := find()) is None:
-            if time.monotonic() - looked > CLIENT_SECONDS:
+            if time.monotonic() - last_check > CLIENT_SECONDS:
                 self._is_leaving |= not self._client_lives()
-                looked = time.monotonic()
+                last_check = time.monotonic()
             if self._is_leaving:
                 raise _LeavingError
             time.sleep(POLL_SECONDS)
         return result
 
     def _client_lives(self) -> bool:
-        """Whether the process that started the work still holds its lock: killed, it tells nobody to leave."""
+        """Whether the client still holds its lock. A killed client can't tell its workers to leave."""
         try:
             file = os.open(self._folder / CLIENT, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -226,46 +228,48 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def dask_workers(where: str | None, config: PrepConfig) -> Iterator[Callable[[Path], DaskExecutor] | None]:
-    """Makes, of the folder for work in progress, a team with the workers of a Dask; None if none is asked for.
+def dask_workers(
+    scheduler: str | None, config: PrepConfig
+) -> Iterator[Callable[[Path], DaskExecutor] | None]:
+    """Yield the function that makes an executor over Dask's workers from a work folder; None if `scheduler` is None.
 
-    Whoever reaches a scheduler may run code on its workers, so without TLS only one on this machine will do. The keys
-    are those of Dask's own config. Raises UsageError for what is no scheduler, MegatfmError for one out of reach.
+    Anyone who reaches a scheduler may run code on its workers, so without TLS it must be on this machine. The keys are
+    those of Dask's own config. Raises UsageError if `scheduler` is no scheduler, MegatfmError if it is out of reach.
     """
-    if where is None:
+    if scheduler is None:
         yield None
         return
-    with _connected(where) as client:
-        team = DaskExecutor(client, config)
+    with _connect(scheduler) as client:
+        executor = DaskExecutor(client, config)
         try:
-            yield team.in_folder
+            yield executor.in_folder
         finally:
-            team.release()
+            executor.release()
 
 
-def _connected(where: str) -> Any:
-    """A client of the scheduler at an address, or of which a file tells."""
+def _connect(scheduler: str) -> Any:
+    """Return a client of the scheduler at an address, or in a scheduler file."""
     try:
         from distributed import Client
     except ImportError as error:
         raise UsageError("--dask: is not installed: pip install 'megatfm[cluster]'") from error
-    address = _address(where)
+    address = _address(scheduler)
     if not address.startswith("tls://") and urlsplit(address).hostname not in LOOPBACK:
         raise UsageError(
-            f"--dask {where}: {address} is open to whoever reaches it: start scheduler and workers with TLS (tls://…)"
+            f"--dask {scheduler}: {address} is open to whoever reaches it: start scheduler and workers with TLS (tls://…)"
         )
     try:
         return Client(address, timeout=CONNECT_SECONDS)
     except (OSError, TypeError, ValueError) as error:
-        raise MegatfmError(f"--dask {where}: can't be reached at {address} ({error})") from error
+        raise MegatfmError(f"--dask {scheduler}: can't be reached at {address} ({error})") from error
 
 
-def _address(where: str) -> str:
-    if "://" in where:
-        return where
+def _address(scheduler: str) -> str:
+    if "://" in scheduler:
+        return scheduler
     try:
-        return str(json.loads(Path(where).read_bytes())["address"])
+        return str(json.loads(Path(scheduler).read_bytes())["address"])
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"--dask {where}: neither an address (tls://host:8786) nor a scheduler file ({error})"
+            f"--dask {scheduler}: neither an address (tls://host:8786) nor a scheduler file ({error})"
         ) from error

@@ -20,16 +20,16 @@ _SKIPPED = "skipped: committed by an earlier run"
 
 
 class Reporter:
-    """Shows the stages of a long work on a console: a bar on a terminal, lines with the time in a log.
+    """Shows stages on a console: a bar on a terminal, lines with the time in a log.
 
-    task: which task of how many this is, counted from 1; where there are several, lines say so.
+    task: number of this task, counted from 1, and how many there are; lines name it if there are several.
     """
 
     def __init__(self, console: Console | None = None, task: tuple[int, int] = (1, 1)) -> None:
         self.console = console or Console(stderr=True)
         self._prefix = f"task {task[0]}/{task[1]} | " if task[1] > 1 else ""
         self._skipped: list[bool] = []
-        """For each stage that is open, whether it turned out to be committed before."""
+        """For each open stage, whether an earlier run had committed it."""
 
     def log(self, line: str) -> None:
         """Print a line with the time."""
@@ -37,7 +37,7 @@ class Reporter:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def skip(self, name: str) -> None:
-        """Say that a stage was committed by an earlier run: at the end of the open stage, if there is one."""
+        """Report that an earlier run committed a stage: at the end of the open stage, if there is one."""
         if self._skipped:
             self._skipped[-1] = True
         else:
@@ -45,7 +45,7 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str, total: int, unit: str = "bytes") -> Iterator[UpdateProgress]:
-        """Show that a stage runs. The function that it yields is told of progress, in the unit of `total`."""
+        """Show a running stage. Yields the function to call with progress, in the unit of `total`."""
         start = time.monotonic()
         self._skipped.append(False)
         try:
@@ -60,22 +60,22 @@ class Reporter:
                     task = bar.add_task(name, total=total)
                     yield lambda amount: bar.advance(task, amount)
             else:
-                yield self._lines(name, total, unit)
+                yield self._print_progress(name, total, unit)
         except BaseException:
             self._skipped.pop()
             raise
         is_skipped = self._skipped.pop()
         self.log(f"{name} | {_SKIPPED if is_skipped else f'done in {time.monotonic() - start:.1f} s'}")
 
-    def _lines(self, name: str, total: int, unit: str) -> UpdateProgress:
-        done, last = 0, (start := time.monotonic())
+    def _print_progress(self, name: str, total: int, unit: str) -> UpdateProgress:
+        done, last_line = 0, (start := time.monotonic())
 
         def update(amount: int) -> None:
-            nonlocal done, last
+            nonlocal done, last_line
             done += amount
-            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                self.log(f"{name} | {_format_progress(last - start, done, total, unit)}")
+            if time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
+                last_line = time.monotonic()
+                self.log(f"{name} | {_format_progress(last_line - start, done, total, unit)}")
 
         return update
 
@@ -90,13 +90,13 @@ def _format_progress(seconds: float, done: int, total: int, unit: str) -> str:
         text = f"{percent} %: {done:,} of {total:,} {unit}, {speed:,}/s"
     if not 0 < done < total:
         return text
-    left = round(seconds * (total - done) / done)
-    hours, minutes = left // 3600, left % 3600 // 60
-    return f"{text}, {f'{hours} h {minutes} min' if hours else f'{minutes} min {left % 60} s'} left"
+    seconds_left = round(seconds * (total - done) / done)
+    hours, minutes = seconds_left // 3600, seconds_left % 3600 // 60
+    return f"{text}, {f'{hours} h {minutes} min' if hours else f'{minutes} min {seconds_left % 60} s'} left"
 
 
 def track_progress(documents: Iterator[Document], advance: UpdateProgress) -> Iterator[Document]:
-    """The documents; `advance` is told of the bytes of each that is done."""
+    """Yield the documents, and call `advance` with the bytes of each finished one."""
     for document in documents:
         yield document
         advance(document.text_bytes)
@@ -104,14 +104,15 @@ def track_progress(documents: Iterator[Document], advance: UpdateProgress) -> It
 
 @dataclass(frozen=True)
 class PrepSummary:
-    """The folder that a prep made, or its URL, and the contents of `prep.json`; `already_done` if it did nothing."""
+    """Folder or URL of a finished corpus, and the contents of `prep.json`; `already_done` if there was nothing to
+    do."""
 
     out: Path | str
     result: dict[str, Any]
     already_done: bool
 
     def table(self) -> Table:
-        """Show what every step kept and dropped, and the two corpora that came out."""
+        """Tabulate the documents that every step kept and dropped, and the two corpora."""
         table = Table(
             "step", "documents", "bytes", "changed", "dropped", title=str(self.out), title_justify="left"
         )

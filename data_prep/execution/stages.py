@@ -1,4 +1,4 @@
-"""Stages of the work: each commits its result before the next begins, and is never done twice."""
+"""Stages of a preparation: each commits its result before the next begins, and is never run twice."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,48 +13,48 @@ from megatfm.data_prep.execution.workspace import Workspace
 
 StageResult = dict[str, Any]
 SWEPT = "swept"
-"""Mark of a folder whose documents were removed, as the stage that reads them is committed."""
+"""Marker of a folder whose documents were removed because the stage that reads them is committed."""
 USES = "uses-"
-"""Beginning of the name of an empty file that names another folder, which goes when this one is renewed."""
+"""Prefix of an empty file that names another folder, which is removed when this one is renewed."""
 
 
 class StageRunner:
-    """Runs stages for a team, in the folder for work in progress. `basis` is all that a stage depends on."""
+    """Runs stages on an executor, in the folder of intermediate files. A stage's `basis` is all that it depends on."""
 
     def __init__(
-        self, config: PrepConfig, workspace: Workspace, reporter: Reporter, team: TaskExecutor
+        self, config: PrepConfig, workspace: Workspace, reporter: Reporter, executor: TaskExecutor
     ) -> None:
         self.config = config
         self.reporter = reporter
-        self.team = team
+        self.executor = executor
         self.out: Path = workspace.out
         self.folder: Path = workspace.folder
-        self.at: Callable[[Mapping[str, Any]], Path] = workspace.folder_of
-        """The folder in which files of a stage with this basis lie: of another basis they are elsewhere."""
+        self.folder_for: Callable[[Mapping[str, Any]], Path] = workspace.folder_of
+        """Return the folder of the files of stages with this basis."""
         self.send: Callable[[Path], None] = workspace.upload
         self._workspace = workspace
 
     def load_result(self, name: str, basis: StageResult, in_out: bool = False) -> StageResult | None:
-        """The result of a stage, if it is finished."""
-        return self.team.broadcast_result(lambda: self._workspace.stage(name, basis, in_out))
+        """Return the result of a finished stage, else None."""
+        return self.executor.broadcast_result(lambda: self._workspace.stage(name, basis, in_out))
 
-    def task_results(self, name: str, basis: StageResult, numbers: Iterable[int]) -> Iterator[StageResult]:
-        """The results of these parts of a stage that is finished."""
-        return (self._workspace.stage(f"{name}.{number:05d}", basis) or {} for number in numbers)
+    def task_results(self, name: str, basis: StageResult, parts: Iterable[int]) -> Iterator[StageResult]:
+        """Return the results of these parts of a finished stage."""
+        return (self._workspace.stage(f"{name}.{number:05d}", basis) or {} for number in parts)
 
     def sweep(self, folder: Path, paths: Iterable[Path]) -> None:
-        """Remove the documents of a folder, once the stage that reads them is committed; first it is marked."""
+        """Mark a folder as swept, and remove its documents, once the stage that reads them is committed."""
         write_whole(folder / SWEPT, b"")
         for path in paths:
             path.unlink(missing_ok=True)
 
-    def renew_if_swept(self, basis: StageResult, reader: str, basis_of_reader: StageResult) -> None:
-        """Remove a folder that was swept, so that its stages run again, unless the stage `reader` is committed: with
-        other settings the documents are needed once more."""
+    def renew_if_swept(self, basis: StageResult, reader: str, reader_basis: StageResult) -> None:
+        """Remove a swept folder, so that its stages run again, unless the stage `reader` is committed: other settings
+        need the documents once more."""
         folder = self._workspace.folder_of(basis)
 
-        def needless() -> StageResult | None:
-            is_read = self._workspace.stage(reader, basis_of_reader) is not None
+        def is_needless() -> StageResult | None:
+            is_read = self._workspace.stage(reader, reader_basis) is not None
             return {} if is_read or not (folder / SWEPT).exists() else None
 
         def renew() -> StageResult:
@@ -69,9 +69,9 @@ class StageRunner:
             )
             return {}
 
-        self.team.run_once(f"renew-{folder.name}", needless, renew)
+        self.executor.run_once(f"renew-{folder.name}", is_needless, renew)
 
-    def once(
+    def run_once(
         self,
         name: str,
         basis: StageResult,
@@ -79,10 +79,10 @@ class StageRunner:
         in_out: bool = False,
         tidy: Callable[[], None] = lambda: None,
     ) -> StageResult:
-        """The result of a stage that is done by one process, unless it is finished.
+        """Run a stage in one process, unless it is finished. Returns its result.
 
-        in_out: whether it writes into `out`, where it replaces what the stage of another basis wrote.
-        tidy: removes files that nobody needs once the stage is committed.
+        in_out: whether it writes into `out`, where it replaces files of another basis.
+        tidy: removes files that no stage needs once this one is committed.
         """
         basis = dict(basis)
 
@@ -94,9 +94,9 @@ class StageRunner:
             tidy()
             return result
 
-        return self.team.run_once(name, lambda: self._workspace.stage(name, basis, in_out), commit)
+        return self.executor.run_once(name, lambda: self._workspace.stage(name, basis, in_out), commit)
 
-    def parts(
+    def run_parts(
         self,
         name: str,
         basis: StageResult,
@@ -106,38 +106,38 @@ class StageRunner:
         in_out: bool = False,
         tidy: Callable[[], None] = lambda: None,
     ) -> StageResult:
-        """The result of a stage that is done in parts, by all, and then joined by one, unless it is finished.
+        """Run a stage's parts in all processes and join them in one, unless it is finished. Returns its result.
 
-        `in_out` and `tidy` are those of `once`, for the joining.
+        `in_out` and `tidy` are those of `run_once`, for the joining.
         """
         basis = dict(basis)
         if (result := self.load_result(name, basis, in_out)) is not None:
             self.reporter.skip(name)
             return result
 
-        def task(number: int) -> StageResult | None:
-            return self._workspace.stage(f"{name}.{number:05d}", basis)
+        def task(part: int) -> StageResult | None:
+            return self._workspace.stage(f"{name}.{part:05d}", basis)
 
-        def do(number: int) -> None:
-            self._workspace.commit(f"{name}.{number:05d}", basis, work(number))
+        def do(part: int) -> None:
+            self._workspace.commit(f"{name}.{part:05d}", basis, work(part))
 
-        folder = self.at(basis)
+        folder = self.folder_for(basis)
 
-        def is_done(number: int) -> bool:
-            # Without reading a result, which may list every document. Of a finished stage parts may be removed.
-            is_there = (folder / f"{name}.{number:05d}.json").exists()
+        def is_done(part: int) -> bool:
+            # A result may list every document, so it isn't read. Parts of a finished stage may have been removed.
+            is_there = (folder / f"{name}.{part:05d}.json").exists()
             return is_there or self._workspace.stage(name, basis, in_out) is not None
 
-        self.team.run_tasks(name, count, is_done, do)
-        return self.once(name, basis, lambda: join(_Parts(count, task)), in_out, tidy)
+        self.executor.run_tasks(name, count, is_done, do)
+        return self.run_once(name, basis, lambda: join(_Parts(count, task)), in_out, tidy)
 
 
 class _Parts:
-    """The results of all parts, each read from its file when its turn comes: all at once may be too much."""
+    """Results of all parts, read from their files one at a time: together they may not fit in memory."""
 
     def __init__(self, count: int, read: Callable[[int], StageResult | None]) -> None:
         self._count = count
         self._read = read
 
     def __iter__(self) -> Iterator[StageResult]:
-        return (self._read(number) or {} for number in range(self._count))
+        return (self._read(part) or {} for part in range(self._count))

@@ -20,14 +20,14 @@ from megatfm.errors import UsageError
 
 RESULT_FILE = "prep.json"
 IN_PROGRESS_FILE = ".prep-begun.json"
-"""Says there who is at work, until all is there."""
+"""Name of the marker that says who is uploading, until the corpus is complete."""
 ID = ".prep-id"
-"""Tells who works in a folder from all others, on whichever machine."""
+"""Identifies a work folder, on whichever machine."""
 DEFAULT_SCRATCH = Path("~/.cache/megatfm/prep")
 
 
 def local_folder(config: PrepConfig) -> Path:
-    """Where a corpus is made: `out`, or for a URL a folder of its own in `scratch`."""
+    """Return the folder in which a corpus is built: `out`, or for a URL a folder below `scratch`."""
     if "://" not in config.out:
         return Path(config.out)
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", config.out.rstrip("/"))[-80:]
@@ -36,19 +36,21 @@ def local_folder(config: PrepConfig) -> Path:
 
 
 class RemoteOutput:
-    """Sends files of `folder` to a URL. What was sent is noted in `notes`, so that it isn't sent again after a kill.
+    """Sends files of `folder` to a URL. Notes on sent files lie in `notes`, so that none is sent again after a kill.
 
-    made: files and folders that a prep makes; it touches no others.
+    output_names: files and folders of a corpus; no others are touched.
     """
 
     def __init__(self, url: str, folder: Path, notes: Path, output_names: Sequence[str]) -> None:
         self.url = url.rstrip("/")
-        self._there = RemoteFolder(self.url)
+        self._remote = RemoteFolder(self.url)
         self._folder, self._notes, self._output_names = folder, notes, output_names
 
     def start(self, overwrite: bool) -> None:
-        """Say who is at work. A UsageError if anything else is there, or nothing can be written there. overwrite:
-        whether what another prep has begun may go."""
+        """Write the marker. overwrite: whether another prep's unfinished files may be removed.
+
+        Raises UsageError if other files are at the URL, or nothing can be written there.
+        """
         with self._one_at_a_time():
             mark = self.read(IN_PROGRESS_FILE)
             if mark is not None and self._is_ours(mark):
@@ -61,27 +63,30 @@ class RemoteOutput:
                     "on (several machines share the work if scratch is a folder that all of them see), or begin anew "
                     "with overwrite=true"
                 )
-            if strangers := self._there.files():
+            if foreign := self._remote.files():
                 raise UsageError(
-                    f"{self.url}: holds {strangers[0].name!r}, which no prep made: choose a new or an empty place as "
+                    f"{self.url}: holds {foreign[0].name!r}, which no prep made: choose a new or an empty place as "
                     "out"
                 )
             self.write_marker()
 
     def write_marker(self) -> None:
-        """Say who is at work."""
-        mine = {"host": socket.gethostname(), "folder": str(self._folder), "id": self._id}
-        self._write(IN_PROGRESS_FILE, mine)
+        """Write the marker that says who is uploading."""
+        marker = {"host": socket.gethostname(), "folder": str(self._folder), "id": self._id}
+        self._write(IN_PROGRESS_FILE, marker)
 
-    def _is_ours(self, mark: Mapping[str, Any]) -> bool:
-        """Whether a mark is that of who works in this folder, from whichever machine."""
-        if "id" in mark:
-            return bool(mark["id"] == self._id)
-        return mark == {"host": socket.gethostname(), "folder": str(self._folder)}  # by an earlier version
+    def _is_ours(self, marker: Mapping[str, Any]) -> bool:
+        """Whether a marker is of this work folder, from whichever machine."""
+        if "id" in marker:
+            return bool(marker["id"] == self._id)
+        return marker == {
+            "host": socket.gethostname(),
+            "folder": str(self._folder),
+        }  # written by an earlier version
 
     @cached_property
     def _id(self) -> str:
-        """A random number that lies in the folder; read and written by one process at a time."""
+        """A random number in the work folder; read and written by one process at a time."""
         path = self._folder / ID
         if not path.exists():
             write_whole(path, uuid4().hex.encode())
@@ -89,7 +94,7 @@ class RemoteOutput:
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Let no other process begin in this folder meanwhile, where the file system has locks."""
+        """Keep other processes from starting in this folder meanwhile, if the file system has locks."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with open(self._folder / f"{ID}.lock", "ab") as file:
             with suppress(OSError):
@@ -97,12 +102,12 @@ class RemoteOutput:
             yield
 
     def read(self, name: str) -> Any:
-        """The table in JSON of that name there; None if there is none. A UsageError if it is anything else."""
-        file = self._there.stat(name)
+        """Read a JSON table by its name; None if it doesn't exist. Raises UsageError if it is no table."""
+        file = self._remote.stat(name)
         if file is None:
             return None
         try:
-            table = json.loads(self._there.read_head(file, file.size))
+            table = json.loads(self._remote.read_head(file, file.size))
         except (ValueError, RecursionError):
             table = None
         if not isinstance(table, dict):
@@ -112,50 +117,53 @@ class RemoteOutput:
         return table
 
     def has(self, name: str) -> bool:
-        """Whether a file is there."""
-        return self._there.stat(name) is not None
+        """Whether a file exists at the URL."""
+        return self._remote.stat(name) is not None
 
     def send(self, path: Path, keep: bool = False) -> None:
-        """Send a file, unless it is there already, and remove it here."""
+        """Send a file, unless it was sent before, and remove the local copy unless `keep`."""
         name = path.relative_to(self._folder).as_posix()
         note = self._notes / f"{name.replace('/', '.')}.json"
         fingerprint = blake3().update_mmap(path).hexdigest()
-        if self._known(note, name) != fingerprint:
-            sent = self._there.upload(path, name)
+        if self._sent_hash(note, name) != fingerprint:
+            remote_file = self._remote.upload(path, name)
             note.parent.mkdir(parents=True, exist_ok=True)
             write_whole(
-                note, json.dumps({"blake3": fingerprint, "stamp": sent.version, "size": sent.size}).encode()
+                note,
+                json.dumps(
+                    {"blake3": fingerprint, "stamp": remote_file.version, "size": remote_file.size}
+                ).encode(),
             )
         if not keep:
             path.unlink()
 
     def remove_stale(self, names: Iterable[str]) -> None:
-        """Remove what else a prep has made there, which was interrupted and went on with another config."""
-        kept = set(names)
-        for file in self._there.files():
-            if file.name not in kept and file.name.partition("/")[0] in self._output_names:
-                self._there.remove(file.name)
+        """Remove files of an interrupted prep with another config, those not in `names`."""
+        current_names = set(names)
+        for file in self._remote.files():
+            if file.name not in current_names and file.name.partition("/")[0] in self._output_names:
+                self._remote.remove(file.name)
 
     def remove_marker(self) -> None:
-        """All is there."""
-        self._there.remove(IN_PROGRESS_FILE)
+        """Remove the marker: the corpus is complete."""
+        self._remote.remove(IN_PROGRESS_FILE)
 
     def remove_all(self) -> None:
-        """Remove all that a prep has made: first the file that says that it is whole."""
-        self._there.remove(RESULT_FILE)
+        """Remove a corpus: first the file that commits it."""
+        self._remote.remove(RESULT_FILE)
         self.remove_stale(())
         self.remove_marker()
 
-    def _known(self, note: Path, name: str) -> str | None:
-        """The hash of what was sent under a name, if it is still there."""
+    def _sent_hash(self, note: Path, name: str) -> str | None:
+        """Return the hash of the file sent under a name, if it is still there."""
         if not note.exists():
             return None
         record = json.loads(note.read_bytes())
-        remote_file = self._there.stat(name)
+        remote_file = self._remote.stat(name)
         return record["blake3"] if remote_file == RemoteFile(name, record["size"], record["stamp"]) else None
 
     def _write(self, name: str, value: Any) -> None:
         path = self._notes / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(value).encode())
-        self._there.upload(path, name)
+        self._remote.upload(path, name)

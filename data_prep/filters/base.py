@@ -21,7 +21,7 @@ class PipelineStep(Protocol):
 
 
 class Filter(Protocol):
-    """Interface of a step: changes or drops a document, without the counting."""
+    """Interface of a step: changes or drops a document. Counting is done by CountingFilter."""
 
     title: str
     """The step's name in tables: words, not an identifier."""
@@ -29,14 +29,14 @@ class Filter(Protocol):
     def __init__(self, config: Any) -> None: ...
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        """Return the document, changed or not, or why it is dropped, as an identifier: `gopher_short_doc`.
+        """Return the document, changed or not, or its drop reason, an identifier such as `gopher_short_doc`.
 
-        It may tell `counts` of what it met; the documents themselves are counted by others.
+        counts: takes further findings by `count_event`; documents are counted by CountingFilter.
         """
 
 
 class CountingFilter:
-    """A rule as a step. A text that a rule leaves empty is dropped. What a rule's `notes` say is for the user."""
+    """A filter with counts. It drops documents that its rule leaves empty. notes: of the rule, for the user."""
 
     def __init__(self, rule: Filter) -> None:
         self.counts = StepStats(rule.title)
@@ -52,7 +52,7 @@ class CountingFilter:
         if isinstance(result, str):
             self.counts.count_dropped(result, size, example(document))
             return None
-        if result.record != document.record:  # a plugin made a document of its own
+        if result.record != document.record:  # a plugin made a new document
             result = replace(result, record=document.record)
         changed = result.text is not document.text and result.text != document.text
         self.counts.changed += changed
@@ -61,13 +61,13 @@ class CountingFilter:
 
 
 def example(document: Document, characters: int = 80) -> str:
-    """Where a document is from, and how it begins, in one line."""
+    """Return a document's source and the beginning of its text, in one line."""
     begin = " ".join(document.text[: 2 * characters].split())
     return f"{document.id}: {begin[:characters]}{'…' if len(begin) > characters else ''}"
 
 
 class ScoreLimits(Protocol):
-    """The part of a step's config that says what its number is for."""
+    """The part of a step's config with limits of a score, and the field to save it as."""
 
     @property
     def min_score(self) -> float | None: ...
@@ -77,20 +77,20 @@ class ScoreLimits(Protocol):
     def save_as(self) -> str | None: ...
 
 
-def filter_by_score(document: Document, score: float, limits: ScoreLimits, what: str) -> Document | str:
-    """Return the document if its score lies within the limits, with the score as a field if one is named; else why
-    not."""
+def filter_by_score(document: Document, score: float, limits: ScoreLimits, subject: str) -> Document | str:
+    """Return the document if its score lies within the limits, with the score as field `save_as`; else the drop
+    reason."""
     if limits.min_score is not None and score < limits.min_score:
-        return f"{what}_below_min_score"
+        return f"{subject}_below_min_score"
     if limits.max_score is not None and score > limits.max_score:
-        return f"{what}_above_max_score"
+        return f"{subject}_above_max_score"
     if limits.save_as is None:
         return document
     return replace(document, fields={**document.fields, limits.save_as: round(score, 6)})
 
 
 def count_score(counts: StepStats, score: float) -> None:
-    """Count a probability by tenths, so that the report shows where to cut."""
+    """Count a probability in tenths, as a histogram for the report."""
     tenth = min(int(score * 10), 9)
     counts.count_event(f"{tenth / 10:.1f} to {(tenth + 1) / 10:.1f}")
 
@@ -98,7 +98,7 @@ def count_score(counts: StepStats, score: float) -> None:
 STEPS: Registry[type[Filter]] = Registry("cleaning step")
 """Made as `step(config)`, from a table of `[[steps]]`; then `apply(document, counts)` for each document."""
 
-# Imported when a config names one of its filters: their libraries are large, or need not be there.
+# Imported when a config names one of its filters, since their libraries are large or optional.
 _MODULES: dict[str, tuple[str, ...]] = {
     "text": ("normalize", "html", "language"),
     "heuristics": ("gopher_quality", "c4", "fineweb"),
@@ -112,15 +112,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def make_filter(config: Section) -> CountingFilter:
-    """Make the filter that a table of `[[steps]]` asks for. Raises UsageError for a name that nothing has, or a list
-    or file that can't be used."""
+    """Make the filter of a `[[steps]]` table. Raises UsageError for an unknown name, or an unusable list or file."""
     name: str = getattr(config, "name")  # noqa: B009 (all sections of steps have one)
     for module, names in _MODULES.items():
         if name in names:
             import_module(f"megatfm.data_prep.filters.{module}")
-    if name not in (known := filter_names()):
+    if name not in (known_names := filter_names()):
         raise UsageError(
-            f"unknown {STEPS.kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}"
+            f"unknown {STEPS.kind} {name!r}{did_you_mean(name, known_names)}; there are: {', '.join(known_names)}"
         )
     return CountingFilter(STEPS.get(name)(config))
 
@@ -131,11 +130,11 @@ def filter_names() -> list[str]:
 
 
 def pass_through(steps: Sequence[PipelineStep], documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield the documents that all steps keep, as the steps leave them."""
+    """Apply the steps in order, and yield the documents that all of them keep."""
     for document in documents:
-        passed: Document | None = document
+        result: Document | None = document
         for step in steps:
-            if passed is not None:
-                passed = step(passed)
-        if passed is not None:
-            yield passed
+            if result is not None:
+                result = step(result)
+        if result is not None:
+            yield result

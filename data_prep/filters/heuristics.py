@@ -67,8 +67,8 @@ class C4:
         """The line without citations, or None unless it ends like a sentence and has enough words, none endless."""
         if not line:
             return None
-        most = self._config.max_word_length
-        if len(line) > most and max(map(len, line.split())) > most:
+        max_length = self._config.max_word_length
+        if len(line) > max_length and max(map(len, line.split())) > max_length:
             counts.count_event("line_filter_too_long_word")
             return None
         if "[" in line:
@@ -83,7 +83,7 @@ class C4:
 
 
 class WordTokenizerConfig(Protocol):
-    """The part of a step's config that says it."""
+    """The part of a step's config with its word tokenizer."""
 
     @property
     def word_tokenizer(self) -> str: ...
@@ -92,12 +92,12 @@ class WordTokenizerConfig(Protocol):
 
 
 def word_tokenizer(config: WordTokenizerConfig) -> Callable[[str], list[str]]:
-    """Text → its words. Raises UsageError where spaCy, or a language of it, is not there."""
+    """Return the function from a text to its words. Raises UsageError if spaCy or its language is missing."""
     return str.split if config.word_tokenizer == "space" else _SpacyWords(config.language)
 
 
 class _SpacyWords:
-    """spaCy's tokenizer of a language, which is made of rules and needs no model: its tokens but for white space."""
+    """Return spaCy's rule-based tokenizer of a language, without white space tokens."""
 
     def __init__(self, language: str) -> None:
         self.language = language
@@ -132,7 +132,7 @@ _LINES = re.compile(r"\n+")
 
 @STEPS.register("gopher_quality")
 class GopherQuality:
-    """Drops what is unlike prose (Rae et al. 2021, appendix A.1.1): lengths of documents and of words, symbols,
+    """Drops documents unlike prose (Rae et al. 2021, appendix A.1.1): lengths of documents and of words, symbols,
     lines that are bullets or end in an ellipsis, words without letters, too few of the commonest words."""
 
     title = "Gopher quality"
@@ -174,7 +174,7 @@ class GopherQuality:
         return None
 
 
-# Those of datatrove (`utils/text.py`), nearly all that Unicode calls Sentence_Terminal.
+# The characters of datatrove (`utils/text.py`), nearly all of Unicode's Sentence_Terminal.
 SENTENCE_ENDS = frozenset(
     "!.?։؝؞؟۔܀܁܂߹࠷࠹࠽࠾।॥၊။።፧፨᙮᜵᜶។៕៖៙៚᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᭽᭾᰻᰼᱾᱿‼‽⁇⁈⁉⸮⸼⹓⹔。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫﹒﹖﹗！．？｡\U00010a56"
     "\U00010a57\U00010f55\U00010f56\U00010f57\U00010f58\U00010f59\U00010f86\U00010f87\U00010f88\U00010f89"
@@ -222,7 +222,7 @@ class FineWeb:
 
 
 def repeated(pieces: Sequence[str]) -> tuple[int, int]:
-    """How many pieces came before, and their characters."""
+    """Count the repeated pieces, and their characters."""
     if len(pieces) == len(set(pieces)):
         return 0, 0
     seen: set[str] = set()

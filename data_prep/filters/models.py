@@ -56,8 +56,8 @@ class Classifier:
         logits = self._model(**row.to(self._config.device)).logits[0].double()
         if self._label is None:
             return float(logits)
-        several = self._model.config.problem_type == "multi_label_classification"
-        return float((logits.sigmoid() if several else logits.softmax(0))[self._label])
+        is_multi_label = self._model.config.problem_type == "multi_label_classification"
+        return float((logits.sigmoid() if is_multi_label else logits.softmax(0))[self._label])
 
 
 def _loaded(folder: str, device: str) -> tuple[Any, Any]:
@@ -76,10 +76,10 @@ def _loaded(folder: str, device: str) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     try:
         # Left out, trust_remote_code would be asked for on a terminal, and pickled weights would be read.
-        how = {"local_files_only": True, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+        options = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         model, loading_info = AutoModelForSequenceClassification.from_pretrained(
-            folder, **how, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            folder, **options, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"{folder}: can't be read as a classifier: {error}") from error

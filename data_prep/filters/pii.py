@@ -46,7 +46,7 @@ _FORMS: tuple[tuple[str, str], ...] = (
     ("pypi-", r"pypi-AgEIcHlwaS5vcmc[A-Za-z0-9_-]{50,}"),
     ("eyJ", r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{16,}"),
 )
-SECRETS = tuple((needs, re.compile(f"{_START}{form}{_END}")) for needs, form in _FORMS)
+SECRETS = tuple((required, re.compile(f"{_START}{form}{_END}")) for required, form in _FORMS)
 PRIVATE_KEY = re.compile(
     r"-----BEGIN (?P<kind>[A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?)-----[^-]{20,20000}-----END (?P=kind)-----"
 )
@@ -118,7 +118,7 @@ _IPV4 = re.compile(r"[0-9](?<![\w.].)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\d)
 _IPV6 = re.compile(r"[23](?<![\w:.].)[0-9A-Fa-f]{3}:[0-9A-Fa-f:]{3,34}(?![\w:.])")
 # Digits and their separators are bounded on both sides, so that parts of longer numbers are left alone.
 _LOCAL_NUMBER = r"\) ?\d{3}[ .-]\d{4}"
-# What is counted, and not an address, where four numbers follow it.
+# Words before four numbers that are a section or version, not an address.
 _COUNTED = re.compile(
     r"(?:\b(?:section|sec\.|version|ver\.?|release|chapter|figure|fig\.|table|clause|appendix|paragraph|rule|step)|§)\s?$",
     re.IGNORECASE,
@@ -197,12 +197,12 @@ class PIIFilter:
         pattern: re.Pattern[str],
         replacement: str,
         validator: Callable[[re.Match[str]], bool],
-        met: Callable[[], None],
+        on_match: Callable[[], None],
     ) -> str:
         def swap(match: re.Match[str]) -> str:
             if not validator(match):
                 return match[0]
-            met()
+            on_match()
             return (match.groupdict().get("before") or "") + replacement
 
         return pattern.sub(swap, text)
@@ -213,14 +213,13 @@ def _always(match: re.Match[str]) -> bool:
 
 
 def _is_address(match: re.Match[str]) -> bool:
-    """Whether a person may be behind it: no file such as `image@2x.png`, no `git@github.com:`, no folder of a host."""
+    """Whether a match is an e-mail address: no file such as `image@2x.png`, no `git@github.com:`, no path on a host."""
     is_path = _PATH.match(match.string, match.end())
     return not match[0].lower().endswith(_FILES) and not match[0].startswith("git@") and not is_path
 
 
 def _is_public(match: re.Match[str]) -> bool:
-    """Whether it is an address that anyone can be reached at: not private, not an example, no time of day, and no
-    number of a section."""
+    """Whether a match is a public IP address: not private, no example, no time of day, no section number."""
     if _COUNTED.search(match.string, max(0, match.start() - 12), match.start()):
         return False
     try:
@@ -230,8 +229,8 @@ def _is_public(match: re.Match[str]) -> bool:
 
 
 def _is_phone(match: re.Match[str]) -> bool:
-    """Whether it has the digits of a number: 8 to 15, after a country's code if there is a `+`, and isn't a large
-    number in groups of three."""
+    """Whether a match is a telephone number: 8 to 15 digits, with a country code after a `+`, and no large number in
+    groups of three."""
     digits = re.sub(r"\D", "", match[0])
     if not 8 <= len(digits) <= 15:
         return False
@@ -254,32 +253,34 @@ class Presidio:
     def __init__(self, config: PresidioConfig) -> None:
         self._config = config
         recognizers = _pattern_recognizers(config.language)
-        known = sorted({name for recognizer in recognizers for name in recognizer.supported_entities})
-        if unknown := [name for name in config.entities if name not in known]:
+        known_entities = sorted(
+            {name for recognizer in recognizers for name in recognizer.supported_entities}
+        )
+        if unknown := [name for name in config.entities if name not in known_entities]:
             raise UsageError(
                 f"steps: presidio: no recogniser of {config.language!r} finds {unknown[0]!r} by its form; there are: "
-                f"{', '.join(known)}"
+                f"{', '.join(known_entities)}"
             )
-        wanted = set(config.entities)
+        entities = set(config.entities)
         self._recognizers = [
-            recognizer for recognizer in recognizers if wanted & set(recognizer.supported_entities)
+            recognizer for recognizer in recognizers if entities & set(recognizer.supported_entities)
         ]
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        text, wanted = document.text, list(self._config.entities)
+        text, entities = document.text, list(self._config.entities)
         results = [
             (result.start, result.end, -result.score, result.entity_type)
             for recognizer in self._recognizers
-            for result in recognizer.analyze(text, wanted, None) or ()
-            if result.score >= self._config.min_score and result.entity_type in wanted
+            for result in recognizer.analyze(text, entities, None) or ()
+            if result.score >= self._config.min_score and result.entity_type in entities
         ]
-        parts, at = [], 0
+        parts, end_of_last = [], 0
         for start, end, _, name in sorted(results, key=lambda span: (span[0], -span[1], span[2])):
-            if start >= at:
-                parts += [text[at:start], f"<{name}>"]
+            if start >= end_of_last:
+                parts += [text[end_of_last:start], f"<{name}>"]
                 counts.count_event(name)
-                at = end
-        return replace(document, text="".join([*parts, text[at:]])) if parts else document
+                end_of_last = end
+        return replace(document, text="".join([*parts, text[end_of_last:]])) if parts else document
 
 
 def _pattern_recognizers(language: str) -> list[Any]:
@@ -291,7 +292,7 @@ def _pattern_recognizers(language: str) -> list[Any]:
         ) from error
     registry = RecognizerRegistry(supported_languages=[language])
     registry.load_predefined_recognizers(languages=[language])
-    # That of e-mail addresses would fetch a list of domains from the network.
+    # The recogniser of e-mail addresses would fetch a list of domains from the network.
     return [
         recognizer
         for recognizer in registry.recognizers

@@ -53,8 +53,8 @@ class GopherRepetition:
         longer = 2 + len(limits.top_n_grams)
         if runs.cover_at_most(longer, min(limits.dup_n_grams, default=1) * len(text)):
             return None
-        for n, most in enumerate(limits.dup_n_grams, longer):
-            if runs.repeated_are_over(n, most * len(text)):
+        for n, limit in enumerate(limits.dup_n_grams, longer):
+            if runs.repeated_are_over(n, limit * len(text)):
                 return f"duplicated_{n}_n_grams"
         return None
 
@@ -79,12 +79,12 @@ class _Runs:
         self._keep(np.bincount(self._code))
 
     def grow(self) -> None:
-        """To runs of one word more."""
+        """Lengthen the runs by one word."""
         self.n += 1
         begins = np.flatnonzero(self._at[1:] == self._at[:-1] + 1)
         pairs = self._code[begins] * len(self._ends) + self._code[begins + 1]
         self._at = self._at[begins]
-        # As np.unique numbers them, which takes three times as long for so few.
+        # The numbering of np.unique, which takes three times as long for so few.
         order = pairs.argsort()
         pairs = pairs[order]
         is_new = np.zeros(len(pairs), np.int64)
@@ -95,7 +95,7 @@ class _Runs:
         self._keep(np.bincount(numbers))
 
     def top_is_over(self, n: int, limit: float) -> bool:
-        """Whether the most frequent run of `n` words has more characters in all."""
+        """Whether all occurrences of the most frequent run of `n` words have more than `limit` characters."""
         while self.n < n:
             if self._top_at_most(n) <= limit:
                 return False
@@ -103,7 +103,7 @@ class _Runs:
         return self.top_characters() > limit
 
     def repeated_are_over(self, n: int, limit: float) -> bool:
-        """Whether runs of `n` words that came before have more characters in all."""
+        """Whether repeated runs of `n` words have more than `limit` characters in total."""
         return not self.cover_at_most(n, limit) and self.repeated_characters() > limit
 
     def cover_at_most(self, n: int, limit: float) -> bool:
@@ -137,9 +137,9 @@ class _Runs:
         return length
 
     def _keep(self, times: Integers) -> None:
-        """The places whose run occurs more than once, given how often each run does."""
-        again = times[self._code] > 1
-        self._at, self._code = self._at[again], self._code[again]
+        """Keep only the places whose run occurs more than once. times: of each run."""
+        is_repeated = times[self._code] > 1
+        self._at, self._code = self._at[is_repeated], self._code[is_repeated]
         self._times = times[self._code]
         self._stretches = None
 
@@ -151,13 +151,13 @@ class _Runs:
 
     def _covered(self, n: int) -> int:
         """Characters of all words that may lie in a repeated run of `n` words."""
-        if self._stretches is None:  # of places that follow one another
+        if self._stretches is None:  # of consecutive places
             breaks = np.flatnonzero(self._at[1:] != self._at[:-1] + 1)
             first = np.append(self._at[:1], self._at[breaks + 1])
             last = np.append(self._at[breaks], self._at[-1:])
             self._stretches = last - first, self._ends[last + self.n] - self._ends[first]
-        more, characters = self._stretches
-        return int(characters[more >= n - self.n].sum())
+        lengths, characters = self._stretches
+        return int(characters[lengths >= n - self.n].sum())
 
     def _first(self, n: int) -> int:
         """Characters of the text's first run, with its spaces."""

@@ -63,7 +63,7 @@ class C4BadWords:
 
 
 def read_list(path: str, remark: str = "") -> list[str]:
-    """The lines of a file, without empty ones and remarks; a UsageError if there are none."""
+    """Read the lines of a file, without empty ones and comments. Raises UsageError if there are none."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -126,18 +126,18 @@ class Decontaminate:
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         words, offsets = word_hashes([document.text])
-        for length, known in self._runs.items():
+        for length, known_runs in self._runs.items():
             if len(words) < length:
                 break
             hashes, _ = ngram_hashes(words, offsets, length)
-            places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-            if (known[places] == hashes).any():
+            places = np.minimum(np.searchsorted(known_runs, hashes), len(known_runs) - 1)
+            if (known_runs[places] == hashes).any():
                 return "contaminated"
         return document
 
 
 def _of_short(short: list[str], texts: int, config: DecontaminateConfig) -> str:
-    """A note on texts that can't be found, with the longest of them."""
+    """Return a note on evaluation texts that are too short to be found, with the longest of them."""
     longest = " ".join(max(short, key=len).split())
     return (
         f"{len(short)} of {texts} evaluation texts are too short to be looked for, with fewer than "
@@ -147,7 +147,7 @@ def _of_short(short: list[str], texts: int, config: DecontaminateConfig) -> str:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The texts of an evaluation set."""
+    """Read the texts of an evaluation set."""
     try:
         if ".jsonl" in path.suffixes:
             for _, record in records(path):

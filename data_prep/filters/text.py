@@ -47,8 +47,8 @@ REPAIR = ftfy.TextFixerConfig(
     normalization=None,
     explain=False,
 )
-# What ftfy's fixers look for besides mojibake: control characters of both kinds, line breaks other than \n, halves of
-# surrogate pairs. A line without these that does not look like mojibake is one that ftfy leaves alone.
+# Characters that ftfy's fixers look for besides mojibake: control characters of both kinds, line breaks other than \n,
+# halves of surrogate pairs. A line without these that does not look like mojibake is one that ftfy leaves alone.
 _ODD = re.compile(f"[{re.escape(''.join(map(chr, CONTROL_CHARS)))}\r\x80-\x9f\u2028\u2029\ud800-\udfff]")
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
@@ -76,7 +76,7 @@ class FixUnicode:
 
 
 def fix_text(text: str) -> str:
-    """The text as `ftfy.fix_text` would give it back, the same object if that is equal.
+    """Return `ftfy.fix_text(text)`, as the same object if nothing changed.
 
     ftfy repairs line by line, each by itself, so it is only asked for the lines that it could change.
     """
@@ -142,12 +142,12 @@ class Language:
     def __init__(self, config: LanguageConfig) -> None:
         self._config = config
         self._keep = frozenset(config.languages)
-        known = sorted(set(map(str, _identifier().nb_classes))) if self._keep else []
-        if unknown := sorted(self._keep.difference(known)) if known else []:
+        known_languages = sorted(set(map(str, _identifier().nb_classes))) if self._keep else []
+        if unknown := sorted(self._keep.difference(known_languages)) if known_languages else []:
             raise UsageError(
                 f"steps: language: languages = {unknown[0]!r} is no code of a language"
-                f"{did_you_mean(unknown[0].lower()[:2], known)}; "
-                f"the codes are {', '.join(known)}"
+                f"{did_you_mean(unknown[0].lower()[:2], known_languages)}; "
+                f"the codes are {', '.join(known_languages)}"
             )
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
@@ -174,13 +174,13 @@ def _sample_windows(text: str, characters: int) -> str:
 
 
 class _Identifier(LanguageIdentifier):  # type: ignore[misc]
-    """The library's own, with the same results to the last bit, but for its two slow places: n-grams are found at all
-    bytes of a text at once, and weights are stored as the numbers that are added up."""
+    """py3langid's identifier with the same results to the last bit, without its two slow places: n-grams are found at
+    all bytes of a text at once, and weights are stored as the numbers that are added up."""
 
     nb_ptc: Any
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, **keyword_arguments: Any) -> None:
+        super().__init__(*arguments, **keyword_arguments)
         self.nb_ptc = self.nb_ptc.astype(np.float32)
         # A state machine: each state has a row of the states that follow after each byte, and perhaps a feature.
         self._states = np.asarray(self.tk_nextmove)

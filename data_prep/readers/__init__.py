@@ -1,7 +1,7 @@
-"""Formats of corpora, one in a file: text, and those whose files hold many records.
+"""Formats of input files: text, and formats whose files hold many records.
 
-A format's module has `read(path, config)`, which yields a Record or a Bad for each record in the order of the file,
-and raises BadFileError where the file can't be read on. It is imported when a file needs it.
+A format's module has `read_FORMAT(path, config)`, which yields a Record or a Bad for each record in the order of the
+file, and raises BadFileError at damage. The module is imported when a file needs it.
 """
 
 import re
@@ -15,7 +15,7 @@ from megatfm.errors import UsageError
 from megatfm.registry import Registry, did_you_mean
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-"""The ends of names of compressed files."""
+"""Suffixes of compressed files."""
 _LINES, _TABLES = (".jsonl", ".ndjson"), (".csv", ".tsv")
 FORMATS: dict[str, tuple[str, ...]] = {
     "jsonl": (*_LINES, *(name + end for name in (*_LINES, ".json") for end in PACKED)),
@@ -27,8 +27,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "mediawiki": tuple(f".xml{end}" for end in PACKED),
     "webdataset": (".tar", ".tgz", *(f".tar{end}" for end in PACKED)),
 }
-"""Formats of many records, and the ends of names by which they are known; any other file is text, perhaps under
-compression. A `.json` is an array of records, or text."""
+"""Suffixes of each format of records; any other file is text, perhaps compressed. A `.json` is an array of records, or
+text."""
 
 
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
@@ -51,7 +51,8 @@ READERS: Registry[Reader] = Registry("format")
 
 
 def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> str:
-    """The name of a file's format: the config's, or as its name (for `.xml` and `.json` its beginning) says."""
+    """Return the name of a file's format: the config's, else by its suffix, and for `.xml` and `.json` by its first
+    bytes."""
     if config.format is not None:
         return config.format
     name = name.lower()
@@ -59,11 +60,11 @@ def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> s
         return "mediawiki"
     if name.endswith(".json") and _ARRAY.match(begin(100)):
         return "json"
-    return next((format_ for format_, ends in FORMATS.items() if name.endswith(ends)), "text")
+    return next((format_ for format_, suffixes in FORMATS.items() if name.endswith(suffixes)), "text")
 
 
 def reader(name: str) -> Reader:
-    """The `read` of a format. Raises UsageError that lists those there are."""
+    """Return the reader of a format. Raises UsageError with the known formats."""
     if name in _MODULES:
         module = import_module(f"megatfm.data_prep.readers.{_MODULES[name]}")
         read: Reader = getattr(module, f"read_{name}")
@@ -71,22 +72,23 @@ def reader(name: str) -> Reader:
     return READERS.get(name)
 
 
-def register(name: str, *ends: str) -> Callable[[Reader], Reader]:
-    """Decorator that enters the `read` of a plugin's format, and the ends of names by which its files are known."""
+def register(name: str, *suffixes: str) -> Callable[[Reader], Reader]:
+    """Register the reader of a plugin's format, and the suffixes of its files, as a decorator."""
 
     def enter(read: Reader) -> Reader:
         if name in (*_TEXT_FORMATS, *_IMPORT_FORMATS):
             raise UsageError(f"format {name!r} is one of megatfm's: give the plugin's another name")
-        FORMATS[name] = ends
+        FORMATS[name] = suffixes
         return READERS.register(name)(read)
 
     return enter
 
 
 def check_format(name: str | None) -> None:
-    """Raise a UsageError for the name of a format that nothing reads."""
+    """Raise UsageError for an unknown format."""
     if name is not None and name not in (*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()):
-        known = sorted((*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()))
+        known_formats = sorted((*_TEXT_FORMATS, *_IMPORT_FORMATS, *READERS.names()))
         raise UsageError(
-            f"read.format = {name!r} is no format{did_you_mean(name, known)}; there are: {', '.join(known)}"
+            f"read.format = {name!r} is no format{did_you_mean(name, known_formats)}; "
+            f"there are: {', '.join(known_formats)}"
         )

@@ -1,4 +1,4 @@
-"""Images with what is said of them: files beside one another, or the samples of a tar, that differ in their extensions.
+"""Images with class, metadata and caption: neighbouring files, or members of a tar, that differ in their extensions.
 
 An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` holds the number of its class, a `.json` anything, a
 `.txt` its caption. All are checked, and none is changed.
@@ -22,7 +22,7 @@ IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
 EXTENSIONS = (*IMAGES, *SIDECAR_EXTENSIONS)
 MAX_PIXELS = 2**26
-"""A larger image is a bomb: it would take over 200 MB to decode. Nothing is decoded here."""
+"""Larger images are refused, since decoding them would take over 200 MB. Nothing is decoded here."""
 
 _NUMBER = re.compile(rb"\s*[0-9]{1,18}\s*")
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ISO 10918-1, table B.1)
@@ -38,14 +38,14 @@ class ImageRecord:
 
 
 def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
-    """The samples of a tar, by their keys. Raises BadFileError where the tar can't be read on."""
+    """Yield the samples of a tar. Raises BadFileError at damage."""
     for key, parts in samples(path, EXTENSIONS):
         names = [part.extension for part in parts]
         fault = next((part.fault for part in parts if part.fault), None)
-        other = next((part.name for part in parts if part.data is None), None)
+        unknown = next((part.name for part in parts if part.data is None), None)
         twice = next((name for name in names if names.count(name) > 1), None)
-        if fault is None and other is not None:
-            fault = f"has a member that is neither an image nor {_spelled(SIDECAR_EXTENSIONS)}: {other}"
+        if fault is None and unknown is not None:
+            fault = f"has a member that is neither an image nor {_spelled(SIDECAR_EXTENSIONS)}: {unknown}"
         if fault is None and twice is not None:
             fault = f"has a .{twice} twice"
         yield (
@@ -56,7 +56,7 @@ def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
 
 
 def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | Bad:
-    """The image whose files, by their extensions, lie beside one another."""
+    """Read an image and the files beside it. paths: by extension."""
     members = {}
     for extension, path in paths.items():
         try:
@@ -70,7 +70,7 @@ def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> Image
 
 
 def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | Bad:
-    """The record of these files, or why they make none."""
+    """Return the checked record of an image's files, or the reason why they are unusable."""
     images = [extension for extension in members if extension in IMAGES]
     if len(images) != 1:
         return Bad(
@@ -96,7 +96,8 @@ def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageR
 
 
 def _image_fault(data: bytes, format_: str) -> str | None:
-    """Why bytes are no image, as what follows "it", or None. Only headers and checksums are read."""
+    """Return the reason why bytes are no image, as a phrase after "it", or None. Only headers and checksums are
+    read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -106,7 +107,7 @@ def _image_fault(data: bytes, format_: str) -> str | None:
                 image.verify()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         width, height = MAX_PIXELS, 2
-    except UnidentifiedImageError:  # which tells of an object in memory
+    except UnidentifiedImageError:  # its message names an object in memory
         return f"is no whole {format_}"
     except Exception as error:  # the library raises many kinds, down to SyntaxError
         return f"is no whole {format_} ({str(error).partition(chr(10))[0] or type(error).__name__})"

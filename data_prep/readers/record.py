@@ -1,6 +1,6 @@
-"""Records and their metadata, bad records, and files under compression: shared by the readers of all formats.
+"""Records, bad records, metadata and compressed files: shared by the readers of all formats.
 
-Files are unpacked a piece at a time, so that what a small file claims to hold never fills the memory.
+Files are decompressed a piece at a time, so that a small file that claims a huge size never fills the memory.
 """
 
 import bz2
@@ -28,17 +28,17 @@ _RAW, _REPEATED = 0, 1
 
 
 def open_zstd(path: Path) -> IO[bytes]:
-    """A zstd file of any number of frames; one that is cut off raises EOFError at its end."""
+    """Open a zstd file of any number of frames; a truncated file raises EOFError at its end."""
     return cast(IO[bytes], io.BufferedReader(_Zstd(path), 2**17))
 
 
 def open_xz(path: Path) -> IO[bytes]:
-    """An xz file of any number of streams; one that is cut off raises EOFError at its end."""
+    """Open an xz file of any number of streams; a truncated file raises EOFError at its end."""
     return cast(IO[bytes], io.BufferedReader(_Xz(path), _CHUNK))
 
 
 class _Unpacked(io.RawIOBase):
-    """A stream of what `_fill` gives."""
+    """A stream of the pieces that `_fill` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
@@ -63,13 +63,13 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
     def _fill(self) -> bytes | None:
-        """The next piece, perhaps empty; None at the end."""
+        """Return the next piece, perhaps empty; None at the end."""
         raise NotImplementedError
 
 
 class _Zstd(_Unpacked):
-    """Fed block by block, each of which holds 128 KiB at most (RFC 8878, section 3.1.1.2.4): the library's own reader
-    is bounded as well, but takes the end of a cut file for the end of the text."""
+    """Decompresses block by block, at most 128 KiB each (RFC 8878, section 3.1.1.2.4). The library's own reader is
+    bounded as well, but takes the end of a truncated file for the end of the text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -97,9 +97,9 @@ class _Zstd(_Unpacked):
             return False
         number = int.from_bytes(magic, "little")
         if number & ~0xF == _SKIPPABLE and len(magic) == 4:
-            left = int.from_bytes(self._read(4), "little")
-            while left:
-                left -= len(self._read(min(left, _CHUNK)))
+            n_skipped = int.from_bytes(self._read(4), "little")
+            while n_skipped:
+                n_skipped -= len(self._read(min(n_skipped, _CHUNK)))
             return True
         if number != _MAGIC:
             raise zstandard.ZstdError("no frame begins where one should")
@@ -143,19 +143,18 @@ class _Xz(_Unpacked):
 
 
 MAX_RECORD_BYTES = 2**28
-"""A longer record is no text that anyone wants: a broken file, or a bomb."""
+"""Longer records are refused: they come from a damaged file, or from a decompression bomb."""
 
 MOST_NAMES = 30
-"""Fields of a record that are told."""
+"""Fields of a record that an error message lists."""
 
-# What the libraries of compression raise on damage. A gzip file that ends too soon is an EOFError.
+# Errors that the compression libraries raise on damage. A truncated gzip file raises EOFError.
 DECOMPRESSION_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One text of a file: where it lies there (a line, a row, a key), its address if it has one, and the fields
-    that are kept."""
+    """A text of a file. key: its line, row or key in the file. url: empty if unknown. fields: its metadata."""
 
     key: str
     text: str
@@ -169,7 +168,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that can't be used: where it lies, and why, as what follows "it" (`has no text`)."""
+    """An unusable record. key: its line, row or key. reason: a phrase after "it", such as `has no text`."""
 
     key: str
     reason: str
@@ -180,11 +179,11 @@ class Bad:
 
 
 class BadFileError(Exception):
-    """A file that can't be read, or not further; the text says why and where."""
+    """Damage in a file; the message says what and where."""
 
 
 def spelled(text: str) -> str:
-    """A text without halves of surrogate pairs, which JSON and names in tars can have and UTF-8 can't."""
+    """Replace lone surrogates, which JSON and names in tars can contain and UTF-8 can't."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -194,7 +193,7 @@ def spelled(text: str) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file for reading, decompressed as its name says; damage, at opening or later, is a BadFileError."""
+    """Open a file for reading, decompressed by its suffix. Raises BadFileError for damage, at opening or later."""
     try:
         with _open(path) as file:
             yield file
@@ -218,29 +217,29 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def get_nested(record: Any, name: str) -> Any:
-    """`a.b` of a record: its field `b` inside `a`, or None."""
+    """Return field `a.b` of a record, which is `b` inside `a`, or None."""
     for part in name.split("."):
         record = record.get(part) if isinstance(record, dict) else None
     return record
 
 
 def record_from_dict(
-    key: str, record: Any, config: ReadConfig, known: Sequence[str] | None = None
+    key: str, record: Any, config: ReadConfig, field_names: Sequence[str] | None = None
 ) -> Record | Bad:
-    """The text of a record with fields. known: their names, where the record has but those that were asked for."""
+    """Make a Record from a dictionary. known: names of all fields, if `record` has only the requested ones."""
     text_field = config.text_key
     text, url = get_nested(record, text_field), get_nested(record, config.url_key)
     if not isinstance(text, str):
         kind = "no" if text is None else f"{type(text).__name__}, not text, as"
-        names = known or (list(record) if isinstance(record, dict) else [])
-        there = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
+        names = field_names or (list(record) if isinstance(record, dict) else [])
+        field_list = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
         way_out = "; name the one that holds the text: read.text_key" if names and text is None else ""
-        return Bad(key, f"has {kind} field {text_field!r}{there}{way_out}")
+        return Bad(key, f"has {kind} field {text_field!r}{field_list}{way_out}")
     return Record(key, text, url if isinstance(url, str) else "", selected_metadata(record, config))
 
 
 def selected_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
-    """The fields of a record that are kept; what JSON can't hold (a time, bytes) is spelled."""
+    """Return the fields of a record that the config names; values outside JSON (times, bytes) become text."""
     if not config.metadata_keys or not isinstance(record, dict):
         return {}
     names = (
@@ -252,16 +251,16 @@ def selected_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
         str(name): get_nested(record, name) if "*" not in config.metadata_keys else record[name]
         for name in names
     }
-    known = {name: value for name, value in selected.items() if value is not None}
-    metadata_json = json.dumps(known, default=_spelled, ensure_ascii=False)
+    non_null = {name: value for name, value in selected.items() if value is not None}
+    metadata_json = json.dumps(non_null, default=_spelled, ensure_ascii=False)
     metadata: dict[str, Any] = json.loads(spelled(metadata_json), parse_constant=str)
     return metadata
 
 
-def columns(config: ReadConfig, there: Sequence[str]) -> list[str]:
-    """The columns of a table that hold the fields, by their outermost names."""
+def columns(config: ReadConfig, column_names: Sequence[str]) -> list[str]:
+    """Select the columns of a table that contain the fields, by their outermost names."""
     names = {name.partition(".")[0] for name in (config.text_key, config.url_key, *config.metadata_keys)}
-    return [name for name in there if name in names or "*" in config.metadata_keys]
+    return [name for name in column_names if name in names or "*" in config.metadata_keys]
 
 
 def _spelled(value: Any) -> str:

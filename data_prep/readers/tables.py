@@ -23,13 +23,13 @@ _FILE = b"ARROW1"
 
 
 def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The rows of a file, by their numbers from 1, whether it is of Arrow's streaming or its file format."""
+    """Yield the rows of a file in Arrow's streaming or file format, numbered from 1."""
     row = 0
     try:
         with pyarrow.memory_map(str(path)) as source:
             for batch in _batches(source):
                 names = columns(config, batch.schema.names)
-                batch.validate(full=True)  # else damage is read as memory that is not there
+                batch.validate(full=True)  # otherwise damage leads to reads outside the buffer
                 for record in batch.select(names).to_pylist():
                     row += 1
                     yield record_from_dict(str(row), record, config, batch.schema.names)
@@ -50,20 +50,20 @@ def _batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
 
 BATCH_ROWS = 256
 BATCH_BYTES = 2**24
-"""Text that is taken out of a batch at once, at most; of a larger batch row by row."""
+"""Batches with more bytes of text are converted row by row."""
 
 
 def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The rows of a file, by their numbers from 1. Only the columns that are needed are read."""
+    """Yield the rows of a file, numbered from 1. Only the needed columns are read."""
     row = 0
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            wanted = columns(config, names)
-            # A text that all rows have is stored once, and may be as long as all the rest together: so it is held.
-            texts = [name for name in wanted if pyarrow.types.is_string(file.schema_arrow.field(name).type)]
+            selected = columns(config, names)
+            # A text shared by all rows is stored once and may be as long as all others together: it stays a dictionary.
+            texts = [name for name in selected if pyarrow.types.is_string(file.schema_arrow.field(name).type)]
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
+            for batch in file.iter_batches(BATCH_ROWS, columns=selected):
                 batch.validate(full=True)
                 for record in _rows(batch):
                     row += 1
@@ -76,7 +76,7 @@ def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
-    """The rows as tables; None for one whose texts are longer than a record may be."""
+    """Yield the rows as dictionaries; None for a row whose texts exceed MAX_RECORD_BYTES."""
     sizes = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         if pyarrow.types.is_dictionary(column.type):
@@ -89,9 +89,9 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
 
 
 def _lengths(column: pyarrow.DictionaryArray) -> NDArray[np.int64]:
-    """The bytes of each text of a column; 0 where there is none."""
-    of_dictionary = compute.binary_length(column.dictionary)
-    lengths = of_dictionary.take(column.indices).fill_null(0)
+    """Return the bytes of each text of a column; 0 for null."""
+    dictionary_lengths = compute.binary_length(column.dictionary)
+    lengths = dictionary_lengths.take(column.indices).fill_null(0)
     return np.asarray(lengths, np.int64)
 
 

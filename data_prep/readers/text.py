@@ -1,4 +1,4 @@
-"""Plain text, JSON lines, JSON arrays and tables of cells (CSV), perhaps under compression; all of it strict UTF-8."""
+"""Plain text, JSON lines, JSON arrays and CSV, perhaps compressed; all in strict UTF-8."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError
 
 
 def texts(path: Path, limit: int) -> Iterator[str]:
-    """The text in pieces of at most `limit` bytes. Raises BadFileError, with the byte, for what is no UTF-8."""
+    """Yield the text in pieces of at most `limit` bytes. Raises BadFileError at the first byte that isn't UTF-8."""
     offset = 0
     for data in pieces(path, limit):
         if offset == 0 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -34,11 +34,12 @@ def texts(path: Path, limit: int) -> Iterator[str]:
 
 
 def pieces(path: Path, limit: int) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, in pieces of at most `limit`; cut after a blank line, a line, or a character."""
+    """Yield the decompressed bytes of a file in pieces of at most `limit`, cut after a blank line, a line or a
+    character."""
     with opened(path) as file:
         data = file.read(limit)
-        while more := file.read(limit):
-            data += more
+        while block := file.read(limit):
+            data += block
             while len(data) > limit:
                 cut = _cut(data, limit)
                 yield data[:cut]
@@ -47,7 +48,7 @@ def pieces(path: Path, limit: int) -> Iterator[bytes]:
 
 
 def cut_text(text: str, limit: int) -> Iterator[str]:
-    """A text in pieces of at most `limit` bytes, cut in the same way."""
+    """Yield a text in pieces of at most `limit` bytes, cut like `pieces`."""
     data = text.encode() if len(text) > limit // 4 else b""
     while len(data) > limit:
         cut = _cut(data, limit)
@@ -61,12 +62,12 @@ def _cut(data: bytes, limit: int) -> int:
         cut = data.rfind(end, limit // 2, limit)
         if cut >= 0:
             return cut + len(end)
-    # Bytes 10xxxxxx continue a character, which has at most three of them; longer runs are no UTF-8 anyway.
+    # Bytes 10xxxxxx continue a character, at most three of them; longer runs are not UTF-8.
     return next((cut for cut in range(limit, limit - 4, -1) if data[cut] & 0xC0 != 0x80), limit)
 
 
 def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """Read JSON lines: a record in each, by the numbers of their lines."""
+    """Read JSON lines: a record a line, with the line's number as key."""
     for number, line in _lines(path):
         key = str(number)
         try:
@@ -81,7 +82,7 @@ def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
 
 
 def records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Number and content of each line; a MegatfmError for what can't be read."""
+    """Yield the number and content of each line. Raises MegatfmError for damage."""
     try:
         for number, line in _lines(path):
             try:
@@ -93,7 +94,7 @@ def records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that hold anything, with their numbers from 1."""
+    """Yield the lines that aren't blank, numbered from 1."""
     with opened(path) as file:
         for number, line in _numbered(file):
             if line.strip():
@@ -101,7 +102,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield all lines with their numbers from 1. Raises BadFileError for one that is longer than a record may be."""
+    """Yield all lines, numbered from 1. Raises BadFileError for a line longer than MAX_RECORD_BYTES."""
     for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b""), 1):
         if len(line) > MAX_RECORD_BYTES:
             raise BadFileError(f"line {number} is longer than {MAX_RECORD_BYTES:,} bytes")
@@ -109,7 +110,7 @@ def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def read_json(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """Read a JSON array, held in memory: a record in each element, by their numbers from 1."""
+    """Read a JSON array into memory: a record an element, numbered from 1."""
     with opened(path) as file:
         data = file.read(MAX_RECORD_BYTES + 1)
     if len(data) > MAX_RECORD_BYTES:
@@ -127,8 +128,8 @@ def read_json(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
 
 
 def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """Read a table: a record in each row but the first, by their numbers from 1; cells stand between tabs if its name
-    says so, else between commas (RFC 4180)."""
+    """Read a CSV file: a record a row after the first, numbered from 1. Cells are separated by tabs in a `.tsv`, else
+    by commas (RFC 4180)."""
     csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
     delimiter = "\t" if ".tsv" in path.name.lower() else ","
     with opened(path) as file:

@@ -59,8 +59,8 @@ def _page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig)
         data = record.reader.read(MAX_RECORD_BYTES + 1)
     except OSError:
         # Crawlers may unpack a body and leave the header that says how it was packed.
-        again = _record(record_bytes, "none")
-        data = again.reader.read() if again else b""
+        undecoded = _record(record_bytes, "none")
+        data = undecoded.reader.read() if undecoded else b""
         data.decode()
     if len(data) > MAX_RECORD_BYTES:
         return Bad(key, f"is longer than {MAX_RECORD_BYTES:,} bytes once unpacked")

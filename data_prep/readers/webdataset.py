@@ -1,4 +1,4 @@
-"""Tars of samples as the webdataset library has them: `KEY.txt`, or `KEY.json` with a field that holds the text."""
+"""Tars of samples in the format of the webdataset library: `KEY.txt`, or `KEY.json` with a field of text."""
 
 import json
 import tarfile
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import (
@@ -34,7 +34,7 @@ _MAX_MEMBERS = 10_000
 
 
 class TarMember(NamedTuple):
-    """A member of a sample: its name, its extension, and its data if it was asked for, or why it can't be used."""
+    """A member of a sample: its name, its extension, and its data if requested, or the reason why it is unusable."""
 
     name: str
     extension: str
@@ -43,8 +43,8 @@ class TarMember(NamedTuple):
 
 
 def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The samples of a tar, by their keys. Captions of images are read as any text; the images are left alone: the
-    format for these is `images`."""
+    """Yield the texts of a tar's samples. Captions of images are read like any text; images themselves need the format
+    `images`."""
     for key, parts in samples(path, (*_TEXTS, "json")):
         record: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.text_key!r}")
         for part in parts:
@@ -56,53 +56,58 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         yield record
 
 
-def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[TarMember]]]:
-    """Key and members of each sample: members that follow one another and have all before the first dot of their names
-    in common. Raises BadFileError where the tar can't be read on."""
-    last = "the first member"
+def samples(path: Path, extensions: Sequence[str]) -> Iterator[tuple[str, list[TarMember]]]:
+    """Yield key and members of each sample: consecutive members whose names agree up to the first dot.
+
+    extensions: of the members to read. Raises BadFileError at damage.
+    """
+    last_key = "the first member"
     try:
-        with opened(path) as file, tarfile.open(fileobj=_Ending(file), mode="r|", tarinfo=_Member) as tar:  # type: ignore[call-overload]
+        with (
+            opened(path) as file,
+            tarfile.open(fileobj=cast(Any, _BoundedFile(file)), mode="r|", tarinfo=_StrictTarInfo) as tar,
+        ):
             files = (member for member in tar if not member.isdir())
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
-                last = key
-                yield spelled(key), _parts(tar, members, wanted)
+                last_key = key
+                yield spelled(key), _parts(tar, members, extensions)
     except (
         tarfile.TarError,
         EOFError,
         ValueError,
         IndexError,
         OverflowError,
-    ) as error:  # the library's, on forgeries
-        raise BadFileError(f"is no whole tar, after {last!r} ({error})") from None
+    ) as error:  # tarfile raises all of these on forged tars
+        raise BadFileError(f"is no whole tar, after {last_key!r} ({error})") from None
 
 
-class _Ending:
-    """A file that raises when it is read past its end: the library goes through a member's size block by block, and a
-    header may claim 2⁶² bytes."""
+class _BoundedFile:
+    """A file that raises when it is read past its end. tarfile skips a member block by block, and a header may claim
+    2⁶² bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._ended = file, False
+        self._file, self._is_at_end = file, False
 
     def read(self, size: int) -> bytes:
         data = self._file.read(size)
-        if not data and self._ended:
+        if not data and self._is_at_end:
             raise tarfile.ReadError("a member's size leads past the end of the file")
-        self._ended = not data
+        self._is_at_end = not data
         return data
 
 
-class _Member(tarfile.TarInfo):
-    """A header that is refused where the library would be content: none at the end, or a name of any size."""
+class _StrictTarInfo(tarfile.TarInfo):
+    """A header that refuses damage that tarfile accepts: a missing end, or a name of any size."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictTarInfo":
         if not buf:
             raise tarfile.ReadError("the blocks that end it are missing")
         try:
             member = super().frombuf(buf, encoding, errors)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the blocks of zeros that end it
             raise
-        except tarfile.HeaderError as error:  # in the middle, the library takes it for the end
+        except tarfile.HeaderError as error:  # tarfile would take it for the end
             raise tarfile.ReadError(f"a damaged header: {error}") from None
         if member.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError(f"a sparse file: {member.name!r}")
@@ -112,35 +117,37 @@ class _Member(tarfile.TarInfo):
 
 
 def _parts(
-    tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], wanted: Sequence[str]
+    tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], extensions: Sequence[str]
 ) -> list[TarMember]:
-    """The members of a sample, which together hold no more than a record may."""
+    """Read the members of a sample, together at most MAX_RECORD_BYTES."""
     parts: list[TarMember] = []
-    left = MAX_RECORD_BYTES
+    bytes_left = MAX_RECORD_BYTES
     for member in members:
         if len(parts) == _MAX_MEMBERS:
             raise tarfile.ReadError(f"a sample of over {_MAX_MEMBERS:,} members")
-        parts.append(_part(tar, member, wanted, left))
-        left -= len(parts[-1].data or b"")
+        parts.append(_part(tar, member, extensions, bytes_left))
+        bytes_left -= len(parts[-1].data or b"")
     return parts
 
 
-def _part(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: Sequence[str], most: int) -> TarMember:
+def _part(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, extensions: Sequence[str], max_bytes: int
+) -> TarMember:
     extension = _split(member.name)[1]
     if not member.isfile():
         return TarMember(member.name, extension, None, f"has a link or device: {member.name}")
-    if extension not in wanted:
+    if extension not in extensions:
         return TarMember(member.name, extension, None, None)
-    if member.size > most:
-        what = "a member" if member.size > MAX_RECORD_BYTES else "members"
-        fault = f"has {what} of over {MAX_RECORD_BYTES:,} bytes: {member.name}"
+    if member.size > max_bytes:
+        subject = "a member" if member.size > MAX_RECORD_BYTES else "members"
+        fault = f"has {subject} of over {MAX_RECORD_BYTES:,} bytes: {member.name}"
         return TarMember(member.name, extension, None, fault)
     file = tar.extractfile(member)
     return TarMember(member.name, extension, file.read() if file is not None else b"", None)
 
 
 def _text_of(part: TarMember, key: str, config: ReadConfig) -> Record | Bad | None:
-    """The text of a member, why it can't be used, or None if it holds something else."""
+    """Return the record of a member, the reason why it is unusable, or None if it has no text."""
     if part.fault is not None:
         return Bad(key, part.fault)
     if part.data is None:
@@ -158,7 +165,7 @@ def _text_of(part: TarMember, key: str, config: ReadConfig) -> Record | Bad | No
 
 
 def _metadata_beside(parts: Sequence[TarMember], config: ReadConfig) -> dict[str, Any]:
-    """The fields of the .json that lies beside a text."""
+    """Return the fields of the .json beside a text."""
     for part in parts:
         if part.extension == "json" and part.data is not None:
             with suppress(ValueError, RecursionError):

@@ -68,8 +68,8 @@ def of_images(result: Mapping[str, Any]) -> bool:
 
 def headline(result: Mapping[str, Any]) -> str:
     """Say in three words what the corpus is."""
-    what = "documents" if of_images(result) else "tokens"
-    count = number(sum(result[name][what] for name in SPLITS))
+    unit = "documents" if of_images(result) else "tokens"
+    count = number(sum(result[name][unit] for name in SPLITS))
     return f"{count} images" if of_images(result) else f"{count} tokens of text"
 
 
@@ -80,7 +80,7 @@ def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     documents = train["documents"] + validation["documents"]
     text = train["text_bytes"] + validation["text_bytes"]
     held_out = validation["documents"] / documents if images else validation["text_bytes"] / max(1, text)
-    of_text = [
+    text_bars = [
         (
             "Captions" if images else "Text",
             size(text),
@@ -95,7 +95,7 @@ def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
     return [
         ("Images" if images else "Documents", number(documents), f"of {number(read['documents_in'])} read"),
-        *(of_text if text or not images else []),
+        *(text_bars if text or not images else []),
         (
             "On disk",
             size(train["bytes"] + validation["bytes"]),
@@ -116,17 +116,17 @@ def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
     lengths = split.get("lengths", ()) if split["tokens"] else ()
     fields = split.get("fields", {})
 
-    def largest(what: str) -> list[Bar]:
-        rows = fields[what] if what in fields else split.get(what, ())
+    def largest(category: str) -> list[Bar]:
+        rows = fields[category] if category in fields else split.get(category, ())
         totals = [(name, documents if images else text) for name, documents, text, _ in rows]
-        more = split.get(f"more_{what}", 0)
+        more = split.get(f"more_{category}", 0)
         return bars(totals, number if images else size) + (
             [Bar(f"and {number(more)} more", "", 0.0)] if more else []
         )
 
     return {
         "lengths": bars([(f"up to {number(most)}", count) for most, count in lengths]),
-        **{what: largest(what) for what in ("sources", "domains", "languages", *fields)},
+        **{category: largest(category) for category in ("sources", "domains", "languages", *fields)},
         "pieces": bars(
             [(spelled(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
         ),

@@ -4,8 +4,8 @@ A checkpoint is a folder `step-00000100` with `metadata.json` and safetensors fi
 tensor (dtype, global shape, and the pieces that make it up: offsets, sizes, file, key), every file (bytes and
 BLAKE3 hash) and the caller's own JSON `state`, under a hash of its own. No pickle is ever read from disk.
 
-A save writes to `.step-00000100.partial-…`, makes it durable, and becomes real by one rename: whoever finds a
-folder under its final name finds all of it. `Saver` does so in the background while training goes on.
+A save writes to `.step-00000100.partial-…`, makes it durable, and becomes real by one rename: a folder under its final
+name is complete. `Saver` does so in the background while training goes on.
 """
 
 from megatfm.checkpoint.directory import (

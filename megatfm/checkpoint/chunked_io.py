@@ -22,7 +22,7 @@ BLOCK_BYTES = 4096
 MAX_QUEUED_CHUNKS = 4
 """Chunks that the hash may be behind."""
 MIN_DIRECT_BYTES = 2**20
-"""Less than this is copied together with what follows: a write of its own would take longer."""
+"""Less than this is copied together with what follows: a separate write would take longer."""
 READAHEAD = 2
 """Direct reads that are under way at once, so that the disk never waits for the copying of what it gave."""
 
@@ -43,9 +43,9 @@ def progress() -> int:
 
 
 class ThreadedBlake3:
-    """A BLAKE3 that is computed in a thread of its own, while the caller reads or writes the next chunk.
+    """A BLAKE3 hash computed in a separate thread, while the caller reads or writes the next chunk.
 
-    What it is given must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
+    Buffers must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
     """
 
     def __init__(self) -> None:
@@ -142,15 +142,17 @@ class DirectFileWriter(FileWriter):
         super().write(self._buffer[aligned : self._buffered].data)
 
     def _write_blocks(self, blocks: np.ndarray) -> None:
-        done = 0
+        n_written = 0
         try:
-            done = os.write(self._fd, blocks.data) if len(blocks) else 0
+            n_written = os.write(self._fd, blocks.data) if len(blocks) else 0
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        if done < len(blocks):  # what is left may not be whole blocks, or the filesystem can't
+        if n_written < len(
+            blocks
+        ):  # the remainder may not be full blocks, or the filesystem doesn't support O_DIRECT
             _disable_direct_io(self._fd)
-            super().write(blocks[done:].data)
+            super().write(blocks[n_written:].data)
 
 
 class FileReader:
@@ -164,11 +166,11 @@ class FileReader:
         return os.readv(self._fd, [target[:CHUNK_BYTES]])
 
     def close(self) -> None:
-        """Leave the file; whoever opened it closes it."""
+        """Leave the file; the caller closes it."""
 
 
 class DirectFileReader(FileReader):
-    """Reads with O_DIRECT by chunks, some ahead of what is asked for."""
+    """Reads with O_DIRECT by chunks, some ahead of the requests."""
 
     def __init__(self, fd: int, size: int) -> None:
         super().__init__(fd)
@@ -202,25 +204,27 @@ class DirectFileReader(FileReader):
 
     def _read_chunk(self, buffer: memoryview, offset: int) -> int:
         """Read a chunk, which is less than the buffer only where the file ends; returns its bytes."""
-        done, usual = 0, False
-        while done < len(buffer):
+        n_read, usual = 0, False
+        while n_read < len(buffer):
             try:
-                got = os.preadv(self._fd, [buffer[done:]], offset + done)
+                n_bytes = os.preadv(self._fd, [buffer[n_read:]], offset + n_read)
             except OSError as error:
                 if error.errno != errno.EINVAL or usual:
                     raise
             else:
-                if not got:
+                if not n_bytes:
                     break
-                done += got
-            if done < len(buffer):  # what is left may not be whole blocks, or the filesystem can't
+                n_read += n_bytes
+            if n_read < len(
+                buffer
+            ):  # the remainder may not be full blocks, or the filesystem doesn't support O_DIRECT
                 _disable_direct_io(self._fd)
                 usual = True
-        return done
+        return n_read
 
 
 def open_reader(fd: int, size: int, direct: bool) -> FileReader:
-    """Return the reader of a file of so many bytes; direct: past the page cache, where it isn't there and the
+    """Return the reader of a file of `size` bytes; direct: past the page cache, where it isn't there and the
     filesystem can."""
     if not direct or _in_page_cache(fd, size):
         return FileReader(fd)
@@ -232,7 +236,7 @@ def open_reader(fd: int, size: int, direct: bool) -> FileReader:
 
 
 def _in_page_cache(fd: int, size: int) -> bool:
-    """Return whether the page cache holds a file, as far as three of its bytes tell."""
+    """Return whether the page cache holds a file, judged by three of its bytes."""
     try:
         return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
     except OSError:

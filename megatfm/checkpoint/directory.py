@@ -81,7 +81,7 @@ def find_latest_intact(folder: Path) -> Path | None:
 
 
 def check_checkpoint_on_all_ranks(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None; each rank reads a part. The same on all ranks. A collective."""
+    """Return the fault of a checkpoint, or None; each rank reads a part. The same on all ranks. A collective."""
 
     def look() -> tuple[bytes, str | None]:
         reason = check_checkpoint(path)
@@ -104,14 +104,14 @@ def _list_without_links(folder: Path) -> list[Path]:
 
 
 def _check_share_of_files(path: Path, raw: bytes) -> str | None:
-    """Return what is wrong with the files that this rank reads, or None."""
+    """Return the fault of the files that this rank reads, or None."""
     try:
         content = file_format.parse_metadata(path, raw)
-        mine = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
+        own_names = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
         reader.verify_files(
             path,
             content,
-            mine,
+            own_names,
             file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0,
         )
     except MegatfmError as error:
@@ -135,7 +135,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
-    """Return what is wrong with a committed checkpoint, or None where it is intact.
+    """Return the fault of a committed checkpoint, or None if it is intact.
 
     Raises NewerFormatError for one that a later version wrote.
     """
@@ -157,7 +157,7 @@ def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
 
 
 def check_file(path: Path, entry: FileEntry) -> str | None:
-    """Return what is wrong with one file of tensors, every byte of which is read, or None where it is intact."""
+    """Read every byte of a file of tensors. Return its fault, or None if it is intact."""
     try:
         file_format.read_safetensors(path, entry, {})
     except MegatfmError as error:
@@ -166,7 +166,7 @@ def check_file(path: Path, entry: FileEntry) -> str | None:
 
 
 def verify(path: Path) -> None:
-    """Read every byte of a checkpoint; raises MegatfmError that names the file and what is wrong with it."""
+    """Read every byte of a checkpoint; raises MegatfmError with the file and its fault."""
     if (reason := check_checkpoint(path, hashes=True)) is not None:
         raise MegatfmError(f"checkpoint {path} is not whole: {reason}")
 
@@ -177,7 +177,7 @@ def purge_old_checkpoints(
     """Remove checkpoints older than the last `keep` intact ones, counted back from the just committed `newest`.
 
     every: those whose step it divides stay for ever (0: none do). verified, pinned: these stay, too. A damaged one
-    doesn't count, so that the ones kept can be used. What can't be removed is named in a warning: the new
+    doesn't count, so that the ones kept can be used. A warning names folders that can't be removed: the new
     checkpoint stands all the same. Damaged ones that were put aside go once one of their step or later is verified.
     """
     if verified is not None:
@@ -203,7 +203,7 @@ def put_aside(folder: Path) -> list[tuple[Path, int]]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: first out of the way, so that nobody ever finds half of it under its name."""
+    """Remove a checkpoint: first out of the way, so that no reader finds half of it under its name."""
     name = path.name.removeprefix(".").partition(".")[0]
     removed = path.with_name(f".{name}.removed-{secrets.token_hex(4)}")
     file_io.rename(path, removed)
@@ -226,7 +226,7 @@ def step_from_path(path: Path) -> int:
 def remove_leftovers(folder: Path) -> list[Path]:
     """Remove what killed saves and removals left in a folder, and return it. No save may be running there.
 
-    What can't be removed is named in a warning: it is in nobody's way.
+    A warning names folders that can't be removed: it does no harm.
     """
     if not folder.exists():
         return []

@@ -42,7 +42,7 @@ SCHEMA = 1
 DIRECT_BYTES = 32 * 2**20
 """Files from here on are written, and on demand read, past the page cache."""
 
-# What can be stored, under the names that safetensors gives them.
+# Dtypes that can be stored, by their names in safetensors.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -89,7 +89,7 @@ class NewerFormatError(MegatfmError):
 
 
 class StrictModel(BaseModel):
-    """Base of what is read from disk: the declared fields and no others."""
+    """Base of tables read from disk: the declared fields and no others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -142,7 +142,7 @@ class Metadata(StrictModel):
         return {name: (entry.torch_dtype, entry.shape) for name, entry in self.tensors.items()}
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         tensor_bytes: dict[str, int] = defaultdict(int)
         for name, tensor in self.tensors.items():
             check_cover(name, tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
@@ -202,7 +202,7 @@ def first_error(error: ValidationError) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read and check a checkpoint's metadata; raises MegatfmError that names the file and what is wrong."""
+    """Read and check a checkpoint's metadata; raises MegatfmError with the file and its fault."""
     return parse_metadata(folder, file_io.read_file(folder / METADATA_FILENAME))
 
 
@@ -282,7 +282,7 @@ def read_safetensors(
     """Return the file's tensors; raises MegatfmError unless the content has its hash.
 
     destinations: key → tensor to fill in place (it must fit), or None for a new tensor. Keys that are absent are hashed
-    but not kept: a meta tensor stands for them. After an error, destinations hold undefined values. direct_io: bypass
+    but not kept: a meta tensor takes their place. After an error, destinations hold undefined values. direct_io: bypass
     the page cache for a large file, which no other rank of this machine reads.
     """
     with file_io.HashedFile(path, direct_io and entry.bytes >= DIRECT_BYTES) as file:

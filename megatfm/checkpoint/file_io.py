@@ -48,7 +48,7 @@ def make_durable_dirs(path: Path) -> None:
 
 
 def make_dir(path: Path) -> None:
-    """Create a folder that must not exist. Its name is not on disk yet: what is only a draft need not survive."""
+    """Create a folder that must not exist. Its name is not on disk yet: drafts needn't survive a crash."""
     with naming("create", path):
         path.mkdir()
 
@@ -60,7 +60,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
-    """Write a new file and fsync it; return its bytes and the BLAKE3 of what was handed to the disk.
+    """Write a new file and fsync it; return its bytes and the BLAKE3 of the written data.
 
     The hash is taken from memory on the way, so that a disk that garbles the bytes can't vouch for itself. direct:
     past the page cache where the filesystem can, which is faster for large files and takes no memory from others.
@@ -109,8 +109,8 @@ def read_file(path: Path) -> bytes:
 
 
 class HashedFile:
-    """A regular file that is read from its start to its end, hashed on the way; what is read into must not change until
-    `hexdigest`. A link, a pipe, a missing or an unreadable file is refused by name. direct: see
+    """A regular file that is read from its start to its end, hashed on the way; the target buffers must not change
+    until `hexdigest`. A link, a pipe, a missing or an unreadable file is refused by name. direct: see
     `chunked_io.open_reader`."""
 
     def __init__(self, path: Path, direct: bool = False) -> None:
@@ -143,16 +143,16 @@ class HashedFile:
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes, of which there must be enough."""
-        done = 0
+        n_read = 0
         with naming("read", self._path):
-            while done < target.nbytes:
-                got = self._source.read_into(target[done:])
-                if not got:
-                    at = self.size - self.remaining + done
+            while n_read < target.nbytes:
+                n_bytes = self._source.read_into(target[n_read:])
+                if not n_bytes:
+                    at = self.size - self.remaining + n_read
                     raise MegatfmError(f"cannot read {self._path}: it shrank to {at} bytes while it was read")
-                self._hash.update(target[done : done + got])
-                done += got
-        self.remaining -= done
+                self._hash.update(target[n_read : n_read + n_bytes])
+                n_read += n_bytes
+        self.remaining -= n_read
 
     def read(self, size: int) -> memoryview:
         """The next bytes, in memory of their own."""
@@ -163,7 +163,7 @@ class HashedFile:
     def skip(self, size: int) -> None:
         """Hash the next bytes only."""
         while size > 0:
-            # As many chunks as the hash may be behind: fresh memory costs more than reading does.
+            # As many buffers as the hash may lag behind: fresh memory costs more than reading does.
             chunk = (
                 self._spare.pop(0)
                 if len(self._spare) > chunked_io.MAX_QUEUED_CHUNKS + 1
@@ -186,7 +186,7 @@ def file_size(path: Path) -> int:
 
 
 def drop_page_cache(path: Path) -> None:
-    """Drop a file's pages from memory, so that reading it asks the disk. What is not synced stays."""
+    """Drop a file's pages from memory, so that reading it asks the disk. Unsynced files stay."""
     with naming("read", path):
         fd = os.open(path, _READ_FLAGS)
         try:
@@ -240,6 +240,6 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with all that is in it (links are removed, not followed)."""
+    """Remove a folder with its contents (links are removed, not followed)."""
     with naming("remove", path):
         shutil.rmtree(path)

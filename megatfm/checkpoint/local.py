@@ -48,7 +48,7 @@ MESSAGE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """Which ranks share a node, and with it a node-local checkpoint directory. node_of_rank: node index by rank."""
+    """Assignment of ranks to nodes; ranks of a node share a local checkpoint directory. node_of_rank: node by rank."""
 
     folder: Path
     rank: int
@@ -71,7 +71,7 @@ class NodeTopology:
 
     def ranks_on(self, node: int) -> list[int]:
         """The ranks of a node."""
-        return [rank for rank, its in enumerate(self.node_of_rank) if its == node]
+        return [rank for rank, node_of in enumerate(self.node_of_rank) if node_of == node]
 
     @property
     def replicated_node(self) -> int:
@@ -80,7 +80,7 @@ class NodeTopology:
 
     @property
     def is_node_leader(self) -> bool:
-        """Return whether this is the rank that does what its node does once."""
+        """Return whether this rank does its node's shared work."""
         return self.ranks_on(self.node_of_rank[self.rank])[0] == self.rank
 
     def leader_of(self, node: int) -> int:
@@ -130,7 +130,7 @@ def save_local(
     def encode() -> tuple[bytes, list[list[str]]]:
         assert plan.global_metadata is not None
         content = build_metadata(step, state, plan.global_metadata, per_rank)
-        return file_format.encode_metadata(content), [list(written.files) for written in per_rank]
+        return file_format.encode_metadata(content), [list(files.files) for files in per_rank]
 
     raw, files = object_collectives.run_on_rank_0(action, encode, group)
     entries = file_format.parse_metadata(staging_dir, raw).files
@@ -168,7 +168,7 @@ class LocalCheckpoint:
 
 def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
     """Return the newest checkpoint of which every file is intact on some node; reads each byte. A collective."""
-    mine = object_collectives.run_on_all_ranks(
+    local_step = object_collectives.run_on_all_ranks(
         "node-local checkpoints not read",
         lambda: _scan_local_dir(nodes) if nodes.is_node_leader else {},
         nodes.group,
@@ -176,7 +176,7 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
     nodes_by_checkpoint: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for rank, steps_of_node in enumerate(object_collectives.all_gather(mine, nodes.group)):
+    for rank, steps_of_node in enumerate(object_collectives.all_gather(local_step, nodes.group)):
         for key, files in steps_of_node.items():
             for file in files:
                 nodes_by_checkpoint[key][file].append(nodes.node_of_rank[rank])
@@ -196,7 +196,8 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
 def fetch_missing_files(
     nodes: NodeTopology, local: LocalCheckpoint, shards: Mapping[str, ShardedTensor]
 ) -> Path:
-    """Bring what this node's ranks need for these shards to its folder; returns the checkpoint there. A collective."""
+    """Fetch the files that this node's ranks need for these shards into its folder; returns the checkpoint there. A
+    collective."""
     action = f"checkpoint of step {local.step} not fetched from the nodes"
     final = nodes.folder / f"step-{local.step:08d}"
     staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
@@ -300,11 +301,11 @@ def transfer_files(
     A failure must not leave the other side waiting: bytes flow to the end, and then all ranks raise it.
     """
     problems: list[MegatfmError] = []
-    me = object_collectives.rank(group)
+    own_rank = object_collectives.rank(group)
     for name, sender, receiver in sends:
-        if sender == me:
+        if sender == own_rank:
             _send(source / name, entries[name], receiver, group, problems)
-        elif receiver == me:
+        elif receiver == own_rank:
             _receive(target / name, entries[name], sender, group, problems)
 
     def check() -> None:
@@ -322,40 +323,40 @@ def _send(path: Path, entry: FileEntry, receiver: int, group: Group, problems: l
 
 def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Generator[Tensor, None, None]:
     """Yield the bytes of a file, or anything from where it can't be read on."""
-    chunk, left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
+    chunk, bytes_left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
     try:
         with file_io.HashedFile(path) as file:
-            while left:
-                message = chunk[:left]
+            while bytes_left:
+                message = chunk[:bytes_left]
                 file.read_into(message.numpy().data)
                 yield message
-                left -= len(message)
+                bytes_left -= len(message)
     except MegatfmError as error:
         problems.append(error)
-    while left:
-        yield chunk[:left]
-        left -= min(left, MESSAGE_BYTES)
+    while bytes_left:
+        yield chunk[:bytes_left]
+        bytes_left -= min(bytes_left, MESSAGE_BYTES)
 
 
 def _receive(path: Path, entry: FileEntry, sender: int, group: Group, problems: list[MegatfmError]) -> None:
-    left = entry.bytes
+    bytes_left = entry.bytes
 
     def parts() -> Iterator[memoryview]:
-        nonlocal left
-        while left:
-            part = torch.empty(min(MESSAGE_BYTES, left), dtype=torch.uint8)
+        nonlocal bytes_left
+        while bytes_left:
+            part = torch.empty(min(MESSAGE_BYTES, bytes_left), dtype=torch.uint8)
             dist.recv(part, sender, group)
-            left -= len(part)
+            bytes_left -= len(part)
             yield part.numpy().data
 
-    arriving = parts()
+    received_parts = parts()
     try:
-        size, digest = file_io.write_file(path, arriving, entry.bytes >= file_format.DIRECT_BYTES)
+        size, digest = file_io.write_file(path, received_parts, entry.bytes >= file_format.DIRECT_BYTES)
         if (size, digest) != (entry.bytes, entry.blake3):
             problems.append(
                 MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash")
             )
     except MegatfmError as error:
         problems.append(error)
-        for _ in arriving:  # the sender goes on
+        for _ in received_parts:  # the sender goes on
             pass

@@ -200,11 +200,12 @@ def check_cover(
     reaching: list[tuple[Sequence[int], Sequence[int]]] = []
     for offsets, sizes in pieces if shape else []:
         reaching = [piece for piece in reaching if piece[0][0] + piece[1][0] > offsets[0]]
-        for other, other_sizes in reaching:
+        for other_offsets, other_sizes in reaching:
             if all(
-                a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, other, other_sizes, strict=True)
+                a < b + n and b < a + m
+                for a, m, b, n in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
             ):
                 raise MegatfmError(
-                    f"tensor {name}: the pieces at {tuple(other)} and {tuple(offsets)} overlap"
+                    f"tensor {name}: the pieces at {tuple(other_offsets)} and {tuple(offsets)} overlap"
                 )
         reaching.append((offsets, sizes))

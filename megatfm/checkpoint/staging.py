@@ -1,6 +1,6 @@
 """The staging copy: what a rank saves, in host memory, where no later step can touch it.
 
-From a GPU it goes over a stream of its own, beside what is trained meanwhile:
+Copies from a GPU use a separate stream, while training goes on:
 
 | Stream | | |---|---| | training | step → `mark_ready` (records an event) → next forward and backward →
 `unblock_training` (waits for the copies) → update | | copies | waits for that event → copies |
@@ -32,7 +32,7 @@ Part = tuple[np.ndarray, np.ndarray]
 
 
 class Staging:
-    """One buffer, as large as what this rank writes, and used again by every save.
+    """One buffer, as large as this rank's data, reused by every save.
 
     cuda: what makes streams and events.
     """
@@ -77,7 +77,7 @@ class Staging:
 
     def _copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         places, end = {}, 0
-        # Those of whole blocks of the disk lie at blocks, so that they can be written right from there.
+        # Pieces of whole disk blocks are aligned to blocks, so that they can be written directly.
         for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
             places[index] = end
             end += piece.nbytes + -piece.nbytes % LINE_BYTES
@@ -100,7 +100,7 @@ class Staging:
                 copies[index].copy_(piece.detach())
         copying = self._copying = _CopyQueue(parts)
         copying.run()
-        with self._assist_lock:  # nobody assists any more
+        with self._assist_lock:  # no thread assists any more
             self._copying = None
         copying.finish_interrupted()
         return copies
@@ -172,9 +172,9 @@ class _CopyQueue:
             self._done[number] = 1
 
     def finish_interrupted(self) -> None:
-        """Copy what was begun and interrupted; nobody else is at it any more."""
-        for part, done in zip(self._parts, self._done, strict=True):
-            if not done:
+        """Finish interrupted copies; no other thread works on it."""
+        for part, event in zip(self._parts, self._done, strict=True):
+            if not event:
                 _copy(*part)
 
 
@@ -184,9 +184,9 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _parts(target: Tensor, source: Tensor) -> Iterator[Part]:
-    to, of = _bytes(target), _bytes(source)
+    target_bytes, of = _bytes(target), _bytes(source)
     for start in range(0, len(of), PART_BYTES):
-        yield to[start : start + PART_BYTES], of[start : start + PART_BYTES]
+        yield target_bytes[start : start + PART_BYTES], of[start : start + PART_BYTES]
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

@@ -240,7 +240,7 @@ end
 """,
 }
 SETTINGS_FUNCTIONS = {
-    # Where readline cuts words at =, as it does unless told otherwise, the value alone is completed.
+    # If readline cuts words at =, its default, only the value is completed.
     "bash": """
 _megatfm_settings_@KIND@() {
   local typed="$1" key='' value="$1" before="${COMP_WORDS[COMP_CWORD-1]}" word

@@ -66,19 +66,31 @@ def data_command(args: argparse.Namespace) -> int:
         folder = Path(args.dir).resolve().parent
         # The corpora of a task lie one folder deeper in their run.
         path = tokenizers.find_tokenizer_file(folder) or tokenizers.find_tokenizer_file(folder.parent)
-    of_text = tokenizers.load(path) if path else None
+    text_tokenizer = tokenizers.load(path) if path else None
     if args.action == "export":
-        codec = Detokenizer(of_text.decode, of_text.eos) if of_text else None
+        codec = Detokenizer(text_tokenizer.decode, text_tokenizer.eos) if text_tokenizer else None
         print(export(args.dir, args.out, codec))
     elif args.action == "stats":
-        print(stats(args.dir, of_text.id_to_piece if of_text else None))
+        print(stats(args.dir, text_tokenizer.id_to_piece if text_tokenizer else None))
     elif args.images:
         print(_draw_images(args))
     else:
         from megatfm.tasks.answers import spell_trained
 
-        spell = partial(spell_trained, tokenizer=of_text, colour=sys.stdout.isatty()) if of_text else None
-        print(show(args.dir, args.sample, of_text.decode if of_text else None, describe_padding, spell))
+        spell = (
+            partial(spell_trained, tokenizer=text_tokenizer, colour=sys.stdout.isatty())
+            if text_tokenizer
+            else None
+        )
+        print(
+            show(
+                args.dir,
+                args.sample,
+                text_tokenizer.decode if text_tokenizer else None,
+                describe_padding,
+                spell,
+            )
+        )
     return 0
 
 

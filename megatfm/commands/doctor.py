@@ -84,9 +84,9 @@ def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator
 
 def python() -> Iterator[Finding]:
     """The interpreter, torch, and the processor."""
-    current, wanted = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
+    current, oldest = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
     yield Finding(
-        "Python", current >= OLDEST_PYTHON, platform.python_version(), f"install {wanted}", required=True
+        "Python", current >= OLDEST_PYTHON, platform.python_version(), f"install {oldest}", required=True
     )
     version = _version("torch")
     yield Finding(
@@ -112,9 +112,9 @@ def gpus() -> Iterator[Finding]:
     from megatfm.ops.fp8 import multiplies_fp8
 
     count = torch.cuda.device_count()
-    built = torch.version.cuda and f"CUDA {torch.version.cuda}"
-    why = "torch sees none" if built else "this torch is built without CUDA"
-    yield Finding("GPU", count > 0, f"{count}, {built}" if count else why, "training runs on the CPU")
+    build = torch.version.cuda and f"CUDA {torch.version.cuda}"
+    reason = "torch sees none" if build else "this torch is built without CUDA"
+    yield Finding("GPU", count > 0, f"{count}, {build}" if count else reason, "training runs on the CPU")
     for number in range(count):
         facts = torch.cuda.get_device_properties(number)
         ratio = f"bf16 {_bf16_speed(f'cuda:{number}'):.1f} × as fast as fp32"
@@ -152,9 +152,9 @@ def slurm() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Check what some features need besides."""
-    for package, (purpose, how) in OPTIONAL.items():
+    for package, (purpose, way_out) in OPTIONAL.items():
         version = _version(package)
-        yield Finding(package, bool(version), f"{version or 'not installed'}, for {purpose}", how)
+        yield Finding(package, bool(version), f"{version or 'not installed'}, for {purpose}", way_out)
     browsers = ("chromium", "chromium-browser", "google-chrome")
     browser = next((name for name in browsers if shutil.which(name)), None)
     yield Finding(
@@ -166,7 +166,7 @@ def packages() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Which of DeepSpeed's operators would compile here, and locks of builds that were killed."""
+    """Report which of DeepSpeed's operators would compile here, and locks of killed builds."""
     if not _version("deepspeed"):
         yield Finding("deepspeed", False, "not installed", "make deepspeed")
         return
@@ -180,24 +180,26 @@ def deepspeed() -> Iterator[Finding]:
     # In another process: DeepSpeed is slow to import, and nothing else here needs it.
     ok, text = _run([sys.executable, "-W", "ignore", "-c", LIST_OPS_SCRIPT], seconds=IMPORT_SECONDS)
     for line in (line for line in text.splitlines() if ok and line.count("|") == 2):  # DeepSpeed says more
-        name, answer, how = line.split("|")
-        takes = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
-        takes = f"would compile{takes}; megatfm never starts that"
+        name, answer, way_out = line.split("|")
+        duration = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
+        duration = f"would compile{duration}; megatfm never starts that"
         if any(_extensions().glob(f"**/{name}/{name}.so")):
             answer = "installed"
-        compiled = {"installed": "compiled", "yes": takes}.get(answer, "doesn't compile here")
+        compiled = {"installed": "compiled", "yes": duration}.get(answer, "doesn't compile here")
         use = OP_USES.get(name, "megatfm does without")
-        yield Finding(name, answer != "no", f"{compiled} ({use})", how or "g++ and ninja are needed")
+        yield Finding(name, answer != "no", f"{compiled} ({use})", way_out or "g++ and ninja are needed")
     if not ok:
         yield Finding("operators", False, text, "make deepspeed")
     for lock in sorted(_extensions().glob("**/lock")):
-        busy = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
-        left = "stale: its build was killed, and the next build will wait for it for ever"
-        yield Finding("build lock", busy, f"{lock}: {'a build goes on' if busy else left}", f"rm {lock}")
+        is_compiling = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
+        note = "stale: its build was killed, and the next build will wait for it for ever"
+        yield Finding(
+            "build lock", is_compiling, f"{lock}: {'a build goes on' if is_compiling else note}", f"rm {lock}"
+        )
 
 
 def _extensions() -> Path:
-    """Where torch compiles extensions."""
+    """Return the folder in which torch compiles extensions."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
 
 
@@ -233,32 +235,34 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def _program(name: str, arguments: list[str], how: str) -> Finding:
+def _program(name: str, arguments: list[str], way_out: str) -> Finding:
     path = shutil.which(name)
     if path is None:
-        return Finding(name, False, "not on the PATH", how)
+        return Finding(name, False, "not on the PATH", way_out)
     ok, text = _run([path, *arguments])
-    return Finding(name, ok, text.splitlines()[0] if ok and text else text, how)
+    return Finding(name, ok, text.splitlines()[0] if ok and text else text, way_out)
 
 
 def _run(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
     """Whether a command ends well in time, and the last it said."""
     limit = max(seconds, ANSWER_SECONDS)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return False, f"no answer within {limit:g} s"
     except OSError as error:
         return False, f"can't be run: {error.strerror}"
-    output = (done.stdout if done.returncode == 0 else done.stderr).strip()
-    return done.returncode == 0, output if done.returncode == 0 else (output.splitlines() or ["failed"])[-1]
+    output = (result.stdout if result.returncode == 0 else result.stderr).strip()
+    return result.returncode == 0, output if result.returncode == 0 else (output.splitlines() or ["failed"])[
+        -1
+    ]
 
 
 def _bf16_speed(device: str) -> float:
-    """How many times faster a matrix product is in bfloat16 than in float32."""
+    """Measure how many times faster a matrix product is in bfloat16 than in float32."""
     import torch
 
     from megatfm.tracking.hardware import time_matmul
 
-    where = torch.device(device)
-    return time_matmul(torch.float32, where) / time_matmul(torch.bfloat16, where)
+    torch_device = torch.device(device)
+    return time_matmul(torch.float32, torch_device) / time_matmul(torch.bfloat16, torch_device)

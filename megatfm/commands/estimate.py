@@ -62,27 +62,31 @@ def estimate_command(args: argparse.Namespace) -> int:
     from megatfm.estimate.text import as_dict
 
     sizes = [size for size in divisors(cluster.gpus) if size <= cluster.node.gpus]
-    with estimator(config, cluster, sizes) as opened:
-        estimate = _best(opened, args.json) if args.search else opened.estimate(opened.base)
+    with estimator(config, cluster, sizes) as opened_estimator:
+        estimate = (
+            _best(opened_estimator, args.json)
+            if args.search
+            else opened_estimator.estimate(opened_estimator.base)
+        )
         if args.json:
             print(json.dumps(as_dict(estimate), indent=2))
         else:
-            _print(opened, estimate)
+            _print(opened_estimator, estimate)
         if args.traced:
-            _trace(args, opened, estimate)
+            _trace(args, opened_estimator, estimate)
     if args.write:
         _write(args, estimate)
     return 0 if estimate.fits else 1
 
 
-def _best(opened: "Estimator", is_quiet: bool) -> "Estimate":
+def _best(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
     """Search, print what was found, and return the best. Raises UsageError where nothing fits."""
     from megatfm.estimate.search import search
     from megatfm.estimate.text import search_summary, search_table
 
-    result = search(opened)
+    result = search(opened_estimator)
     if not result.best:
-        raise UsageError(_nothing_fits(opened, result))
+        raise UsageError(_nothing_fits(opened_estimator, result))
     if not is_quiet:
         for line in search_summary(result):
             print(line)
@@ -90,20 +94,20 @@ def _best(opened: "Estimator", is_quiet: bool) -> "Estimate":
     return result.best[0]
 
 
-def _nothing_fits(opened: "Estimator", result: "SearchResult") -> str:
+def _nothing_fits(opened_estimator: "Estimator", result: "SearchResult") -> str:
     """Say how far from fitting the smallest layout is."""
-    cluster = opened.cluster
+    cluster = opened_estimator.cluster
     if result.smallest is None:
         reasons = "; ".join(reason for reason, _ in result.refused.most_common(2))
-        return f"--search: no layout of {opened.base.name} is possible on {cluster.gpus} GPUs: {reasons}"
+        return f"--search: no layout of {opened_estimator.base.name} is possible on {cluster.gpus} GPUs: {reasons}"
     needed = result.smallest.score.n_bytes / 2**30
     return (
-        f"--search: none of {result.tried:,} layouts of {opened.base.name} fits {cluster}: the smallest takes "
-        f"{needed:.0f} GiB of {cluster.device.memory_gib:.0f}: take more GPUs, or shorter rows"
+        f"--search: none of {result.tried:,} layouts of {opened_estimator.base.name} fits {cluster}: the smallest "
+        f"takes {needed:.0f} GiB of {cluster.device.memory_gib:.0f}: take more GPUs, or shorter rows"
     )
 
 
-def _trace(args: argparse.Namespace, opened: "Estimator", estimate: "Estimate") -> None:
+def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
     """Trace a step of few micro-batches, and print it beside the estimate of the same."""
     from megatfm.estimate.text import traced_lines, traced_table
     from megatfm.estimate.traced import differences, enough_microbatches, overrides_of, run_trace
@@ -112,8 +116,10 @@ def _trace(args: argparse.Namespace, opened: "Estimator", estimate: "Estimate") 
     keys = {word.partition("=")[0] for word in few}
     overrides = [*(word for word in args.overrides if word.partition("=")[0] not in keys), *few]
     traced = run_trace(args.config, overrides, args.gpus, args.rank)
-    same = opened.estimate(load_config(args.config, overrides).with_changes({"train.precision": "bf16"}))
-    print_table(traced_table(differences(same, traced), traced))
+    bf16_estimate = opened_estimator.estimate(
+        load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
+    )
+    print_table(traced_table(differences(bf16_estimate, traced), traced))
     for line in traced_lines(traced):
         print(line)
 
@@ -130,17 +136,17 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
     launcher, job = cli.build_launch(parser.parse_args([*words, "--dry-run"]))
-    written = [args.write]
+    names = [args.write]
     for name, text in launcher.render(job).items():
         path = args.write.with_name(
             f"{args.write.stem}.{name}" if "." in name else f"{args.write.stem}.sbatch"
         )
         atomic_write(path, text)
-        written.append(path)
-    print(f"written: {', '.join(map(str, written))}; start it with: megatfm launch {' '.join(words)}")
+        names.append(path)
+    print(f"written: {', '.join(map(str, names))}; start it with: megatfm launch {' '.join(words)}")
 
 
-def _print(opened: "Estimator", estimate: "Estimate") -> None:
+def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:
     from megatfm.estimate.failures import failure_line
     from megatfm.estimate.text import heading, memory_table, speed, time_table, traffic_table, verdict
 
@@ -150,18 +156,18 @@ def _print(opened: "Estimator", estimate: "Estimate") -> None:
     for table in (memory_table(estimate), time_table(estimate), traffic_table(estimate)):
         if table.rows:
             print_table(table)
-    _advise(opened, estimate)
+    _advise(opened_estimator, estimate)
 
 
-def _advise(opened: "Estimator", estimate: "Estimate") -> None:
+def _advise(opened_estimator: "Estimator", estimate: "Estimate") -> None:
     from megatfm.estimate.advice import changes_that_fit, largest_micro_batch
 
     if estimate.fits:
-        largest = largest_micro_batch(opened, estimate)
+        largest = largest_micro_batch(opened_estimator, estimate)
         if largest and largest > estimate.config.train.micro_batch:
             print(f"train.micro_batch={largest} fits as well")
         return
-    changes = changes_that_fit(opened, estimate)
+    changes = changes_that_fit(opened_estimator, estimate)
     if not changes:
         print("none of the usual changes makes it fit: take more GPUs, or shorter rows")
     for change in changes[:SHOWN]:

@@ -18,7 +18,7 @@ from megatfm.files import NewPaths
 from megatfm.tracking.run_directory import run_folder
 
 CONVERTED_DIR = "from"
-"""Where in the run directory a Hugging Face folder is kept in our format, with a mark of its path."""
+"""Folder in the run directory for a converted Hugging Face model, with a marker of its path."""
 WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 RUN_SPECIFIC_KEYS = (
     "run_dir", "data.validation", "data.mixture", "data.mixture_schedule", "data.rampup", "train.init_include",
@@ -41,8 +41,8 @@ def continue_from_config(
     source = Path(source)
     messages: list[str] = []
     name = f"from-{source.absolute().name}"
-    named = {override.partition("=")[0].strip() for override in overrides}
-    if base_config is None and not any(key.startswith(DATA_KEYS) for key in named):
+    overridden_keys = {override.partition("=")[0].strip() for override in overrides}
+    if base_config is None and not any(key.startswith(DATA_KEYS) for key in overridden_keys):
         raise UsageError(
             "--from goes on with text of yours: give data.train=CORPUS/train, or data.corpus=CORPUS"
         )
@@ -84,7 +84,7 @@ def _convert_hf_once(
         run = run_folder(load_config(base_config, words, replaced_sections={"model": model}))
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
-    # Of another folder than before, under the same name, nothing that is here may be taken.
+    # If the name now means another folder than before, nothing converted earlier may be used.
     target = run / f"{CONVERTED_DIR}-{blake3(os.fsencode(source.absolute())).hexdigest(4)}"
     if (target / "config.toml").is_file():
         return target, []
@@ -108,12 +108,12 @@ def _model(path: Path) -> dict[str, Any]:
     return model
 
 
-def _check_tokenizer(config: Config, wanted: Path | None, source: Path) -> None:
+def _check_tokenizer(config: Config, corpus_tokenizer: Path | None, source: Path) -> None:
     """Raise UsageError unless the text was prepared with the tokenizer of the model's training."""
-    if wanted is None or config.data.tokenizer is None:
+    if corpus_tokenizer is None or config.data.tokenizer is None:
         return
-    if tokenizers.load(config.data.tokenizer).hash != tokenizers.load(wanted).hash:
+    if tokenizers.load(config.data.tokenizer).hash != tokenizers.load(corpus_tokenizer).hash:
         raise UsageError(
             f"data.tokenizer = {config.data.tokenizer}: not the tokenizer of {source}: prepare the text with that one, "
-            f"tokenizer.file={wanted}"
+            f"tokenizer.file={corpus_tokenizer}"
         )

@@ -42,12 +42,16 @@ def quickstart_command(args: argparse.Namespace) -> int:
     """Run all stages; stops at the first that fails. Returns 0, or that stage's exit code."""
     start = time.monotonic()
     prep, overrides = _names(args.corpus)
-    named = {override.partition("=")[0].strip() for override in args.overrides}
-    defaults = [override for override in [NO_SHARDING, *overrides] if override.partition("=")[0] not in named]
+    overridden_keys = {override.partition("=")[0].strip() for override in args.overrides}
+    defaults = [
+        override
+        for override in [NO_SHARDING, *overrides]
+        if override.partition("=")[0] not in overridden_keys
+    ]
     overrides = [*defaults, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
-    shown = os.path.relpath(run_dir)
+    run_path = os.path.relpath(run_dir)
     launch = ["launch", "quickstart", "--nproc", str(args.nproc), *overrides]
 
     _run_subprocess("Prepare the corpus", ["prep", "quickstart-data", *prep])
@@ -57,10 +61,10 @@ def quickstart_command(args: argparse.Namespace) -> int:
     _run_subprocess("Resume from the checkpoint", launch)
     for seed in ("0", "1"):
         _run_in_process(
-            "Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed]
+            "Sample", ["generate", run_path, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed]
         )
-    _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--baselines"])
-    _run_in_process("Write the report", ["report", shown])
+    _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", run_path, "--baselines"])
+    _run_in_process("Write the report", ["report", run_path])
     _summary(config, run_dir, time.monotonic() - start)
     return 0
 
@@ -115,8 +119,8 @@ def _print_command(title: str, words: Sequence[str]) -> None:
     console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
 
 
-def _failed(words: Sequence[str], how: str, code: int) -> MegatfmError:
-    failed = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(words)}` {how}")
+def _failed(words: Sequence[str], outcome: str, code: int) -> MegatfmError:
+    failed = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(words)}` {outcome}")
     failed.exit_code = code
     return failed
 
@@ -167,10 +171,10 @@ def _summary(config: Config, run_dir: Path, seconds: float) -> None:
         table.add_row(label, os.path.relpath(path))
     console.print()
     console.print(table)
-    shown = os.path.relpath(run_dir)
+    run_path = os.path.relpath(run_dir)
     console.print("\n[bold]Next[/bold]")
     for command in (
-        f"megatfm generate {shown} --prompt 'class ' --temperature 0.6",
+        f"megatfm generate {run_path} --prompt 'class ' --temperature 0.6",
         "megatfm verify quickstart parallel.tp=2",
         "megatfm launch quickstart --slurm --nodes 2 --gpus-per-node 1 --time 1:00:00 --dry-run",
     ):

@@ -119,7 +119,7 @@ def _format_eta(status: RunStatus) -> str:
 
 
 QUEUE_SECONDS = 10.0
-"""How often the queue is asked whether there will be more: schedulers don't like to be asked often."""
+"""Seconds between queries of the queue, since schedulers should not be queried often."""
 
 
 def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,14 +141,14 @@ def logs_command(args: argparse.Namespace) -> int:
     tails = print_tails(run, args.lines, args.all, to_the_end=not args.follow)
     if not tails and not args.follow:
         print(f"{run}: no logs yet")
-    asked, over = 0.0, False
+    last_query, run_is_over = 0.0, False
 
     def is_over() -> bool:
-        nonlocal asked, over
-        if time.monotonic() - asked > QUEUE_SECONDS:
+        nonlocal last_query, run_is_over
+        if time.monotonic() - last_query > QUEUE_SECONDS:
             state = launched_state(run)
-            asked, over = time.monotonic(), state is not None and state.is_over
-        return over
+            last_query, run_is_over = time.monotonic(), state is not None and state.is_over
+        return run_is_over
 
     if args.follow:
         with contextlib.suppress(KeyboardInterrupt):  # how one leaves

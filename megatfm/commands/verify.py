@@ -75,17 +75,17 @@ def verify_command(args: argparse.Namespace) -> int:
     comparison = verify(config, args.documents)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(comparison), markup=False)
-    shown = comparison.gradients if args.all else comparison.gradients[:SHOWN]
-    print_table(_gradients(comparison, len(shown)))
+    differences = comparison.gradients if args.all else comparison.gradients[:SHOWN]
+    print_table(_gradients(comparison, len(differences)))
     print_table(_traffic(comparison))
     for reason in dict.fromkeys(comparison.axes_without_closed_form.values()):
-        sent = {
+        traffic = {
             flow.axis
             for flow in comparison.flows
             if comparison.axes_without_closed_form.get(flow.axis) == reason
         }
-        if sent:
-            console.print(f"No traffic expected over {', '.join(sorted(sent))}: {reason}.", markup=False)
+        if traffic:
+            console.print(f"No traffic expected over {', '.join(sorted(traffic))}: {reason}.", markup=False)
     console.print(_conclusion(comparison), markup=False)
     return 1 if comparison.wrong or comparison.traffic_mismatches else 0
 
@@ -102,26 +102,29 @@ def _presets(args: argparse.Namespace) -> int:
     overrides = [word for word in words if "=" in word]
     if args.engine:
         overrides.append(f"parallel.engine={args.engine}")
-    chosen = [word for word in words if "=" not in word]
+    presets = [word for word in words if "=" not in word]
     layouts = args.layouts.split(",") if args.layouts else list(LAYOUTS)
-    for kind, names, known in (("preset", chosen, presets_of_models()), ("layout", layouts, [*LAYOUTS])):
+    for kind, names, known_names in (
+        ("preset", presets, presets_of_models()),
+        ("layout", layouts, [*LAYOUTS]),
+    ):
         for name in names:
-            if name not in known:
+            if name not in known_names:
                 raise UsageError(
-                    f"{name!r}: no such {kind}{did_you_mean(name, known)}; there are {', '.join(known)}"
+                    f"{name!r}: no such {kind}{did_you_mean(name, known_names)}; there are {', '.join(known_names)}"
                 )
-    chosen = chosen or presets_of_models()
+    presets = presets or presets_of_models()
 
     forkserver.start()
     from megatfm.verify.verify import walk
 
     start, cases = time.monotonic(), []
-    width = max(map(len, chosen))
+    width = max(map(len, presets))
     print(f"{'':{width}}  {'  '.join(f'{layout:9}' for layout in layouts)}".rstrip(), flush=True)
-    for case in walk(itertools.product(chosen, layouts), overrides, args.documents):
+    for case in walk(itertools.product(presets, layouts), overrides, args.documents):
         cases.append(case)
         if case.layout == layouts[-1]:
-            outcomes = "  ".join(f"{one.outcome:9}" for one in cases[-len(layouts) :])
+            outcomes = "  ".join(f"{row_case.outcome:9}" for row_case in cases[-len(layouts) :])
             print(f"{case.preset:{width}}  {outcomes}".rstrip(), flush=True)
     return _print_summary(cases, time.monotonic() - start)
 
@@ -140,8 +143,10 @@ def _print_summary(cases: "Sequence[Case]", seconds: float) -> int:
     for case in wrong:
         print(f"{case.outcome}: {case.preset} {case.layout}: {case.text}")
     agree = sum(case.outcome == "agrees" for case in cases)
-    refused = len(cases) - agree - len(wrong)
-    print(f"{agree} of {len(cases)} cases agree, {refused} are refused, {len(wrong)} differ; {seconds:.0f} s")
+    n_refused = len(cases) - agree - len(wrong)
+    print(
+        f"{agree} of {len(cases)} cases agree, {n_refused} are refused, {len(wrong)} differ; {seconds:.0f} s"
+    )
     return 1 if wrong else 0
 
 
@@ -160,38 +165,41 @@ def _heading(comparison: "Comparison") -> str:
     if parallel.dp_shard > 1:
         layout += f", ZeRO {parallel.zero}"
     engine = comparison.config.parallel.engine
-    how = "" if engine == "native" else f", {engine} in {comparison.config.train.precision},"
+    engine_note = "" if engine == "native" else f", {engine} in {comparison.config.train.precision},"
     shrunk = "\n".join(f"  {change}" for change in comparison.shrunk)
     return (
-        f"{comparison.config.name}: one step under {layout}{how} against plain autograd on one process, in float64\n"
+        f"{comparison.config.name}: one step under {layout}{engine_note} against plain autograd on one process, "
+        "in float64\n"
         f"Changed for this test:\n{shrunk}"
     )
 
 
-def _gradients(comparison: "Comparison", shown: int) -> "Table":
+def _gradients(comparison: "Comparison", n_rows: int) -> "Table":
     from rich.table import Table
 
-    hidden = len(comparison.gradients) - shown
+    hidden = len(comparison.gradients) - n_rows
     table = Table()
     for heading in ("gradient of", "shape", "norm", "error"):
         table.add_column(heading, justify="left" if heading == "gradient of" else "right", no_wrap=True)
 
-    def add(one: "Difference") -> None:
-        shape = "×".join(map(str, one.shape))
+    def add(difference: "Difference") -> None:
+        shape = "×".join(map(str, difference.shape))
+        style = "bold red" if difference.is_wrong else None
         table.add_row(
-            one.name, shape, f"{one.norm:.4g}", f"{one.error:.1e}", style="bold red" if one.is_wrong else None
+            difference.name, shape, f"{difference.norm:.4g}", f"{difference.error:.1e}", style=style
         )
 
-    for one in comparison.gradients[:shown]:
-        add(one)
+    for gradient in comparison.gradients[:n_rows]:
+        add(gradient)
     if hidden:
         table.add_row(f"… {hidden} more, none worse (--all)")
     table.add_section()
     add(comparison.grad_norm)
     add(comparison.loss)
     table.add_section()
-    for one in [update for update in comparison.updates if update.is_wrong][:SHOWN] or comparison.updates[:1]:
-        add(one)
+    wrong_updates = [update for update in comparison.updates if update.is_wrong]
+    for update in wrong_updates[:SHOWN] or comparison.updates[:1]:
+        add(update)
     return table
 
 
@@ -201,38 +209,50 @@ def _traffic(comparison: "Comparison") -> "Table":
     table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
     for heading in ("axis", "collective", "calls", "bytes sent", "expected"):
         table.add_column(heading, justify="left" if heading in ("axis", "collective") else "right")
-    counted = {(flow.axis, flow.collective): flow for flow in comparison.flows}
-    for key in sorted(counted.keys() | comparison.expected.keys()):
-        flow, (_, wanted) = counted.get(key), comparison.expected.get(key, (0, 0))
-        sent, known = flow.sent_bytes if flow else 0, key[0] not in comparison.axes_without_closed_form
-        row = *key, f"{flow.calls if flow else 0:,}", f"{sent:,}", f"{wanted:,}" if known else "–"
-        table.add_row(*row, style="bold red" if known and sent != wanted else None)
+    flow_of = {(flow.axis, flow.collective): flow for flow in comparison.flows}
+    for key in sorted(flow_of.keys() | comparison.expected.keys()):
+        flow, (_, expected_bytes) = flow_of.get(key), comparison.expected.get(key, (0, 0))
+        sent_bytes, has_expectation = (
+            flow.sent_bytes if flow else 0,
+            key[0] not in comparison.axes_without_closed_form,
+        )
+        row = (
+            *key,
+            f"{flow.calls if flow else 0:,}",
+            f"{sent_bytes:,}",
+            f"{expected_bytes:,}" if has_expectation else "–",
+        )
+        table.add_row(*row, style="bold red" if has_expectation and sent_bytes != expected_bytes else None)
     return table
 
 
 def _conclusion(comparison: "Comparison") -> str:
-    bound, everything = comparison.bound, len(comparison.gradients)
+    bound, n_gradients = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.traffic_mismatches:
         more = (
             f" (and {len(comparison.traffic_mismatches) - 1} more)"
             if len(comparison.traffic_mismatches) > 1
             else ""
         )
-        same = f"loss, norm, {everything} gradients and all updates agree within {bound:g}"
-        return f"DIFFERENT TRAFFIC: {same}, but {comparison.traffic_mismatches[0]}{more}"
+        agreement = f"loss, norm, {n_gradients} gradients and all updates agree within {bound:g}"
+        return f"DIFFERENT TRAFFIC: {agreement}, but {comparison.traffic_mismatches[0]}{more}"
     if not comparison.wrong:
-        return f"Same computation: loss, norm, {everything} gradients and all updates agree within {bound:g}."
-    updates = [one for one in comparison.updates if one.is_wrong]
-    before = [one for one in comparison.wrong if one not in updates]  # wrong gradients make wrong updates
-    worst = max(before or updates, key=lambda one: (one.error != one.error, one.error))
-    gradients = sum(one.is_wrong for one in comparison.gradients)
-    if not before:
         return (
-            f"DIFFERENT UPDATES: {everything} gradients agree within {bound:g}, but the optimizer moves "
+            f"Same computation: loss, norm, {n_gradients} gradients and all updates agree within {bound:g}."
+        )
+    updates = [difference for difference in comparison.updates if difference.is_wrong]
+    # Wrong gradients make wrong updates, so they are named first.
+    wrong_before_updates = [difference for difference in comparison.wrong if difference not in updates]
+    # NaN is the worst error.
+    worst = max(wrong_before_updates or updates, key=lambda wrong: (wrong.error != wrong.error, wrong.error))
+    gradients = sum(difference.is_wrong for difference in comparison.gradients)
+    if not wrong_before_updates:
+        return (
+            f"DIFFERENT UPDATES: {n_gradients} gradients agree within {bound:g}, but the optimizer moves "
             f"{len(updates)} of {len(comparison.updates)} weights otherwise than on one process, from the same "
             f"gradients; the worst is the {worst.name}, by {worst.error:.1e}"
         )
     return (
-        f"DIFFERENT: {gradients} of {everything} gradients are off by more than {bound:g}; "
+        f"DIFFERENT: {gradients} of {n_gradients} gradients are off by more than {bound:g}; "
         f"the worst is {worst.name}, by {worst.error:.1e}"
     )

@@ -18,11 +18,11 @@ class WindowPatternConfig(Section):
 
     name: Literal["window"] = "window"
     width: PositiveInt = Field(examples=[4096], le=MAX_LENGTH)
-    """In decoders, so many tokens up to the query itself; in encoders, the query and half of it on each side."""
+    """In decoders, the number of tokens up to the query itself; in encoders, the query and half of it on each side."""
     dilation: PositiveInt = Field(default=1, le=MAX_LENGTH)
     """Stride between attended tokens: every `dilation`-th one, over a window that many times as wide."""
     initial_tokens: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
-    """So many first tokens of the document are seen as well, in decoders (StreamingLLM: 4; Xiao et al. 2023)."""
+    """Number of first tokens of the document that are seen as well, in decoders (StreamingLLM: 4; Xiao et al. 2023)."""
 
 
 class ChunkedPatternConfig(Section):
@@ -60,7 +60,8 @@ class BigBirdPatternConfig(Section):
     n_random_blocks: NonNegativeInt = Field(default=3, le=MAX_WIDTH)
     """Random blocks that each block sees, others in each head and layer."""
     n_global_tokens: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
-    """So many first tokens of the document see all and are seen by all, instead of its first and last block (ETC)."""
+    """Number of first tokens of the document that see all and are seen by all, instead of its first and last block
+    (ETC)."""
 
 
 class LongformerPatternConfig(Section):
@@ -71,7 +72,7 @@ class LongformerPatternConfig(Section):
     width: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
     """Tokens that are seen beside the query, half of them on each side."""
     global_tokens: tuple[NonNegativeInt, ...] = (0,)
-    """Places in the document of those that see all and are seen by all."""
+    """Places in the document of the tokens that see all and are seen by all."""
 
 
 class Windows2dPatternConfig(Section):
@@ -83,7 +84,7 @@ class Windows2dPatternConfig(Section):
 
 
 class PluginPatternConfig(Section):
-    """A pattern that a package in `plugins` registers, with keys of its own."""
+    """A pattern that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_pattern"])
@@ -123,7 +124,7 @@ class AttentionSection(Section):
     head_dim_key: ClassVar[str] = "head_dim"
     """The key that holds the width of a head; left out, that is `d_model / n_heads`."""
     queries_together: ClassVar[int] = 1
-    """Queries come in groups of so many, which ranks that share a sequence can't part."""
+    """Number of queries in a group, which ranks that share a sequence can't split."""
 
     @property
     def head_dim_or_none(self) -> int | None:
@@ -263,7 +264,8 @@ class PooledAttentionConfig(ScaledAttention, HeadAttention):
     kv_stride: PositiveInt = Field(default=4, le=MAX_WIDTH)
     """Stride of keys' and values' pooling in the first stage; half of it in each further one, at least 1."""
     widening: Literal["attention", "ffn"] = "attention"
-    """What widens vectors between stages: the first attention of a stage, or the last feed-forward network before."""
+    """Layer that widens vectors between stages: the first attention of a stage, or the last feed-forward network
+    before."""
 
 
 class DebertaAttentionConfig(HeadAttention):
@@ -286,7 +288,7 @@ class TwoStreamAttentionConfig(HeadAttention):
 
 
 class PluginAttentionConfig(GQAAttentionConfig):
-    """An attention layer that a package in `plugins` registers, with keys of its own."""
+    """An attention layer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_attention"])  # type: ignore[assignment]

@@ -32,7 +32,7 @@ class WarmupStage(Section):
     """Steps at the start of a run that are smaller or shorter than the others."""
 
     steps: PositiveInt
-    """How many."""
+    """Number of steps."""
     global_batch: PositiveInt | None = None
     """Rows of full length in each of them; left out: train.global_batch."""
     sequence_length: PositiveInt | None = None
@@ -77,18 +77,18 @@ class DataConfig(Section):
     cache_dir: PathStr | None = None
     """Folder for shards from URLs and indexes, shared by a machine's ranks; left out, `~/.cache/megatfm/shards`."""
     cache_bytes: PositiveInt = 2**36
-    """Size above which it forgets what was not read for longest. It should hold a shard for each stream."""
+    """Size above which the least recently read data is dropped. It should hold a shard for each stream."""
 
     @model_validator(mode="before")
     @classmethod
-    def _none_is_empty(cls, values: Any) -> Any:
-        """A preset's corpus can't be left out by whoever wants a mixture in its place."""
+    def _drop_empty_train(cls, values: Any) -> Any:
+        """A preset's corpus can't be removed in favour of a mixture."""
         if isinstance(values, dict) and values.get("train") == "" and values.get("mixture"):
             return {key: value for key, value in values.items() if key != "train"}
         return values
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if (self.train is None) == (not self.mixture):
             raise ValueError(
                 "train: give the training corpus as data.train, or several as data.mixture, and not both"
@@ -115,7 +115,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> Self:
+    def _check_warmup(self) -> Self:
         for stage in self.rampup:
             if stage.sequence_length and self.sequence_length % stage.sequence_length:
                 raise ValueError(

@@ -17,11 +17,11 @@ class DeepSpeedConfig(Section):
     """Settings of parallel.engine = "deepspeed" alone."""
 
     offload_optimizer: OffloadDevice = "none"
-    """Where optimizer state and the weights that it moves are kept, with zero = 1, 2 or 3: "none" is the device."""
+    """Place of the optimizer's state and its master weights, with zero = 1, 2 or 3: "none" is the device."""
     offload_parameters: OffloadDevice = "none"
-    """Where the weights that are not in use are kept, with zero = 3: "none" is the device."""
+    """Place of weights that are not in use, with zero = 3: "none" is the device."""
     nvme_path: PathStr | None = None
-    """Folder on a local disk for what is offloaded to "nvme"."""
+    """Folder on a local disk for state offloaded to "nvme"."""
     zero_hpz_partition_size: int = Field(default=1, ge=1)
     """With zero = 3: how many neighbouring ranks, as a rule a node's, keep another copy of the weights between them, in
     the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
@@ -43,11 +43,11 @@ class DeepSpeedConfig(Section):
 
     @property
     def quantized(self) -> list[str]:
-        """Keys of what is sent inexactly."""
+        """Keys of inexact communication."""
         return [key for key in ("quantized_weights", "quantized_gradients") if getattr(self, key)]
 
     @model_validator(mode="after")
-    def _has_a_disk(self) -> Self:
+    def _check_nvme_folder(self) -> Self:
         if self.in_files and self.nvme_path is None:
             raise ValueError("offloading to 'nvme' needs nvme_path, a folder on a local disk")
         return self
@@ -66,7 +66,7 @@ WHOLE_TENSOR_OPTIMIZERS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 def check_compatibility(
     parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, deepspeed: DeepSpeedConfig
 ) -> None:
-    """Raise ValueError for what DeepSpeed can't carry, or for a `deepspeed` section that nobody reads.
+    """Raise ValueError for what DeepSpeed can't carry, or for an unused `deepspeed` section.
 
     A JSON of the user's own is not looked at: a config can be read where that file is not.
     """
@@ -183,7 +183,7 @@ def _hpz_problem(offload: DeepSpeedConfig) -> str:
 
 
 def precision_problem(parallel: ParallelConfig, precision: str) -> str:
-    """Why a stage can't be had in a precision, and what can; empty where it can."""
+    """Why a stage doesn't support a precision, and which one does; empty where it can."""
     if parallel.zero or precision not in ("bf16", "fp16"):
         return ""
     return f"train.precision = {precision!r} and parallel.zero = 0, which adds gradients in that: set parallel.zero = 1"

@@ -18,7 +18,7 @@ from megatfm.errors import UsageError
 
 Json = dict[str, Any]
 ANY_VALUE = object()
-"""In the place of a value: whatever a JSON has there is right."""
+"""In the place of a value: any value in a JSON is right."""
 
 
 def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
@@ -108,7 +108,8 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
 
 
 def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
-    """Which one "auto" will be isn't known yet. What is said of float16's scale counts under float16 alone."""
+    """Return the conflict in precision, if any. "auto" is not resolved yet; keys of float16's loss scale count under
+    float16 alone."""
     precision_text = f"train.precision = {precision!r}"
     keys: dict[str, tuple[str, Any]] = {
         "data_types.grad_accum_dtype": ("gradients are added up in it", ("fp32", None)),
@@ -123,10 +124,10 @@ def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
         "hysteresis": 1,
         "min_loss_scale": 1,
     }
-    why = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
+    rule = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
     if precision != "fp16":
         scale = dict.fromkeys(scale, ANY_VALUE)
-    return keys | {f"fp16.{key}": (why, value) for key, value in scale.items()}
+    return keys | {f"fp16.{key}": (rule, value) for key, value in scale.items()}
 
 
 def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
@@ -160,7 +161,7 @@ def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
 
 
 def _optimizer_types(name: str) -> str | tuple[str, ...]:
-    """DeepSpeed's Adam is AdamW unless it is told otherwise."""
+    """DeepSpeed's Adam is AdamW by default."""
     names: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
     return names.get(name, name)
 
@@ -246,45 +247,47 @@ UNSUPPORTED_KEYS = {
 }
 """Keys that are not carried, and why, or what to set instead."""
 DISABLED_VALUES = (False, None, "auto", -1)
-"""Values of what is refused that don't ask for it; so does a section with "enabled": false."""
+"""Values of refused keys that turn them off; so does a section with "enabled": false."""
 
 
 def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
-    """Take what a JSON tunes into ours. Raises UsageError that names every key that can't be, and why."""
+    """Merge a JSON's tuning keys into our JSON. Raises UsageError that names every key that can't be, and why."""
     merged: Json = json.loads(json.dumps(derived))
     wrong: dict[str, str] = {}
     for key, value in _leaves(tuned):
-        known = next((k for k in UNSUPPORTED_KEYS if key == k or key.startswith(f"{k}.")), None)
+        unsupported = next((k for k in UNSUPPORTED_KEYS if key == k or key.startswith(f"{k}.")), None)
         first, _, inner_key = key.partition(".")
         if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
             continue
         if key in fixed:
-            source, wanted = fixed[key]
-            if not _matches(value, wanted):
-                wrong[f"{key} = {json.dumps(value)}"] = _conflict(source, wanted)
-        elif known:
-            if not (_is_disabled(tuned, key) or (value in DISABLED_VALUES and known not in FIXED_VALUES)):
-                wrong[known] = f": {UNSUPPORTED_KEYS[known]}"
+            source, expected = fixed[key]
+            if not _matches(value, expected):
+                wrong[f"{key} = {json.dumps(value)}"] = _conflict(source, expected)
+        elif unsupported:
+            if not (
+                _is_disabled(tuned, key) or (value in DISABLED_VALUES and unsupported not in FIXED_VALUES)
+            ):
+                wrong[unsupported] = f": {UNSUPPORTED_KEYS[unsupported]}"
         elif first in PASSED_SECTIONS and (first != "zero_optimization" or inner_key in PASSED_ZERO_KEYS):
             _set(merged, key, value)
         else:
             wrong[key] = ": not carried"
     if wrong:
-        conflicts = "; ".join(key + why for key, why in wrong.items())
+        conflicts = "; ".join(key + reason for key, reason in wrong.items())
         raise UsageError(f"deepspeed.json_file: {conflicts}: leave these out of the file, or change our keys")
     return merged
 
 
-def _matches(value: Any, wanted: Any) -> bool:
-    if wanted is ANY_VALUE or value == wanted:
+def _matches(value: Any, expected: Any) -> bool:
+    if expected is ANY_VALUE or value == expected:
         return True
-    return isinstance(wanted, tuple) and value in wanted
+    return isinstance(expected, tuple) and value in expected
 
 
-def _conflict(source: str, wanted: Any) -> str:
-    """A key of ours with its value, or words that say it."""
-    shown = wanted[0] if isinstance(wanted, tuple) else wanted
-    return f", but {source}" if " " in source else f", but {source} = {json.dumps(shown)}"
+def _conflict(source: str, expected: Any) -> str:
+    """A megatfm key with its value, or a phrase for it."""
+    value = expected[0] if isinstance(expected, tuple) else expected
+    return f", but {source}" if " " in source else f", but {source} = {json.dumps(value)}"
 
 
 def _is_disabled(values: Json, key: str) -> bool:

@@ -33,7 +33,7 @@ def compile_conflict(config: "Config") -> str | None:
 
 
 def check_compile(config: "Config") -> None:
-    """Raise ValueError where train.compile asks for what can't be."""
+    """Raise ValueError if train.compile can't be carried out."""
     if config.train.compile not in (False, "auto") and (conflict := compile_conflict(config)):
         raise ValueError(conflict)
 
@@ -48,8 +48,8 @@ def check_gpu_only(config: "Config") -> None:
 
 def _refuse(key: str, conflicts: Mapping[str, bool]) -> None:
     """Raise for the first reason that holds."""
-    for reason, holds in conflicts.items():
-        if holds:
+    for reason, is_conflict in conflicts.items():
+        if is_conflict:
             raise ValueError(f"{key} = true: {reason}: set {key} = false")
 
 

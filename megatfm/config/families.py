@@ -57,7 +57,7 @@ FAMILIES = {
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),
 }
-"""A family that is not here is a plugin's, which may read what it likes."""
+"""Any other family is a plugin's, which may read any field."""
 
 
 def families_supporting(part: str) -> list[str]:
@@ -68,4 +68,7 @@ def families_supporting(part: str) -> list[str]:
 def suggest_family(name: str) -> str:
     """Suggest the family that a name begins like, else the name itself."""
     lower = name.lower()
-    return next((known for known, family in FAMILIES.items() if lower.startswith(family.other_names)), name)
+    return next(
+        (family_name for family_name, family in FAMILIES.items() if lower.startswith(family.other_names)),
+        name,
+    )

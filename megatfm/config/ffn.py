@@ -42,7 +42,7 @@ class DenseFFNConfig(Section):
 
 
 class PluginFFNConfig(DenseFFNConfig):
-    """A feed-forward network that a package in `plugins` registers, with keys of its own."""
+    """A feed-forward network that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_ffn"])  # type: ignore[assignment]
@@ -152,11 +152,11 @@ class DeepSeekV3RouterConfig(GroupedRouterSection):
     norm_topk_prob: bool = True
     """Have the weights of the chosen add up to `scale`."""
     bias_update_rate: NonNegativeFloat = 0.001
-    """How far the bias of an expert moves after each step."""
+    """Step by which the bias of an expert moves after each training step."""
 
 
 class PluginRouterConfig(RouterSection):
-    """A router that a package in `plugins` registers, with keys of its own."""
+    """A router that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_router"])
@@ -193,14 +193,14 @@ class MoEConfig(DenseFFNConfig):
     expert_capacity: PositiveInt | None = Field(default=None, le=MAX_LENGTH)
     """`capacity` as a number of tokens, however long rows are (transformers' Switch); left out, as `capacity` says."""
     drop_policy: Literal["choice", "position"] = "choice"
-    """Which choices find no room: "choice", last choices before first ones (GShard), so that with `top_k` of 2 and more
-    a token depends on later ones; "position", those of later tokens."""
+    """Choices that are dropped first when an expert is full: "choice", last choices before first ones (GShard), so that
+    with `top_k` of 2 and more a token depends on later ones; "position", those of later tokens."""
     router: RouterConfig = TopKRouterConfig()
     """The router that chooses."""
 
     @property
     def is_limited(self) -> bool:
-        """Whether an expert takes no more than so many tokens of a row."""
+        """Whether the number of a row's tokens that an expert takes is limited."""
         return self.capacity_factor is not None or self.expert_capacity is not None
 
     @property
@@ -222,7 +222,7 @@ class MoEConfig(DenseFFNConfig):
         }
 
     @model_validator(mode="after")
-    def _can_choose(self) -> Self:
+    def _check_top_k_and_dropout(self) -> Self:
         if self.top_k > self.n_experts:
             raise ValueError(
                 f"top_k = {self.top_k} is more than n_experts = {self.n_experts}: choose {self.n_experts} or less"
@@ -274,7 +274,7 @@ class SoftMoEConfig(MoEConfig):
     """Experts of a slot."""
 
     @model_validator(mode="after")
-    def _has_no_router(self) -> Self:
+    def _refuse_router(self) -> Self:
         set_keys = {
             "router",
             "capacity_factor",

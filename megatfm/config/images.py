@@ -100,7 +100,7 @@ class RandomErasingTransform(TransformSection):
 
 
 class PluginTransform(TransformSection):
-    """A change that a package in `plugins` registers, with keys of its own."""
+    """A change that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_transform"])
@@ -126,7 +126,7 @@ TransformConfig = Annotated[
 
 
 class ImagesConfig(Section):
-    """How stored images become rows of patches. The patch's side is `model.embedding.patch_size`."""
+    """Transforms from stored images to rows of patches. The patch's side is `model.embedding.patch_size`."""
 
     size: PositiveInt = Field(default=224, le=2**14)
     """Pixels of an image's sides, a multiple of the patch's."""
@@ -151,7 +151,7 @@ class ImagesConfig(Section):
     """Filter of every resize."""
 
     @model_validator(mode="after")
-    def _can_mix(self) -> Self:
+    def _check_mixing(self) -> Self:
         if self.max_patches is not None and self.mixes:
             raise ValueError(
                 "mixup and cutmix need images of one size: leave out max_patches, or set mixup = 0 and cutmix = 0"

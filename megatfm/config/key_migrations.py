@@ -6,7 +6,7 @@ add to `VALUES_BEFORE` what those computed. A user's own file is not translated:
 old name is never given a new meaning, so that a stored config needs no version to be read by.
 
 A key is a path such as "optimizer.clip". `section[NAME].key` means the section where its `name` is NAME, and `*` every
-key of a table. A list of tables stands for each of them. Rows of "model." hold in the kinds of blocks as well.
+key of a table. A list of tables means each of them. Rows of "model." hold in the kinds of blocks as well.
 """
 
 import copy
@@ -220,7 +220,7 @@ def migrate(
     values: Any,
     renamed: Renames | None = None,
     new_values: Sequence[tuple[str, Any, Any]] | None = None,
-    before: Sequence[tuple[str, Any]] | None = None,
+    replacements: Sequence[tuple[str, Any]] | None = None,
 ) -> Any:
     """Translate a stored training config into today's keys and values; anything else than a table is returned as it is.
 
@@ -237,7 +237,7 @@ def migrate(
             for table in _tables_at(tables, parents):
                 if last in table and table[last] == old_value:
                     table[last] = new_value
-    for key, value in VALUES_BEFORE if before is None else before:
+    for key, value in VALUES_BEFORE if replacements is None else replacements:
         *parents, last = key.split(".")
         for table in _tables_at(tables, parents):
             table.setdefault(last, value)

@@ -148,7 +148,7 @@ def check_sample_prompts(config: "Config") -> None:
     if not n_prompts:
         return
     sequence_parallel = parallel.tp > 1 and parallel.sequence_parallel
-    refused = {
+    unsupported = {
         f"parallel.pp = {parallel.pp}": (parallel.pp > 1, "parallel.pp = 1"),
         f"parallel.cp = {parallel.cp}": (parallel.cp > 1, "parallel.cp = 1"),
         f"parallel.tp = {parallel.tp} with sequence_parallel": (
@@ -160,7 +160,7 @@ def check_sample_prompts(config: "Config") -> None:
             "train.precision = 'bf16'",
         ),
     }
-    for setting, (is_set, instead) in refused.items():
+    for setting, (is_set, instead) in unsupported.items():
         if is_set:
             raise ValueError(
                 f"evaluate.sample_prompts has {n_prompts}, and with {setting} no rank can continue a text token by "
@@ -184,10 +184,10 @@ def check_pipeline(config: "Config") -> None:
         )
 
 
-def split_backward_conflict(schedule: str, key: str, value: object, other: object) -> str:
-    """Say why a setting can't be had under a schedule that splits backward passes, and what to set."""
+def split_backward_conflict(schedule: str, key: str, value: object, other_value: object) -> str:
+    """Explain why a setting doesn't work under a schedule that splits backward passes, and what to set."""
     return (
         f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
         f"would repeat: "
-        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
+        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other_value!r}"
     )

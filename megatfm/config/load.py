@@ -28,7 +28,7 @@ from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
 CORPUS = "data.corpus"
-"""Stands for three keys: the parts of a corpus as `megatfm prep` makes it."""
+"""Shorthand for three keys: the parts of a corpus as `megatfm prep` makes it."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """The command that takes a config of each kind."""
 
@@ -81,7 +81,7 @@ def load(
         raise UsageError(f"{subject}: {_format_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
         folders = [file.path.resolve().parent for file in files]
-        # A run may be anybody's: code in it must not become importable by reading its config.
+        # A run may come from another user: code in it must not become importable by reading its config.
         trusted = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
         add_plugin_folders(config.plugins, [*trusted, Path.cwd()])
     return config
@@ -91,10 +91,10 @@ def _check_command(
     path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]
 ) -> None:
     """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
-    other = next(known for known in COMMAND_OF if known is not config_class)
+    matching_class = next(candidate for candidate in COMMAND_OF if candidate is not config_class)
     unknown = [key for key in values if key not in config_class.model_fields]
-    if unknown and all(key in other.model_fields for key in values):
-        command, right_command = COMMAND_OF[config_class], COMMAND_OF[other]
+    if unknown and all(key in matching_class.model_fields for key in values):
+        command, right_command = COMMAND_OF[config_class], COMMAND_OF[matching_class]
         required = [key for key, field in config_class.model_fields.items() if field.is_required()]
         raise UsageError(
             f"{path_or_preset}: is a config of `megatfm {right_command}`, with {', '.join(unknown)}; "
@@ -211,12 +211,14 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     key = ".".join(place) or "config"
     if first["type"] == "extra_forbidden":
-        known = list(section.model_fields) if section else []
+        known_keys = list(section.model_fields) if section else []
         key_here = FOREIGN_KEYS.get(place[-1].lower()) if config_class is Config else None
         hint = (
-            f" (did you mean {key_here}?)" if key_here and key_here != key else did_you_mean(place[-1], known)
+            f" (did you mean {key_here}?)"
+            if key_here and key_here != key
+            else did_you_mean(place[-1], known_keys)
         )
-        known_here = f"known here: {', '.join(known)}" if known else ""
+        known_here = f"known here: {', '.join(known_keys)}" if known_keys else ""
         return f"{key}: unknown key{hint}; {known_here}{more}"
     if first["type"] == "missing" and value is None:
         return f"{key}: is required{_by_name(values, place)}{_example(section, place)}{_also(error) or more}"
@@ -225,15 +227,15 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
         return f"{key}.name: unknown or missing; choose one of {choices}{more}"
-    shown = repr(value)
-    shown = f"{shown[:80]}…" if len(shown) > 100 else shown
+    text = repr(value)
+    text = f"{text[:80]}…" if len(text) > 100 else text
     if sections_of(section, place[-1]):
         message = "this is a section"
     elif first["type"] in ("list_type", "tuple_type"):
         message = "this is a list"
     elif first["type"] == "missing":
         message = "has too few elements"
-    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
+    return f"{key} = {text}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
 
 
 def _locate(
@@ -250,8 +252,8 @@ def _locate(
             section = tagged[0]
             continue
         if options:
-            named = value.get("name") if isinstance(value, Mapping) else value
-            section = next((o for o in options if name_of(o) == named), options[0])
+            variant = value.get("name") if isinstance(value, Mapping) else value
+            section = next((o for o in options if name_of(o) == variant), options[0])
         place.append(str(part))
         if isinstance(value, Mapping) or (isinstance(value, str) and options):
             # A name stands in place of a section.
@@ -290,8 +292,8 @@ def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
     if parts := sections_of(section, key):
         return f"; for example {'.'.join(place)} = {_inline(parts[0])}"
     default = field.get_default(call_default_factory=True, validated_data={})
-    shown = list(default) if isinstance(default, tuple) else default
-    return "" if field.is_required() or default is None else f"; the default is {shown!r}"
+    value = list(default) if isinstance(default, tuple) else default
+    return "" if field.is_required() or default is None else f"; the default is {value!r}"
 
 
 def _inline(section: type[BaseModel]) -> str:

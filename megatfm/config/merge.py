@@ -36,11 +36,11 @@ def drop_stale_keys(
 ) -> None:
     """Take out of a section that gets another name what only its old variant knows, but for the keys to keep."""
     old_name = table.get("name", name_of(options[0]) if options else None)
-    by_name = {name_of(option): option for option in options}
-    plugin = by_name.get(PydanticUndefined)
+    option_of = {name_of(option): option for option in options}
+    plugin = option_of.get(PydanticUndefined)
     if old_name == name or not (isinstance(old_name, str) and isinstance(name, str)):
         return
-    old, new = by_name.get(old_name, plugin), by_name.get(name, plugin)
+    old, new = option_of.get(old_name, plugin), option_of.get(name, plugin)
     if old is None or new is None:
         return
     stale = (table if old is plugin else old.model_fields).keys() - new.model_fields.keys() - {*keep}
@@ -52,9 +52,9 @@ def choose_variant(options: Sequence[type[BaseModel]], name: Any) -> type[BaseMo
     """Return the section class of a name: the first without one, a plugin's for an unknown one; None of no classes."""
     if not options:
         return None
-    by_name = {name_of(option): option for option in options}
-    wanted = name if isinstance(name, str) else name_of(options[0])
-    return by_name.get(wanted, by_name.get(PydanticUndefined, options[0]))
+    option_of = {name_of(option): option for option in options}
+    type_name = name if isinstance(name, str) else name_of(options[0])
+    return option_of.get(type_name, option_of.get(PydanticUndefined, options[0]))
 
 
 def type_of(config_class: type[BaseModel], values: Mapping[str, Any], path: Sequence[str]) -> Any:

@@ -104,12 +104,12 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _moved(cls, values: Any) -> Any:
+    def _migrate_keys(cls, values: Any) -> Any:
         reject_renamed_keys(values)
         return fill_in_stages(values)
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _check_heads(self) -> Self:
         attention = self.attention
         if attention.head_dim_or_none is None and self.d_model % attention.n_heads:
             raise ValueError(
@@ -134,7 +134,7 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _parts_go_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.family == "electra" and self.generator is None:
             raise ValueError("family = 'electra' needs model.generator: give it")
         family = FAMILIES.get(self.family)
@@ -197,7 +197,7 @@ class ModelConfig(Section):
             )
 
     @model_validator(mode="after")
-    def _kinds_fit(self) -> Self:
+    def _check_layer_types(self) -> Self:
         used = self.layer_types[: max(self.n_layers, self.encoder_layers)]
         for kind in self.layer_types:
             if kind not in self.layer_type:
@@ -267,15 +267,18 @@ class ModelConfig(Section):
         parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
-            other = self.type_config(kind)
-            for part, divided in (("attention", other.attention.tp_dims), ("ffn", other.ffn.tp_dims)):
+            kind_config = self.type_config(kind)
+            for part, divided in (
+                ("attention", kind_config.attention.tp_dims),
+                ("ffn", kind_config.ffn.tp_dims),
+            ):
                 sizes |= {
                     f"layer_type.{kind}.{part}.{key}": n
                     for key, n in divided.items()
                     if n != sizes.get(f"{part}.{key}")
                 }
-        of_stages = self.stages.heads if self.stages else ()
-        return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(of_stages)}
+        stage_heads = self.stages.heads if self.stages else ()
+        return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(stage_heads)}
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
         """`tp_dims` where tensor-parallel ranks take experts in that way (see `parallel.expert_tp`)."""
@@ -283,9 +286,9 @@ class ModelConfig(Section):
             return self.tp_dims
         sizes = {key: n for key, n in self.tp_dims.items() if not key.endswith("n_experts")}
         kinds = {"": self, **{f"layer_type.{kind}.": self.type_config(kind) for kind in self.layer_type}}
-        for place, one in kinds.items() if expert_tp == "by_channel" else ():
-            if "n_experts" in one.ffn.tp_dims:
-                sizes[f"{place}ffn.d_ff"] = one.ffn.d_ff
+        for place, kind_config in kinds.items() if expert_tp == "by_channel" else ():
+            if "n_experts" in kind_config.ffn.tp_dims:
+                sizes[f"{place}ffn.d_ff"] = kind_config.ffn.d_ff
         return sizes
 
     @property
@@ -309,7 +312,7 @@ class ModelConfig(Section):
         return factor_at(self.lm_head.scale, self.d_model)
 
     def with_numbers(self) -> "ModelConfig":
-        """The same model, whose factors are numbers where a config may say that they follow the width."""
+        """Return a copy with numbers in place of factors that follow the width."""
         return self.with_changes({"embedding.scale": self.embedding_scale, "lm_head.scale": self.head_scale})
 
     @property

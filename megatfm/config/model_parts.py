@@ -32,7 +32,7 @@ class NormSection(Section):
     eps: PositiveFloat = 1e-5
     """Epsilon of the normalisation."""
     placement: str = "pre"
-    """Where the norms stand around a sublayer: pre, post, res_post (on its output), sandwich or deepnorm."""
+    """Position of the norms around a sublayer: pre, post, res_post (on its output), sandwich or deepnorm."""
     final_norm: bool | None = None
     """A norm at the end of each stack; left out, only where blocks don't end in one."""
     first_attention_norm: bool = True
@@ -76,7 +76,7 @@ class LayerNormConfig(NormSection):
 
 
 class PluginNormConfig(NormSection):
-    """A normalisation layer that a package in `plugins` registers, with keys of its own."""
+    """A normalisation layer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_norm"])
@@ -144,7 +144,7 @@ class PatchEmbeddingConfig(EmbeddingSection):
         return self.channels * self.patch_size**2
 
     @model_validator(mode="after")
-    def _channels_are_described(self) -> Self:
+    def _check_channels(self) -> Self:
         for key, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != self.channels:
                 raise ValueError(
@@ -166,7 +166,7 @@ class OverlappingPatchesConfig(PatchEmbeddingConfig):
 
 
 class PluginEmbeddingConfig(EmbeddingSection):
-    """An embedding that a package in `plugins` registers, for other inputs than tokens, with keys of its own."""
+    """An embedding that a package in `plugins` registers, for other inputs than tokens, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_vectors"])
@@ -246,7 +246,7 @@ class DeepnormInitConfig(InitSection):
 
 
 class PluginInitConfig(InitSection):
-    """An initialisation that a package in `plugins` registers, with keys of its own."""
+    """An initialisation that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_init"])
@@ -317,7 +317,7 @@ class SentenceHeadConfig(Section):
 
     name: Literal["sentence"] = "sentence"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
-    """How many."""
+    """Number of classes."""
 
 
 class TextClassifierHeadConfig(Section):
@@ -325,13 +325,13 @@ class TextClassifierHeadConfig(Section):
 
     name: Literal["text_classifier"] = "text_classifier"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
-    """How many."""
+    """Number of classes."""
     pooler: Literal["tanh", "none"] = "tanh"
     """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
     loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
     """One class of several, any number of them, or one number for each."""
     token: Literal["first", "last"] = "first"
-    """Which token of a row stands for it where a batch has no targets: the last in decoders."""
+    """The token whose vector is classified in a batch without targets: the last one in decoders."""
     bias: bool = True
     """A bias for each class."""
     dropout: DropProbability = 0.1
@@ -362,7 +362,7 @@ class ClassifierHeadConfig(Section):
 
 
 class PluginHeadConfig(Section):
-    """A head that a package in `plugins` registers, with keys of its own."""
+    """A head that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_head"])

@@ -42,7 +42,7 @@ class MaskedObjective(Section):
         return self.mask_rate
 
     @model_validator(mode="after")
-    def _shares_fit(self) -> "MaskedObjective":
+    def _check_shares(self) -> "MaskedObjective":
         if self.mask_replace_prob + self.random_replace_prob > 1 + 1e-9:
             raise ValueError(
                 f"mask_replace_prob = {self.mask_replace_prob:g} and random_replace_prob = "
@@ -90,7 +90,7 @@ class PermutationObjective(Section):
 
     name: Literal["permutation"] = "permutation"
     tokens_per_prediction: Annotated[int, Field(ge=2)] = 6
-    """One token in so many is predicted (the paper's K)."""
+    """One token in this many is predicted (the paper's K)."""
     max_span: PositiveInt = 5
     """Longest span, in tokens; shorter ones are as frequent."""
 
@@ -122,7 +122,7 @@ class UL2Objective(Section):
     """Weight of the sequential denoiser: the end of the text, a quarter of it on average."""
 
     @model_validator(mode="after")
-    def _something(self) -> "UL2Objective":
+    def _check_weights(self) -> "UL2Objective":
         if self.r_denoiser_weight + self.x_denoiser_weight + self.s_denoiser_weight == 0:
             raise ValueError(
                 "r_denoiser_weight, x_denoiser_weight and s_denoiser_weight are all 0: give at least one a weight"
@@ -180,7 +180,7 @@ class MaskedImageObjective(ImageObjective):
 
 
 class PluginObjective(Section):
-    """An objective that a package in `plugins` registers, with keys of its own."""
+    """An objective that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_objective"])

@@ -108,13 +108,13 @@ class ScheduleFreeConfig(OptimizerSection):
 
     name: Literal["schedule_free_adamw"] = "schedule_free_adamw"
     betas: Moments = (0.9, 0.999)
-    """Where gradients are taken between last and averaged weights, and decay of the second moment."""
+    """Position between last and averaged weights at which gradients are taken, and decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
 
 
 class PluginOptimizer(OptimizerSection):
-    """An optimizer that a package in `plugins` registers, with keys of its own."""
+    """An optimizer that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_optimizer"])
@@ -179,13 +179,13 @@ class WSDSchedule(ScheduleSection):
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Part of the run, at its end, over which the rate falls."""
     decay_type: Literal["linear", "1-sqrt"] = "1-sqrt"
-    """How it falls over the part t of that time: as 1 - t, or as 1 - t^1/2."""
+    """Shape of the decay over the part t of that time: 1 - t, or 1 - t^1/2."""
     min_lr_factor: Fraction = 0.0
     """The rate at the last step, as a part of the highest."""
 
 
 class PluginSchedule(ScheduleSection):
-    """A schedule that a package in `plugins` registers, with keys of its own."""
+    """A schedule that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_schedule"])

@@ -26,12 +26,12 @@ class ParallelConfig(Section):
     """Type in which gradients are summed over data ranks; param: the weights' own. bf16 sends half of it, and each rank
     rounds what it has added up over its micro-batches."""
     fsdp_prefetch: NonNegativeInt | None = None
-    """With zero = 2 or 3: blocks ahead of the running one whose weights are asked for before it runs; 0: torch asks
+    """With zero = 2 or 3: number of blocks whose weights are prefetched ahead of the running one; 0: torch asks
     when a block's turn comes, and one ahead in the backward pass; left out: 1 on GPUs, else 0. Each takes its gathered
     weights of memory."""
     comm_buffers: Literal["torch", "process_group"] = "torch"
-    """With zero = 2 or 3: who allocates what gathering and scattering send; "process_group": the process group
-    itself, where it can (NCCL on a switch that computes), so that the network takes it without a copy."""
+    """With zero = 2 or 3: allocator of the buffers of all-gathers and reduce-scatters; "process_group": the process
+    group itself, where it can (NCCL on a switch that computes), so that the network takes it without a copy."""
     tp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
@@ -52,9 +52,9 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Context-parallel ranks, each with its part of every row."""
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How full attention looks across parts: "ring": keys and values go round, or are fetched where documents leave
-    less than half to send; "ulysses": ranks exchange tokens for heads, each has all tokens of some; auto: ulysses
-    where it can and sends less."""
+    """Communication of full attention across the parts of a row: "ring": keys and values go round, or are fetched where
+    documents leave less than half to send; "ulysses": ranks exchange tokens for heads, each has all tokens of some;
+    auto: ulysses where it can and sends less."""
     ep: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
     """
@@ -88,7 +88,7 @@ class ParallelConfig(Section):
         return self.pp_schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.grad_accumulation == "sharded" and self.zero < 2:
             raise ValueError(
                 f"grad_accumulation = 'sharded': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
@@ -109,9 +109,9 @@ class ParallelConfig(Section):
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
         if self.async_tp and not (self.tp > 1 and self.sequence_parallel):
-            why = "tp = 1" if self.tp == 1 else "without sequence_parallel they add up whole tensors"
+            reason = "tp = 1" if self.tp == 1 else "without sequence_parallel they add up whole tensors"
             raise ValueError(
-                f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {why}: leave it "
+                f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {reason}: leave it "
                 "out, or set tp = 2 or more and sequence_parallel = true"
             )
         self._folds_experts()
@@ -146,5 +146,5 @@ class ParallelConfig(Section):
 
     @property
     def expert_mesh_size(self) -> int:
-        """How many ranks `ep` divides; negative where dp_shard is left open."""
+        """Number of ranks that `ep` divides; negative if dp_shard is left open."""
         return self.dp_shard * self.cp * (self.tp if self.expert_tp == "folded" else 1)

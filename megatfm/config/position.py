@@ -14,7 +14,7 @@ class PositionSection(Section):
 
     @property
     def limit(self) -> int | None:
-        """How many positions there are; None: any number."""
+        """Number of positions; None: any number."""
         return None
 
 
@@ -52,7 +52,7 @@ class YarnScaling(Section):
     """The ramp begins and ends at whole channels (gpt-oss: false)."""
 
     @model_validator(mode="after")
-    def _has_a_ramp(self) -> Self:
+    def _check_ramp(self) -> Self:
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast = {self.beta_fast:g} is below beta_slow = {self.beta_slow:g}, so no channel would be "
@@ -75,7 +75,7 @@ class Llama3Scaling(Section):
     """Channels with wavelengths below original_length / high_freq_factor are kept."""
 
     @model_validator(mode="after")
-    def _has_a_ramp(self) -> Self:
+    def _check_ramp(self) -> Self:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor = {self.low_freq_factor:g} is not below high_freq_factor = "
@@ -95,10 +95,10 @@ class RopeConfig(PositionSection):
     theta: PositiveFloat = 10_000.0
     """Base of the rotary frequencies."""
     scaling: RopeScaling | None = None
-    """How the rotary frequencies are changed for longer contexts."""
+    """Scaling of the rotary frequencies for longer contexts."""
 
     @model_validator(mode="after")
-    def _has_slower_channels(self) -> Self:
+    def _check_channels(self) -> Self:
         if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
             raise ValueError(
                 f"theta = {self.theta:g} turns all channels alike or the later ones faster, and scaling.name = 'yarn' "
@@ -130,7 +130,7 @@ class LearnedPositionConfig(PositionSection):
 
     @property
     def limit(self) -> int | None:
-        """How many positions there are."""
+        """Number of positions."""
         return self.max_positions
 
 
@@ -163,10 +163,10 @@ class T5PositionConfig(PositionSection):
 
     def check_buckets(self, *, causal: bool, bidirectional: bool) -> None:
         """Raise a ValueError unless some buckets stand for one distance each, and others for ranges beyond."""
-        least = 4 if bidirectional else 2
-        if self.buckets < least:
+        min_buckets = 4 if bidirectional else 2
+        if self.buckets < min_buckets:
             raise ValueError(
-                f"position.buckets = {self.buckets} are too few to tell distances apart: choose {least} or more"
+                f"position.buckets = {self.buckets} are too few to tell distances apart: choose {min_buckets} or more"
             )
         single = self.buckets // 2 if causal else self.buckets // 4
         if self.max_distance <= single:
@@ -202,7 +202,7 @@ class DebertaV2PositionConfig(PositionSection):
     """Distance from which all positions are taken as equally far."""
 
     @model_validator(mode="after")
-    def _has_ranges(self) -> Self:
+    def _check_buckets(self) -> Self:
         if self.buckets < 2:
             raise ValueError(f"buckets = {self.buckets} is too few to tell distances apart: choose 2 or more")
         if self.max_distance - 1 <= self.buckets // 2:
@@ -271,7 +271,7 @@ GRID_POSITIONS = ("learned_2d", "sinusoidal_2d", "rope_2d")
 
 
 class PluginPositionConfig(PositionSection):
-    """A position encoding that a package in `plugins` registers, with keys of its own."""
+    """A position encoding that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_position"])

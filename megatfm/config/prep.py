@@ -10,7 +10,7 @@ from megatfm.config.section import PathStr, Section
 
 
 class LabelsConfig(Section):
-    """Where the classes of images come from."""
+    """Source of the classes of images."""
 
     by: Literal["cls", "folder", "table", "json", "txt"] = "cls"
     """A number in the `.cls` beside the image; the name of its folder; a row of `table`; the field `key` of its
@@ -26,7 +26,7 @@ class LabelsConfig(Section):
     tables are numbered in alphabetical order, unless all are numbers."""
 
     @model_validator(mode="after")
-    def _has_a_table(self) -> Self:
+    def _check_table(self) -> Self:
         if (self.by == "table") != (self.table is not None):
             raise ValueError(
                 f"by = {self.by!r} and table = {self.table!r}: set both by = 'table' and the table, or neither"
@@ -35,7 +35,7 @@ class LabelsConfig(Section):
 
 
 class ReadConfig(Section):
-    """Where the text comes from."""
+    """Source of the text."""
 
     builtin: Literal["python-stdlib", "digits"] | None = None
     """A corpus that every machine has: the sources of Python's standard library, without its tests; or scikit-learn's
@@ -60,15 +60,15 @@ class ReadConfig(Section):
     metadata_keys: tuple[str, ...] = Field(default=(), examples=[["date", "licence", "scores.quality"]])
     """Fields that go into the shards beside the text, as they are; `*` stands for all but the text."""
     tokens: TokensConfig = TokensConfig()
-    """How token ids lie in their files."""
+    """Layout of token ids in their files."""
     labels: LabelsConfig = LabelsConfig()
-    """Where the classes of images come from."""
+    """Source of the classes of images."""
     on_error: Literal["error", "skip"] = "error"
     """Handling of a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
     fix_unicode: bool = True
-    """Whether text that was decoded wrongly is mended (`cafÃ©` becomes `café`), and stray control characters go. Set
-    it to false for source code that means what it says."""
+    """Whether text that was decoded wrongly is mended (`cafÃ©` becomes `café`), and stray control characters go. Set it
+    to false for source code."""
     max_document_bytes: Annotated[int, Field(ge=1024, le=2**26)] = 2**20
     """A longer file or record is cut into several documents, at blank lines where there are any."""
 
@@ -78,7 +78,7 @@ class ReadConfig(Section):
         return self.format in ("images", "megatron", "tokens")
 
     @model_validator(mode="after")
-    def _has_a_source(self) -> Self:
+    def _check_source(self) -> Self:
         if self.folder is None and self.builtin == "digits" and self.format != "images":
             raise ValueError("builtin = 'digits' are images: set read.format to 'images'")
         if self.folder is None and self.builtin is None:
@@ -98,7 +98,7 @@ class NearDuplicatesConfig(Section):
 
 
 class SplitConfig(Section):
-    """Which documents are held out."""
+    """Choice of the held-out documents."""
 
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.06
     """Share of the bytes that is held out for validation, at most. With 0 there is no validation/."""
@@ -113,7 +113,7 @@ class SplitConfig(Section):
     partition_values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
     """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
-    """Which training documents are too near to a held-out one, and dropped."""
+    """Limits from which on a training document is too similar to a held-out one, and dropped."""
 
     @property
     def has_validation_split(self) -> bool:
@@ -135,7 +135,8 @@ class TokenizerConfig(Section):
     ul2_modes: bool | None = None
     """Reserve ids for UL2's modes, too; left out, all kinds do but sentencepiece-bpe."""
     pretokenizer: Literal["gpt2", "llama3"] = "gpt2"
-    """How byte-bpe cuts words: as GPT-2, or as Llama 3, which also splits numbers into groups of three digits."""
+    """Rule by which byte-bpe cuts words: GPT-2's, or Llama 3's, which also splits numbers into groups of three
+    digits."""
     lowercase: bool = True
     """Whether wordpiece, as BERT's uncased models, ignores case and accents."""
     train_bytes: PositiveInt = 2**27
@@ -152,8 +153,8 @@ class TokenizerConfig(Section):
             name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
         ]
         if self.file is not None and len(changed) > 1:
-            other = next(name for name in changed if name != "file")
-            raise ValueError(f"file = {self.file!r} is used as it is: leave out tokenizer.{other}, or file")
+            key = next(name for name in changed if name != "file")
+            raise ValueError(f"file = {self.file!r} is used as it is: leave out tokenizer.{key}, or file")
         for option, kind in (("pretokenizer", "byte-bpe"), ("lowercase", "wordpiece")):
             if option in changed and self.kind != kind:
                 raise ValueError(
@@ -168,10 +169,10 @@ class PrepConfig(Section):
     out: PathStr = Field(examples=["corpora/mine"])
     """Folder to make: the tokenizer, train/, validation/ and prep.json; or its URL, such as `s3://bucket/mine`."""
     scratch: PathStr | None = Field(None, examples=["/scratch/me"])
-    """Where a corpus that goes to a URL is made, from where each shard is sent when it is final: a folder that all who
-    share the work see; left out, `~/.cache/megatfm/prep`."""
+    """Where a corpus that goes to a URL is made, from where each shard is sent when it is final: a folder that all
+    tasks see; left out, `~/.cache/megatfm/prep`."""
     overwrite: bool = False
-    """Replace what an earlier prep with another config left in `out`."""
+    """Replace files of an earlier prep with another config in `out`."""
     tokenizer_threads: PositiveInt | None = None
     """Threads to tokenize with; left out, one per core. The result does not depend on it."""
     task_bytes: Annotated[int, Field(ge=2**10, le=2**30)] = 2**24
@@ -195,13 +196,13 @@ class PrepConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_old_words(cls, values: Any) -> Any:
+    def _refuse_old_keys(cls, values: Any) -> Any:
         if renamed := find_renamed_prep_words(values):
             raise ValueError(f"words of an earlier version: {', '.join(renamed)}: write these")
         return values
 
     @model_validator(mode="after")
-    def _can_be_written(self) -> Self:
+    def _check_out(self) -> Self:
         if self.out.startswith(("http://", "https://")):
             raise ValueError(
                 f"out = {self.out!r}: nothing can be written over HTTP: choose a folder, or s3://, gs:// and the like"

@@ -47,7 +47,7 @@ class ClassifierConfig(Section):
     label: str | None = Field(None, examples=["LABEL_1"])
     """The label whose probability counts; left out for a model of one output, whose number counts as it is."""
     max_tokens: PositiveInt = 512
-    """How much of a document is looked at, from its begin."""
+    """Length of the excerpt that is scored, from the document's beginning."""
     min_score: float | None = Field(None, examples=[3.0])
     """Drop a document that has less."""
     max_score: float | None = None
@@ -55,7 +55,7 @@ class ClassifierConfig(Section):
     save_as: str | None = Field(None, examples=["quality"])
     """Keep the number under this name, as a field of the document."""
     device: str = "cpu"
-    """Where the model computes, for example "cuda"."""
+    """Device of the model, for example "cuda"."""
 
 
 class PerplexityConfig(Section):
@@ -65,7 +65,7 @@ class PerplexityConfig(Section):
     run: PathStr = Field(examples=["runs/small"])
     """A checkpoint, or a run directory, of which the newest counts."""
     max_tokens: PositiveInt = 1024
-    """How much of a document is looked at, from its begin."""
+    """Length of the excerpt that is scored, from the document's beginning."""
     min_score: Annotated[float, Field(ge=1)] = 1.0
     """Drop a document whose perplexity of a token is lower, as that of boilerplate is."""
     max_score: Annotated[float, Field(gt=1)] | None = Field(None, examples=[1000.0])
@@ -73,7 +73,7 @@ class PerplexityConfig(Section):
     save_as: str | None = Field(None, examples=["perplexity"])
     """Keep the perplexity under this name, as a field of the document."""
     device: str = "cpu"
-    """Where the model computes, for example "cuda"."""
+    """Device of the model, for example "cuda"."""
 
 
 class PresidioConfig(Section):

@@ -32,7 +32,7 @@ class HtmlConfig(Section):
 
 
 class LanguageConfig(Section):
-    """Finds each document's language, and keeps those that are asked for."""
+    """Identifies each document's language, and keeps the listed ones."""
 
     name: Literal["language"]
     languages: tuple[str, ...] = Field((), examples=[["en", "de"]])
@@ -40,7 +40,7 @@ class LanguageConfig(Section):
     language_threshold: Fraction = 0.0
     """Drop a document whose language is less probable than this."""
     max_characters: PositiveInt = 1000
-    """How much of a document is looked at, from five places evenly over it."""
+    """Length of the excerpt that is examined, taken at five places evenly over a document."""
 
 
 class GopherQualityConfig(Section):
@@ -69,7 +69,7 @@ class GopherQualityConfig(Section):
     min_alpha_words_ratio: Fraction = 0.8
     """Share of the words that have a letter."""
     min_stop_words: NonNegativeInt = 2
-    """How many of `stop_words` must occur."""
+    """Number of `stop_words` that must occur."""
     stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
     """Words that any text of the language has."""
 
@@ -86,11 +86,11 @@ class GopherRepetitionConfig(Section):
     dup_line_frac: Fraction = 0.3
     """Share of the lines, from which on repeated lines are too many."""
     dup_para_frac: Fraction = 0.3
-    """The same of paragraphs, which stand between blank lines."""
+    """Share of the paragraphs, from which on repeated paragraphs are too many; blank lines separate paragraphs."""
     dup_line_char_frac: Fraction = 0.2
     """Share of the characters that lie in repeated lines."""
     dup_para_char_frac: Fraction = 0.2
-    """The same of paragraphs."""
+    """Share of the characters that lie in repeated paragraphs."""
     top_n_grams: tuple[Fraction, ...] = (0.2, 0.18, 0.16)
     """Share of the characters that lie in the most frequent run of 2, 3, 4 words."""
     dup_n_grams: tuple[Fraction, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
@@ -197,9 +197,9 @@ class MetadataFilterConfig(Section):
     denied: tuple[str | int | float | bool, ...] = ()
     """Values to drop."""
     min: float | str | None = None
-    """Drop what is less: numbers by their size, dates and other text by the alphabet."""
+    """Drop documents below: numbers by their size, dates and other text by the alphabet."""
     max: float | str | None = None
-    """Drop what is more."""
+    """Drop documents above."""
     missing: Literal["drop", "keep"] = "drop"
     """Handling of documents without the field."""
 
@@ -217,7 +217,7 @@ class SampleConfig(Section):
 
 
 class PluginStepConfig(Section):
-    """A step of a plugin, with keys of its own."""
+    """A step of a plugin, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -315,7 +315,7 @@ DedupConfig = Annotated[
 
 
 class TokensConfig(Section):
-    """How files of token ids are read."""
+    """Format of files of token ids."""
 
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     """The type of the ids in files of format `tokens`, little-endian; Megatron's index files say it themselves."""

@@ -75,10 +75,10 @@ class Config(Section):
         for place, holder, key in parts:
             section = getattr(holder, key)
             if type(section).__name__.startswith("Plugin") and not self.plugins:
-                name, known = section.name, variant_names(type(holder).model_fields[key])
+                name, known_names = section.name, variant_names(type(holder).model_fields[key])
                 raise ValueError(
-                    f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known)}; there are: {', '.join(known)}; "
-                    "others need the package that registers them in plugins"
+                    f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known_names)}; "
+                    f"there are: {', '.join(known_names)}; others need the package that registers them in plugins"
                 )
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(
@@ -114,11 +114,11 @@ class Config(Section):
                 f"{steps}: choose at most {steps}"
             )
         if isinstance(schedule, WSDSchedule):
-            left = 1 - schedule.warmup_steps / steps
-            if schedule.decay_ratio > left:
+            remaining_share = 1 - schedule.warmup_steps / steps
+            if schedule.decay_ratio > remaining_share:
                 raise ValueError(
                     f"lr_schedule.decay_ratio = {schedule.decay_ratio:g} leaves no room for lr_schedule.warmup_steps = "
-                    f"{schedule.warmup_steps} of train.steps = {steps}: choose at most {left:g}"
+                    f"{schedule.warmup_steps} of train.steps = {steps}: choose at most {remaining_share:g}"
                 )
 
     def _check_micro_batch(self) -> None:

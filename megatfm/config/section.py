@@ -45,9 +45,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def nearest_divisor(number: int, wanted: int) -> int:
+def nearest_divisor(number: int, target: int) -> int:
     """The divisor of a number that is nearest to another; of two, the smaller."""
-    return min(divisors(number), key=lambda d: (abs(d - wanted), d))
+    return min(divisors(number), key=lambda d: (abs(d - target), d))
 
 
 class LacksOptionError(UsageError, AttributeError):
@@ -87,11 +87,11 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_bool_as_number(cls, values: Any) -> Any:
-        """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
+        """Python takes true for the number 1; `checkpoint.every = true` is a mistake."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
-            if field and (wanted := _number_in_place_of_bool(value, field.annotation)):
-                raise ValueError(f"{key} = {json.dumps(value)}: {wanted}")
+            if field and (type_name := _number_in_place_of_bool(value, field.annotation)):
+                raise ValueError(f"{key} = {json.dumps(value)}: {type_name}")
         return values
 
     @model_validator(mode="before")
@@ -190,9 +190,9 @@ def _merge_into_variant(
         return _merge_into_section(section, changes)
     variant = next((v for v in variants if name_of(v) in (name, PydanticUndefined)), None)
     common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
-    kept = {key: getattr(section, key) for key in common}
+    common_values = {key: getattr(section, key) for key in common}
     annotations = {key: field.annotation for key, field in variant.model_fields.items()} if variant else {}
-    return _merge_into_table(kept, changes, annotations)
+    return _merge_into_table(common_values, changes, annotations)
 
 
 def variants_of(annotation: Any) -> list[type[BaseModel]]:
@@ -249,20 +249,20 @@ def unflatten(keys: Mapping[str, Any]) -> dict[str, Any]:
         first, _, inner_key = key.partition(".")
         if inner_key or isinstance(value, Mapping):
             inner = tables.get(first)
-            more = unflatten({inner_key: value} if inner_key else value)
-            tables[first] = deep_merge(inner, more) if isinstance(inner, dict) else more
+            nested = unflatten({inner_key: value} if inner_key else value)
+            tables[first] = deep_merge(inner, nested) if isinstance(inner, dict) else nested
         else:
             tables[first] = value
     return tables
 
 
-def deep_merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge tables key by key at every depth; where both have a value, `other` wins."""
-    both = dict(one)
-    for key, value in other.items():
-        old = both.get(key)
-        both[key] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return both
+def deep_merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Merge tables key by key at every depth; where both have a value, `override` wins."""
+    merged = dict(base)
+    for key, value in override.items():
+        old = merged.get(key)
+        merged[key] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -272,10 +272,10 @@ def require_variant(section: Section, kind: type[AnySection], key: str) -> AnySe
     """A section as the variant whose options a part reads. Raises UsageError where the config has another."""
     if isinstance(section, kind):
         return section
-    wanted = kind.model_fields["name"].default
+    name = kind.model_fields["name"].default
     raise UsageError(
-        f"{key}.name = {getattr(section, 'name', None)!r}: this needs {wanted!r}"
-        if isinstance(wanted, str)
+        f"{key}.name = {getattr(section, 'name', None)!r}: this needs {name!r}"
+        if isinstance(name, str)
         else f"{key}.name = {getattr(section, 'name', None)!r} lacks the options that this needs"
     )
 
@@ -368,18 +368,20 @@ class ByName:
         self.noun = noun
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        *known, plugin = variants_of(source)
-        sections = {get_args(section.model_fields["name"].annotation)[0]: section for section in known}
+        *builtin_variants, plugin = variants_of(source)
+        sections = {
+            get_args(section.model_fields["name"].annotation)[0]: section for section in builtin_variants
+        }
 
         def choose(value: Any, info: ValidationInfo) -> Any:
-            if isinstance(value, (*known, plugin)):
+            if isinstance(value, (*builtin_variants, plugin)):
                 return value
             name = value.get("name") if isinstance(value, Mapping) else None
             if self.noun and (not isinstance(name, str) or not name):
                 raise ValueError(
                     f"{self.noun} needs a name: {', '.join(sorted(sections))}, or one that a plugin registers"
                 )
-            section = sections.get(name, plugin) if name else known[0]
+            section = sections.get(name, plugin) if name else builtin_variants[0]
             return section.model_validate(value, context=info.context)
 
         return with_info_before_validator_function(choose, handler(source))

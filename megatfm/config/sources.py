@@ -57,9 +57,9 @@ def read_files(config_class: type[Section], path_or_preset: str | Path) -> list[
     files = [_read_file(config_class, *find_config(path_or_preset))]
     while (base := files[-1].extends) is not None:
         path, is_preset = _find_base(files[-1].path, base)
-        known = [file.path.resolve() for file in files]
-        if path.resolve() in known:
-            cycle = [*files[known.index(path.resolve()) :], files[known.index(path.resolve())]]
+        known_paths = [file.path.resolve() for file in files]
+        if path.resolve() in known_paths:
+            cycle = [*files[known_paths.index(path.resolve()) :], files[known_paths.index(path.resolve())]]
             raise UsageError(
                 f"{files[-1].path}: extends = {base!r}: a cycle, {' extends '.join(str(file.path) for file in cycle)}: "
                 "take `extends` out of one of them"
@@ -121,35 +121,35 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
             f"{path}: extends = {extends!r}: give one config, a preset's name or a path relative to this file, for "
             'example extends = "quickstart"'
         )
-    without = values.pop("without", [])
-    if not isinstance(without, list) or not all(isinstance(key, str) for key in without):
+    removed_keys = values.pop("without", [])
+    if not isinstance(removed_keys, list) or not all(isinstance(key, str) for key in removed_keys):
         raise UsageError(
-            f"{path}: without = {without!r}: give a list of keys that the base sets, for example "
+            f"{path}: without = {removed_keys!r}: give a list of keys that the base sets, for example "
             'without = ["data.cache_dir"]'
         )
-    if without and extends is None:
-        raise UsageError(f"{path}: without = {without!r} takes keys out of a base: give it by `extends`")
+    if removed_keys and extends is None:
+        raise UsageError(f"{path}: without = {removed_keys!r} takes keys out of a base: give it by `extends`")
     if config_class is Config and _is_stored_by_us(path):
         values = migrate(values)
-    return ConfigFile(path, is_preset, values, extends, tuple(without))
+    return ConfigFile(path, is_preset, values, extends, tuple(removed_keys))
 
 
 def _find_base(path: Path, base: str) -> tuple[Path, bool]:
     """Return the file that a config file extends, and whether it is a preset. Raises UsageError that names both."""
     try:
-        beside = Path(os.path.normpath(path.resolve().parent / Path(base).expanduser()))
-        is_name = not beside.is_file() and (base in ALIASES or base in preset_names())
-        return find_config(base if is_name else beside)
+        sibling = Path(os.path.normpath(path.resolve().parent / Path(base).expanduser()))
+        is_name = not sibling.is_file() and (base in ALIASES or base in preset_names())
+        return find_config(base if is_name else sibling)
     except (
         OSError,
         RuntimeError,
         ValueError,
-    ) as error:  # a home of nobody, a name that is too long or no name
+    ) as error:  # an unknown home folder, a name that is too long or no name
         raise UsageError(f"{path}: extends = {base!r}: {error}") from None
     except UsageError as error:
         hint = did_you_mean(base, [*preset_names(), *ALIASES])
-        missing = f"no preset is named so, and there is no file {beside}{hint}"
-        raise UsageError(f"{path}: extends = {base!r}: {error if beside.exists() else missing}") from None
+        missing = f"no preset is named so, and there is no file {sibling}{hint}"
+        raise UsageError(f"{path}: extends = {base!r}: {error if sibling.exists() else missing}") from None
 
 
 def _from_file(value: Any, folder: Path) -> Any:
@@ -188,10 +188,10 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
     if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
         raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")
     word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
-    near = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
+    suggestions = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
     raise UsageError(
         f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; presets "
-        f"named most like it: {', '.join(near)}; `megatfm config presets` lists all"
+        f"named most like it: {', '.join(suggestions)}; `megatfm config presets` lists all"
     )
 
 

@@ -30,7 +30,7 @@ class StagesConfig(Section):
     """Norm of patch merging: on the four joined vectors (Swin), or on the reduced one (Swin-V2)."""
 
     @model_validator(mode="after")
-    def _one_each(self) -> "StagesConfig":
+    def _check_stages(self) -> "StagesConfig":
         if len(self.heads) != len(self.layers):
             raise ValueError(
                 f"stages.heads has {len(self.heads)} numbers and stages.layers {len(self.layers)}: give one of each "
@@ -89,12 +89,12 @@ def check_stages(model: "ModelConfig") -> None:
         raise ValueError("family = 'hierarchical' needs model.stages: give layers and heads of each stage")
     if stages is None:
         return
-    for key, value, wanted, where in (
+    for key, value, allowed, condition in (
         ("n_layers", model.n_layers, sum(stages.layers), "the sum of stages.layers"),
         ("attention.n_heads", model.attention.n_heads, stages.heads[0], "the first of stages.heads"),
     ):
-        if value != wanted:
-            raise ValueError(f"{key} = {value} is not {where}, which is {wanted}: leave {key} out")
+        if value != allowed:
+            raise ValueError(f"{key} = {value} is not {condition}, which is {allowed}: leave {key} out")
     if (model.position.name == "relative_axes") and model.attention.name != "pooled":
         raise ValueError(
             "position.name = 'relative_axes' is for attention.name = 'pooled': choose another position"
@@ -148,9 +148,9 @@ def check_image_rows(config: "Config") -> None:
     for stage in range(len(stages.layers)):
         h, w = stages.map_at(stage)
         if images * h * w % tp:
-            more = next(n for n in range(images, images + tp + 1) if n % tp == 0)
+            next_multiple = next(n for n in range(images, images + tp + 1) if n % tp == 0)
             raise ValueError(
                 f"parallel.tp = {tp}: rows of {images} × {h} × {w} tokens in stage {stage} don't divide into shards of "
-                f"the sequence: choose data.sequence_length = {more * rows * columns}, for {more} images a row, or "
-                "parallel.sequence_parallel=false"
+                f"the sequence: choose data.sequence_length = {next_multiple * rows * columns}, for {next_multiple} "
+                "images a row, or parallel.sequence_parallel=false"
             )

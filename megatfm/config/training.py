@@ -85,7 +85,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Newest checkpoints that are kept, besides the last one of which a resume has compared every byte."""
     keep_every: NonNegativeInt = 0
-    """Checkpoints of steps that this divides are kept for ever. 0: none is."""
+    """Checkpoints of steps divisible by this are never removed. 0: none is."""
     mode: Literal["async", "sync"] = "async"
     """async: training goes on while a copy of the state is written; it takes that much memory. sync: it waits."""
     verify_after_write: bool = False
@@ -130,7 +130,7 @@ class LogConfig(Section):
     """Records written while training."""
 
     @model_validator(mode="after")
-    def _profiles_a_step(self) -> Self:
+    def _check_profile(self) -> Self:
         first, end = map(int, self.profile.split(":")) if self.profile else (0, 1)
         if first >= end:
             raise ValueError(
@@ -142,14 +142,14 @@ class LogConfig(Section):
     every: PositiveInt = 10
     """Steps between lines on the screen and in the log; metrics hold every step."""
     sinks: list[str] = Field(default_factory=lambda: ["tensorboard"])
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+    """Sinks of metrics besides metrics.jsonl: tensorboard, wandb."""
     wandb_project: str = "megatfm"
     """Project name for the wandb sink."""
     layer_stats_every: NonNegativeInt = 0
     """Steps between records of each layer's root mean square weight, gradient and (but with train.compile) activation.
     0: none."""
     loss_by_source: bool = True
-    """Of a mixture, also record the training loss of each corpus."""
+    """Record the training loss of each corpus of a mixture, too."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
     memory_snapshot: bool = False
@@ -163,7 +163,7 @@ class ResilienceConfig(Section):
     preflight: bool = True
     """Before the first step, try the disk, the memory and a collective on every axis."""
     elastic: bool = False
-    """Where the layout or the micro-batch doesn't fit the processes that are there, take the nearest that does."""
+    """Take the nearest layout and micro-batch that fit the number of processes, if the configured ones don't."""
     max_failures: PositiveInt = 3
     """Restarts in a row without a new checkpoint after which a run gives up (exit 76), under torchrun's agent."""
     max_skipped: NonNegativeInt = 10

@@ -20,8 +20,8 @@ def check_image_parts(model: "ModelConfig") -> None:
         )
     if model.family == "masked_autoencoder":
         _check_autoencoder(model)
-    of_head = position == "rope_2d"
-    key, width = ("attention.head_dim", model.head_width) if of_head else ("d_model", model.embedding_width)
+    by_head = position == "rope_2d"
+    key, width = ("attention.head_dim", model.head_width) if by_head else ("d_model", model.embedding_width)
     if position in ("rope_2d", "sinusoidal_2d") and width % 4:
         raise ValueError(
             f"position.name = {position!r} takes channels by fours, and {key} = {width}: choose {key} = "

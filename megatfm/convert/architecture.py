@@ -1,4 +1,4 @@
-"""The registry of architectures: which class of transformers stores which models of ours, and how."""
+"""The registry of architectures: the class of transformers that stores a megatfm model, and how."""
 
 import math
 import re
@@ -24,25 +24,20 @@ Rules = Callable[[ModelConfig], Sequence[WeightMapping]]
 class Architecture:
     """One class of transformers, such as LlamaForCausalLM, under whose name it is registered.
 
-    model_type: as in config.json. keys: what is made of each key of config.json, beside those of `COMMON`; one that is
+    model_type: as in config.json. keys: the meaning of each key of config.json, besides those of `COMMON`; one that is
     not declared is refused.
     config_from_hf: makes our config of config.json, settled by `keys`; raises UsageError for what we lack.
-    config_to_hf: makes config.json of our config, without `architectures` and `model_type`; it need not look at what
-    they lack, see `architecture_for`.
-    weight_mappings: the table for a config. fused_rules: that for files with all experts of a block in one tensor,
-    where these are another.
-    base_model_prefix: files of the bare model lack it before every name.
-    ignored_tensors: regular expressions of tensors in their files that are no parameters.
-    legacy_names: older names, as regular expressions and what stands in their place.
-    max_length_key: the key of config.json for the longest sequence, where `config_to_hf` doesn't give it since our
-    config doesn't.
-    fingerprint: values of our keys by which its models are told from others', so that the nearest is found for one
-    that none stores.
-    refine_config: what of the config only the names of the tensors tell.
-    is_base_model: has no head; those that its files hold, such as a downstream task's, are left and named.
-    further: regular expressions of tensors, among those of these names, that config.json declares and no class reads;
-    they are left and named, too.
-    remarks: what to say of a model that is opened.
+    config_to_hf: makes config.json of our config, without `architectures` and `model_type`; it needn't check
+    unsupported features, see `architecture_for`. weight_mappings: the table for a config. fused_rules: that for files
+    with all experts of a block in one tensor, where these are another. base_model_prefix: files of the bare model lack
+    it before every name. ignored_tensors: regular expressions of tensors in their files that are no parameters.
+    legacy_names: older names, as regular expressions and what stands in their place. max_length_key: the key of
+    config.json for the longest sequence, where `config_to_hf` doesn't give it since our config doesn't. fingerprint:
+    values of our keys by which its models are told from others', so that the nearest is found for one that none stores.
+    refine_config: settings that only the names of tensors reveal. is_base_model: has no head; those that its files
+    hold, such as a downstream task's, are left and named. further: regular expressions of tensors, among those of these
+    names, that config.json declares and no class reads; they are left and named, too. remarks: what to say of a model
+    that is opened.
     """
 
     model_type: str
@@ -145,31 +140,37 @@ def architectures_of(config_json: Json) -> list[str]:
 
     Without a name, all of its model_type, those with the most heads first. Raises UsageError for what we don't read.
     """
-    listed, kind = config_json.get("architectures") or [], config_json.get("model_type")
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise UsageError(f"config.json: architectures = {listed!r:.80} is no list of names")
-    named = listed[:1]
-    if named and (downstream := TASK_CLASSES.fullmatch(named[0])):
+    architecture_names, kind = config_json.get("architectures") or [], config_json.get("model_type")
+    if not isinstance(architecture_names, list) or not all(
+        isinstance(name, str) for name in architecture_names
+    ):
+        raise UsageError(f"config.json: architectures = {architecture_names!r:.80} is no list of names")
+    candidates = architecture_names[:1]
+    if candidates and (downstream := TASK_CLASSES.fullmatch(candidates[0])):
         bare = f"{downstream[1]}Model"
         # Without a prefix, as in T5, the head's tensors can't be told from the model's.
         has_prefix = bare in ARCHITECTURES.names() and ARCHITECTURES.get(bare).base_model_prefix
-        named = [bare] if has_prefix else named
-    if named and named[0] not in ARCHITECTURES.names():
-        named = listed[:1]
-        ARCHITECTURES.get(named[0])
-    known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
-    if named:
-        kind = known[named[0]].model_type
-        return named + [
-            n for n, a in known.items() if a.model_type == kind and a.is_base_model and n != named[0]
+        candidates = [bare] if has_prefix else candidates
+    if candidates and candidates[0] not in ARCHITECTURES.names():
+        candidates = architecture_names[:1]
+        ARCHITECTURES.get(candidates[0])
+    architecture_of = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
+    if candidates:
+        kind = architecture_of[candidates[0]].model_type
+        return candidates + [
+            n
+            for n, a in architecture_of.items()
+            if a.model_type == kind and a.is_base_model and n != candidates[0]
         ]
-    named = [name for name, architecture in known.items() if architecture.model_type == kind]
-    if not named:
+    candidates = [name for name, architecture in architecture_of.items() if architecture.model_type == kind]
+    if not candidates:
         raise UsageError(
             f"config.json names neither an architecture nor a model_type that megatfm reads; there are: "
-            f"{', '.join(known)}"
+            f"{', '.join(architecture_of)}"
         )
-    return sorted(named, key=lambda name: (known[name].is_base_model, "PreTraining" not in name))
+    return sorted(
+        candidates, key=lambda name: (architecture_of[name].is_base_model, "PreTraining" not in name)
+    )
 
 
 def architecture_for(
@@ -177,8 +178,8 @@ def architecture_for(
 ) -> tuple[str, Architecture, Json]:
     """One (of these, if named) that stores a model of this config, its name, and the config.json.
 
-    It does if their config.json, read again, is the same model. Raises UsageError, naming the nearest one and what it
-    lacks, or why it refuses.
+    It does if their config.json, read again, is the same model. Raises UsageError with the nearest architecture and the
+    features that it lacks, or its reason to refuse.
     """
     nearest: list[tuple[int, bool, int, str]] = []
     config = config.with_numbers()  # transformers has numbers
@@ -216,15 +217,15 @@ def format_error(error: Exception) -> str:
 def config_differences(config: ModelConfig, back: ModelConfig) -> list[str]:
     """Values of our config that did not come back, as `key = value`."""
     by_layer = bool(config.layer_types or back.layer_types)
-    wanted, restored = (
+    expected, restored = (
         functional_config(config, by_layer=by_layer),
         functional_config(back, by_layer=by_layer),
     )
-    keys = [*wanted, *(key for key in restored if key.startswith("extra_heads.") and key not in wanted)]
+    keys = [*expected, *(key for key in restored if key.startswith("extra_heads.") and key not in expected)]
     return [
-        f"model.{key} = {wanted.get(key)!r}"
+        f"model.{key} = {expected.get(key)!r}"
         for key in keys
-        if not _is_close(wanted.get(key), restored.get(key))
+        if not _is_close(expected.get(key), restored.get(key))
     ]
 
 
@@ -263,18 +264,20 @@ def _named_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str
         yield (f"block at {depth}.{key}" if key.startswith(PER_LAYER_KEYS) else key), value
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves under keys with dots."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{before}{key}", value
+            yield f"{prefix}{key}", value
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_close(one[key], other[key]) for key in one)
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return bool(one == other)
+def _is_close(value: Any, other_value: Any) -> bool:
+    if isinstance(value, Mapping) and isinstance(other_value, Mapping):
+        return value.keys() == other_value.keys() and all(
+            _is_close(value[key], other_value[key]) for key in value
+        )
+    if isinstance(value, float) and isinstance(other_value, int | float):
+        return math.isclose(value, other_value, rel_tol=1e-6)
+    return bool(value == other_value)

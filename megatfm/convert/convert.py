@@ -1,6 +1,6 @@
 """A folder to the Hugging Face format and back, with one tensor, or one file of a checkpoint, in memory at a time.
 
-A converted folder holds a config to start from: its [model] is what was converted, the rest are usual values.
+A converted folder holds a config to start from: its [model] is the converted model, all else are usual values.
 """
 
 import re
@@ -86,8 +86,8 @@ def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     rows, columns = position.grid
     length = embedding.n_special_tokens + rows * columns
     images = {"size": max(rows, columns) * embedding.patch_size}
-    kept = {"train": data["train"], "sequence_length": length, "images": images}
-    return {"objective": {"name": "image_classification"}, "data": kept}
+    data_config = {"train": data["train"], "sequence_length": length, "images": images}
+    return {"objective": {"name": "image_classification"}, "data": data_config}
 
 
 def branching_config(config: Config, target: Path, step: int) -> Config:
@@ -103,7 +103,8 @@ def branching_config(config: Config, target: Path, step: int) -> Config:
 
 
 def _checked(values: dict[str, Any], target: Path) -> Config:
-    """Validate; raises UsageError for what the converted files say but no config can hold, as rows of −1 tokens."""
+    """Validate; raises UsageError for values of the converted files that no config can hold, such as rows of −1
+    tokens."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -114,11 +115,11 @@ UNTRAINABLE = {
     "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
     "FOLDER/generator and FOLDER/discriminator, or add a head (model.extra_heads) with an objective of its own"
 }
-"""Families that no objective of ours trains, and what to do."""
+"""Families that no objective trains, and what to do."""
 
 
 def config_comment(
-    name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
+    name: str, arguments: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
 ) -> str:
     """Comment at the top of config.toml; how: arguments with which `megatfm train` goes on."""
     if family in UNTRAINABLE:
@@ -126,7 +127,7 @@ def config_comment(
         return f"{first_line}\n# {UNTRAINABLE[family]}.\n\n"
     return (
         f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: train\n"
-        f"# on from its weights with `megatfm train {how}`.\n\n"
+        f"# on from its weights with `megatfm train {arguments}`.\n\n"
     )
 
 
@@ -144,7 +145,7 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     trust_plugins: bool = False,
 ) -> list[str]:
-    """Write the model at `source` to the new or empty folder `target`; returns what is to be said about it.
+    """Write the model at `source` to the new or empty folder `target`; returns notes for the user.
 
     trust_plugins: import the packages that a checkpoint's config names.
     It gets its name when all of it is on disk. Raises UsageError, MegatfmError; then there is no target.
@@ -152,10 +153,10 @@ def convert(
     source, target = Path(source), Path(target)
     check_is_new(target)
     if (is_hf_folder(source) or is_electra_folder(source)) == (to == "hf"):
-        other = "megatfm" if to == "hf" else "hf"
+        source_format = "megatfm" if to == "hf" else "hf"
         if to == "megatfm":
             _check_is_ours(source)
-        raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
+        raise UsageError(f"{source}: is in that format already: use --to {source_format}, or copy it")
     with new_folder(target) as partial:
         if to == "hf":
             return _to_hf(source, partial, shard_bytes, trust_plugins)
@@ -163,7 +164,7 @@ def convert(
 
 
 def _check_is_ours(source: Path) -> None:
-    """Raise a UsageError for what is a model in neither format."""
+    """Raise UsageError if a folder is a model in neither format."""
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:
@@ -187,8 +188,8 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         ) from None
     import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
     tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
-    kept = state.get("origin")
-    origin = kept if isinstance(kept, dict) else {}
+    stored_origin = state.get("origin")
+    origin = stored_origin if isinstance(stored_origin, dict) else {}
     parts = exported_models(config.model, origin.get("name"))
     stored = checkpoint.names(path)
     tensors = {
@@ -198,8 +199,10 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     }
     _check_names(path, tensors, config.model)
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
-    written, summary, broken = set[str](), list[str](), list[str]()
-    chosen = [f"{path}: the best checkpoint of the run"] * (config.task is not None and path != source)
+    written_names, summary, broken = set[str](), list[str](), list[str]()
+    notes_on_choice = [f"{path}: the best checkpoint of the run"] * (
+        config.task is not None and path != source
+    )
     for part in parts:
         place = folder / part.folder
         file_io.make_durable_dirs(place)
@@ -210,72 +213,76 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         size = write_weights(place, part.rules, tensors, reader.read, shard_bytes)
         broken += reader.broken
         notes += part.architecture.remarks(config.model)
-        before = origin if part.name == origin.get("name") else {}
-        restored = tokenizer_files.restore_origin(before, part.hf_config)
-        named = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
-        hf_config = part.hf_config | named | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
-        if isinstance(generation := before.get("generation"), dict):
+        part_origin = origin if part.name == origin.get("name") else {}
+        restored = tokenizer_files.restore_origin(part_origin, part.hf_config)
+        labels = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
+        hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        if isinstance(generation := part_origin.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
         write_preprocessor(place, hf_config)
         write_json(place / CONFIG, hf_config)
         file_io.sync_folder(place)
-        written |= set(order)
+        written_names |= set(order)
         summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
-    if left := sorted(tensors.keys() - written):
-        notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
-    return ["; ".join(summary), *chosen, *notes, *not_finite(list(dict.fromkeys(broken)))]
+    if unwritten := sorted(tensors.keys() - written_names):
+        notes.append(f"left out, for transformers has no place for it: {', '.join(unwritten)}")
+    return ["; ".join(summary), *notes_on_choice, *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
-    opened = open_folder(source)
-    shapes = meta_shapes(opened.config)
-    kept, notes = tokenizer_files.to_megatfm(
+    source_model = open_folder(source)
+    shapes = meta_shapes(source_model.config)
+    tokenizer_file, notes = tokenizer_files.to_megatfm(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
-    length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
-    config = starting_config(target, opened.config, kept, length)
-    provenance: dict[str, JsonValue] = {"origin": {"name": opened.name}}
-    if isinstance(opened, HfFolder):
-        written = opened.architecture.config_to_hf(opened.config)
-        provenance["origin"] = tokenizer_files.record_origin(source, opened.name, opened.json, written)
-        if kept:
-            tokenizer = tokenizers.load(folder / kept)
-            files = tokenizers.tokenizer_files(folder / kept)
+    length = (
+        source_model.json.get(source_model.architecture.max_length_key) or source_model.config.position.limit
+    )
+    config = starting_config(target, source_model.config, tokenizer_file, length)
+    provenance: dict[str, JsonValue] = {"origin": {"name": source_model.name}}
+    if isinstance(source_model, HfFolder):
+        hf_config = source_model.architecture.config_to_hf(source_model.config)
+        provenance["origin"] = tokenizer_files.record_origin(
+            source, source_model.name, source_model.json, hf_config
+        )
+        if tokenizer_file:
+            tokenizer = tokenizers.load(folder / tokenizer_file)
+            files = tokenizers.tokenizer_files(folder / tokenizer_file)
             provenance["begins"] = [*tokenizer_files.bos_prefix_ids(source, files, tokenizer)]
-            provenance["stop"] = [*tokenizer_files.eos_token_id_of(source, opened.json, tokenizer)]
+            provenance["stop"] = [*tokenizer_files.eos_token_id_of(source, source_model.json, tokenizer)]
     state: dict[str, JsonValue] = {
         **provenance,
         "step": 0,
         "megatfm": __version__,
         "config": config.model_dump(mode="json"),
-        "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
+        "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
     }
     checkpoint.write_checkpoint_from_iterator(
-        folder / "checkpoints", 0, _with_model_prefix(opened, shapes), state
+        folder / "checkpoints", 0, _with_model_prefix(source_model, shapes), state
     )
-    header = config_comment(opened.name, family=opened.config.family).encode()
+    header = config_comment(source_model.name, family=source_model.config.family).encode()
     file_io.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
-    family = opened.config.family
+    family = source_model.config.family
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
     return [
-        f"{opened.name}, {len(shapes)} tensors",
-        *opened.notes,
+        f"{source_model.name}, {len(shapes)} tensors",
+        *source_model.notes,
         *notes,
         *untrainable,
     ]
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what is stored of a model: parameters, and the state of modules."""
+    """Names and shapes of a model's stored tensors: parameters, and the state of modules."""
     with torch.device("meta"):
         model = build(config)
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
 
 def converted_tensors(
-    opened: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
+    folder: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Our tensors of a folder, one after the other; adds a note of those that hold no numbers to the folder's.
 
@@ -283,19 +290,19 @@ def converted_tensors(
     """
     missing = set(shapes)
     broken: list[str] = []
-    for rule in opened.rules:
-        for name, tensor in opened.megatfm_tensors(rule).items():
+    for rule in folder.rules:
+        for name, tensor in folder.megatfm_tensors(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
                 raise MegatfmError(
-                    f"{opened.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
+                    f"{folder.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)
             broken += [name] * (not tensor.isfinite().all())
             yield name, tensor
     if missing:
-        raise MegatfmError(f"{opened.name}: nothing makes {min(missing)}: its table of rules is not complete")
-    opened.notes += not_finite(broken)
+        raise MegatfmError(f"{folder.name}: nothing makes {min(missing)}: its table of rules is not complete")
+    folder.notes += not_finite(broken)
 
 
 def not_finite(names: Sequence[str]) -> list[str]:
@@ -307,35 +314,35 @@ def not_finite(names: Sequence[str]) -> list[str]:
 
 
 def _with_model_prefix(
-    opened: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
+    folder: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in converted_tensors(opened, shapes):
+    for name, tensor in converted_tensors(folder, shapes):
         yield f"model.{name}", tensor
 
 
 def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
-    wanted = meta_shapes(config)
-    if differing := set(names) ^ wanted.keys():
+    expected = meta_shapes(config)
+    if differing := set(names) ^ expected.keys():
         name = min(differing)
         raise MegatfmError(
-            f"{path}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
-            "the model that its config describes: open it with the version and plugins that wrote it"
+            f"{path}: {name} is {'not ' * (name in expected)}in the checkpoint, but {'not ' * (name not in expected)}"
+            "in the model that its config describes: open it with the version and plugins that wrote it"
         )
 
 
 def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -> None:
     """RoBERTa counts its positions from the padding token's id, so that the tokenizer must have that one."""
-    wanted, tokenizer_pad = hf_config.get("pad_token_id"), ids.get("pad_token_id")
-    if wanted is not None and tokenizer_pad is not None and wanted != tokenizer_pad:
+    config_pad, tokenizer_pad = hf_config.get("pad_token_id"), ids.get("pad_token_id")
+    if config_pad is not None and tokenizer_pad is not None and config_pad != tokenizer_pad:
         raise UsageError(
             f"transformers would count positions from {tokenizer_pad}, the padding token of the tokenizer, on, but "
-            f"this model has model.position.offset = {int(str(wanted)) + 1}: train with model.position.offset = "
+            f"this model has model.position.offset = {int(str(config_pad)) + 1}: train with model.position.offset = "
             f"{int(str(tokenizer_pad)) + 1}, or 0 for a BERT"
         )
 
 
 class _Reader:
-    """Tensors of a checkpoint, read some at a time in the order in which they will be asked for."""
+    """Tensors of a checkpoint, read some at a time in the order of their use."""
 
     def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self.path, self.order, self.tensors = path, list(order), tensors
@@ -343,7 +350,7 @@ class _Reader:
         self.broken: list[str] = []
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Each name can be asked for once."""
+        """Each name can be read once."""
         while any(name not in self.rank_params for name in names):
             self._read_more()
         return {name: self.rank_params.pop(name) for name in names}

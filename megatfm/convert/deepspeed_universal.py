@@ -1,9 +1,9 @@
-"""DeepSpeed's universal checkpoints, of a model of transformers: weights and Adam's state become a checkpoint of ours.
+"""DeepSpeed's universal checkpoints, of a model of transformers: weights and Adam's state become a megatfm checkpoint.
 
 `ds_to_universal` writes a folder `zero/NAME` for each parameter, with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`: of
 stages 1 and 2 a table that holds the tensor, of stage 3 its elements alone. The count of steps is beside them in
-`step.pt`, or for stage 3 in `zero/optimizer_state.pt`. Rules between their tensors and ours are linear, and move
-elements, so they hold for Adam's state as for weights.
+`step.pt`, or for stage 3 in `zero/optimizer_state.pt`. Rules between both sides' tensors are linear, and move elements,
+so they hold for Adam's state as for weights.
 """
 
 import math
@@ -41,8 +41,8 @@ def is_universal(path: str | Path) -> bool:
 def from_universal(source: str | Path, target: str | Path, like: str | Path) -> list[str]:
     """Write a run at `target` with one checkpoint, that of the step at which DeepSpeed saved.
 
-    like: a Hugging Face folder with the config.json, and the tokenizer, of the model. Returns what is to be said about
-    it. Raises UsageError, MegatfmError; then there is no target.
+    like: a Hugging Face folder with the config.json, and the tokenizer, of the model. Returns notes for the user.
+    Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
     if not is_universal(source):
@@ -51,13 +51,13 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "deepspeed.checkpoint.ds_to_universal --input_folder …/global_stepN --output_folder NEW`"
         )
     check_is_new(target)
-    opened = UniversalFolder(source, like)
-    step = opened.step()
+    folder = UniversalFolder(source, like)
+    step = folder.step()
     with new_folder(target) as partial:
-        kept, notes = tokenizer_files.to_megatfm(Path(like), partial)
-        length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
+        tokenizer_file, notes = tokenizer_files.to_megatfm(Path(like), partial)
+        length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
         config = convert.branching_config(
-            convert.starting_config(target, opened.config, kept, length), target, step
+            convert.starting_config(target, folder.config, tokenizer_file, length), target, step
         )
         state: dict[str, JsonValue] = {
             "step": step,
@@ -65,18 +65,18 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "precision": "fp32",
             "data": {"position": 0},
             "megatfm": __version__,
-            "converted_from": opened.name,
+            "converted_from": folder.name,
             "config": config.model_dump(mode="json"),
-            "tokenizer": tokenizers.load(partial / kept).hash if kept else None,
+            "tokenizer": tokenizers.load(partial / tokenizer_file).hash if tokenizer_file else None,
         }
         checkpoint.write_checkpoint_from_iterator(
-            partial / "checkpoints", step, opened.state_tensors(step), state
+            partial / "checkpoints", step, folder.state_tensors(step), state
         )
-        how = "THIS_FILE data.train=CORPUS/train name=NEW"
-        header = convert.config_comment(f"{opened.name} of DeepSpeed", how).encode()
+        arguments = "THIS_FILE data.train=CORPUS/train name=NEW"
+        header = convert.config_comment(f"{folder.name} of DeepSpeed", arguments).encode()
         file_io.write_file(partial / "config.toml", [memoryview(header + to_toml(config).encode())])
-    summary = f"{opened.name}, {len(meta_shapes(opened.config))} tensors with Adam's state of step {step}"
-    return [summary, *opened.notes, *notes]
+    summary = f"{folder.name}, {len(meta_shapes(folder.config))} tensors with Adam's state of step {step}"
+    return [summary, *folder.notes, *notes]
 
 
 class UniversalFolder(HfFolder):
@@ -154,7 +154,7 @@ class UniversalFolder(HfFolder):
         return step
 
     def state_tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a checkpoint of ours, one after the other."""
+        """Yield the tensors of a megatfm checkpoint, one after the other."""
         shapes, broken = meta_shapes(self.config), list[str]()
         for name, tensor in converted_tensors(self, shapes):
             yield f"model.{name}", tensor

@@ -25,7 +25,7 @@ SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """One model of transformers that a model of ours is stored as; folder: where in the target, "" for itself."""
+    """One of the transformers models that a megatfm model is stored as; folder: where in the target, "" for itself."""
 
     folder: str
     name: str
@@ -34,14 +34,16 @@ class ExportedModel:
     rules: Sequence[WeightMapping]
 
 
-def exported_models(config: ModelConfig, before: object = None) -> list[ExportedModel]:
+def exported_models(config: ModelConfig, previous_name: object = None) -> list[ExportedModel]:
     """Two for ELECTRA, one for all others. Raises UsageError where transformers can't store the model.
 
-    before: the name of what the model was converted from, which is chosen again if it still fits.
+    before: the name of the original class, which is chosen again if it still fits.
     """
     if config.family != "electra":
         try:
-            name, architecture, hf_config = architecture_for(config, [str(before)] if before else None)
+            name, architecture, hf_config = architecture_for(
+                config, [str(previous_name)] if previous_name else None
+            )
         except UsageError:
             name, architecture, hf_config = architecture_for(config)
         return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]
@@ -70,9 +72,9 @@ class ElectraFolder:
         """Raises UsageError where the halves don't belong together."""
         self.path = Path(path)
         self.models = {half: HfFolder(self.path / half) for half in CLASSES}
-        opened = self.models["discriminator"]
+        discriminator = self.models["discriminator"]
         self.notes: list[str] = []
-        self.name, self.json = " and ".join(CLASSES.values()), opened.json
+        self.name, self.json = " and ".join(CLASSES.values()), discriminator.json
         for half, name in CLASSES.items():
             if self.models[half].name == DEBERTA[half]:
                 raise UsageError(
@@ -81,7 +83,7 @@ class ElectraFolder:
                 )
             if self.models[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
-        self.architecture, self.config = opened.architecture, self._config()
+        self.architecture, self.config = discriminator.architecture, self._config()
         parts = [
             _export(half, half_config, CLASSES[half]) for half, half_config in _halves(self.config).items()
         ]
@@ -110,9 +112,9 @@ class ElectraFolder:
             n_layers=None if smaller.n_layers == discriminator.n_layers else smaller.n_layers,
         )
         config = discriminator.model_copy(update={"family": "electra", "generator": generator})
-        if lost := config_differences(smaller, generator_config(config)):
+        if differences := config_differences(smaller, generator_config(config)):
             raise UsageError(
-                f"{self.path}: the generator has {', '.join(lost)}, the discriminator another: they are no pair"
+                f"{self.path}: the generator has {', '.join(differences)}, the discriminator another: they are no pair"
             )
         return config
 

@@ -39,7 +39,7 @@ class HfFolder:
     """A Hugging Face checkpoint folder. Tensors are read lazily, by the names in its architecture's table."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises UsageError where it can't be a model of ours, MegatfmError where it is damaged."""
+        """Raises UsageError if megatfm has no such model, MegatfmError if the folder is damaged."""
         self.path = Path(path)
         self.json = read_json(self.path / CONFIG)
         self._open: dict[str, Any] = {}
@@ -49,19 +49,19 @@ class HfFolder:
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
         stored: Mapping[str, str] | None = None
-        lost: list[str] = []
+        missing_names: list[str] = []
         for name in names:
             self._read_config(name)
             stored = self.stored_names(name) if stored is None else stored
             if not (missing := self._match_tensors(stored)):
                 break
-            lost = lost or missing
+            missing_names = missing_names or missing
         else:
-            raise MegatfmError(f"{self.path}: {lost[0]} is not in its files, but {names[0]} has it")
+            raise MegatfmError(f"{self.path}: {missing_names[0]} is not in its files, but {names[0]} has it")
         self.notes = [*remarks, *self._unused_tensors(), *self.architecture.remarks(self.config)]
-        if lost and self.json.get("architectures"):
+        if missing_names and self.json.get("architectures"):
             self.notes.insert(
-                0, f"opened without its head, for its files lack {_counted(lost)} of a {names[0]}"
+                0, f"opened without its head, for its files lack {_counted(missing_names)} of a {names[0]}"
             )
 
     def stored_names(self, name: str) -> Mapping[str, str]:
@@ -113,7 +113,7 @@ class HfFolder:
         return [f"left there, for it is no part of a {self.name}: {_counted(beyond)}"] * bool(beyond)
 
     def read_tensor(self, name: str) -> Tensor:
-        """A tensor under the name that the table has, in memory of its own: in the file it may begin anywhere."""
+        """A tensor under its name in the table, in its own memory: in the file it may begin anywhere."""
         file, stored = self.files[name]
         try:
             if file not in self._open:
@@ -144,7 +144,7 @@ class HfFolder:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise MegatfmError for what is there but no file: opening a FIFO waits for who writes into it."""
+    """Raise MegatfmError for a path that is no regular file: opening a FIFO waits for a writer."""
     if path.exists() and not path.is_file():
         raise MegatfmError(f"{path}: no regular file")
 
@@ -186,12 +186,12 @@ def read_pixels(folder: Path) -> dict[str, Any]:
     return {key: values[key] for key in PIXELS if key in values}
 
 
-def write_preprocessor(folder: Path, theirs: dict[str, Any]) -> None:
+def write_preprocessor(folder: Path, preprocessor: dict[str, Any]) -> None:
     """Move mean and deviation of pixels out of a config.json-to-be, where it has them, into a file of their own."""
-    pixels = {key: theirs.pop(key) for key in PIXELS if key in theirs}
+    pixels = {key: preprocessor.pop(key) for key in PIXELS if key in preprocessor}
     if not pixels:
         return
-    side = {"height": theirs["image_size"], "width": theirs["image_size"]}
+    side = {"height": preprocessor["image_size"], "width": preprocessor["image_size"]}
     steps = {
         "do_resize": True,
         "size": side,
@@ -205,14 +205,16 @@ def write_preprocessor(folder: Path, theirs: dict[str, Any]) -> None:
 def _weight_map(path: Path, name: str) -> Mapping[str, str]:
     """Name of a tensor → its file."""
     if (path / INDEX).is_file():
-        listed = read_json(path / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or any(Path(str(file)).name != file for file in listed.values()):
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or any(
+            Path(str(file)).name != file for file in weight_map.values()
+        ):
             raise MegatfmError(f"{path / INDEX}: no weight_map from names to files beside it")
-        return dict(listed)
+        return dict(weight_map)
     if (path / WEIGHTS).is_file():
         try:
-            with safe_open(path / WEIGHTS, framework="pt", device="cpu") as opened:
-                return dict.fromkeys(opened.keys(), WEIGHTS)
+            with safe_open(path / WEIGHTS, framework="pt", device="cpu") as weights_file:
+                return dict.fromkeys(weights_file.keys(), WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{path / WEIGHTS}: can't read it: {error}") from None
     pickled = (
@@ -264,7 +266,7 @@ def write_weights(
 
 
 def split(hf_tensors: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
-    """Names in their order, so many a file as fit."""
+    """Names in order, as many a file as fit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in hf_tensors.items():

@@ -32,10 +32,14 @@ class Key:
         """Raise UsageError for a value of another kind, or one with which we don't compute the same."""
         if is_present and self.allowed is None and self.kinds and not _is_one(value, self.kinds):
             raise UsageError(f"config.json: {name} = {_shown(value)} is no {_kind(self.kinds)}")
-        if self.allowed is not None and not any(_same(value, one) for one in self.allowed):
-            only = " or ".join(repr(one) for one in self.allowed)
+        if self.allowed is not None and not any(
+            _same(value, allowed_value) for allowed_value in self.allowed
+        ):
+            allowed_values = " or ".join(repr(allowed_value) for allowed_value in self.allowed)
             absent = "" if is_present else " (it is not there, which means that)"
-            raise UsageError(f"config.json: {name} = {_shown(value)} is not supported, only {only}{absent}")
+            raise UsageError(
+                f"config.json: {name} = {_shown(value)} is not supported, only {allowed_values}{absent}"
+            )
 
 
 def _kinds(kinds: Iterable[type | None]) -> tuple[type, ...]:
@@ -54,7 +58,7 @@ def supported_values(*allowed: Any, default: Any = ...) -> Key:
 
 
 def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
-    """Keys that change nothing of what a model computes."""
+    """Keys that don't change what a model computes."""
     return dict.fromkeys(names, Key(kinds=_kinds(kinds), is_ignored=True))
 
 
@@ -74,11 +78,11 @@ def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], nam
                 f"config.json: {key} = {_shown(value)}: megatfm knows no such key of a {name}"
                 f"{did_you_mean(key, keys)}: if the model computes the same without it, take it out of the file"
             )
-    known = {key: declared for key, declared in keys.items() if not declared.alias_of}
+    declared_keys = {key: declared for key, declared in keys.items() if not declared.alias_of}
     aliased = {d.alias_of: hf_config[key] for key, d in keys.items() if d.alias_of and key in hf_config}
-    present = aliased | {key: hf_config[key] for key in known if key in hf_config}
-    values = {key: present.get(key, declared.default) for key, declared in known.items()}
-    for key, declared in known.items():
+    present = aliased | {key: hf_config[key] for key in declared_keys if key in hf_config}
+    values = {key: present.get(key, declared.default) for key, declared in declared_keys.items()}
+    for key, declared in declared_keys.items():
         declared.check(key, values[key], is_present=key in present)
     for key, declared in keys.items():
         if declared.alias_of and key in hf_config and not _same(hf_config[key], values[declared.alias_of]):
@@ -86,13 +90,13 @@ def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], nam
                 f"config.json: {key} = {_shown(hf_config[key])} is another name of {declared.alias_of}, which is "
                 f"{_shown(values[declared.alias_of])}: give {declared.alias_of} alone"
             )
-    return {key: value for key, value in values.items() if not known[key].is_ignored}
+    return {key: value for key, value in values.items() if not declared_keys[key].is_ignored}
 
 
-def check_table_keys(name: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_table_keys(name: str, table: Mapping[str, Any], known_keys: Iterable[str]) -> None:
     """Check that a table within config.json has no other keys. Raises UsageError."""
     for key, value in table.items():
-        if key not in known:
+        if key not in known_keys:
             raise UsageError(
                 f"config.json: {name}.{key} = {_shown(value)} is not supported here: take it out"
             )
@@ -128,7 +132,7 @@ COMMON: Mapping[str, Key] = {
         "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "pretraining_tp",
         "unsloth_version", "_num_labels", "classifier_dropout",
     ),
-    # How to generate, which transformers keeps in generation_config.json by now.
+    # Settings of generation, which transformers keeps in generation_config.json by now.
     **ignored(
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
         "diversity_penalty", "do_sample", "early_stopping", "eos_token_ids", "encoder_no_repeat_ngram_size",
@@ -158,8 +162,8 @@ def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+def _same(value: Any, allowed_value: Any) -> bool:
+    return bool(value == allowed_value) and isinstance(value, bool) == isinstance(allowed_value, bool)
 
 
 def _kind(kinds: tuple[type, ...]) -> str:

@@ -22,9 +22,9 @@ ACTIVATIONS = {
     "swish": "swish",
     "quick_gelu": "quick_gelu",
 }
-"""transformers' name of a plain activation → ours; the first of several is what we write."""
+"""transformers' name of a plain activation → megatfm's; the first of several is what we write."""
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "swish": "swiglu"}
-"""Our name of a plain activation → that of its gated form."""
+"""Megatfm's name of a plain activation → of its gated form."""
 
 
 def activation_from_hf(hf_name: Any, *, gated: bool = False) -> str:
@@ -66,7 +66,7 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
 
 
 def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
-    """Check that keys which follow from others, where they are given, are what follows. Raises UsageError."""
+    """Check that given keys agree with those that they follow from. Raises UsageError."""
     for key, value in values.items():
         if config[key] is not None and config[key] != value:
             raise UsageError(
@@ -138,16 +138,16 @@ def rope_of_layer_type(
         raise UsageError(
             f"config.json: rope_parameters.{kind}.rope_theta and {older_theta}: take out one of them"
         )
-    one = {
+    mapping = {
         "rope_parameters": table,
         "rope_scaling": None,
         "rope_theta": config[older_theta],
         "original_max_position_embeddings": None,
         "max_position_embeddings": config["max_position_embeddings"],
     }
-    if one["rope_theta"] is None and "rope_theta" not in table:
-        one["rope_theta"] = theta
-    read = rope_from_hf(one)
+    if mapping["rope_theta"] is None and "rope_theta" not in table:
+        mapping["rope_theta"] = theta
+    read = rope_from_hf(mapping)
     scaling: RopeScaling | None = read["position.scaling"]
     return {
         "name": "rope",
@@ -158,14 +158,14 @@ def rope_of_layer_type(
 
 def _either(table: Mapping[str, Any], key: str, config: Mapping[str, Any], place: str) -> Any:
     """A number that may stand in the table or beside it."""
-    within, beside = table.get(key), config[key]
-    if key in table and (isinstance(within, bool) or not isinstance(within, int | float)):
-        raise UsageError(f"config.json: {place}.{key} = {within!r} is no number")
-    if within is not None and beside is not None and within != beside:
+    in_table, at_top_level = table.get(key), config[key]
+    if key in table and (isinstance(in_table, bool) or not isinstance(in_table, int | float)):
+        raise UsageError(f"config.json: {place}.{key} = {in_table!r} is no number")
+    if in_table is not None and at_top_level is not None and in_table != at_top_level:
         raise UsageError(
-            f"config.json: {place}.{key} = {within} and {key} = {beside}: take out the one that does not hold"
+            f"config.json: {place}.{key} = {in_table} and {key} = {at_top_level}: take out the one that does not hold"
         )
-    return beside if within is None else within
+    return at_top_level if in_table is None else in_table
 
 
 def rope_to_hf(config: ModelConfig) -> Json:
@@ -256,16 +256,17 @@ def _attention_factor(table: Mapping[str, Any]) -> float | None:
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def read_layer_types(hf_config: Json, every: int, *, first: str = LOCAL) -> list[str]:
-    """Read `layer_types`; left out, every `every`-th layer is full attention (or, if `first` is GLOBAL, not sliding).
+def read_layer_types(hf_config: Json, global_every: int, *, first: str = LOCAL) -> list[str]:
+    """Read `layer_types`; if left out, every `global_every`-th layer is full attention (with `first` GLOBAL: isn't
+    sliding).
 
     Raises UsageError.
     """
     n, layer_types = hf_config["num_hidden_layers"], hf_config["layer_types"]
     if layer_types is None and first == LOCAL:
-        return [LOCAL if (i + 1) % every else GLOBAL for i in range(n)]
+        return [LOCAL if (i + 1) % global_every else GLOBAL for i in range(n)]
     if layer_types is None:
-        return [LOCAL if i % every else GLOBAL for i in range(n)]
+        return [LOCAL if i % global_every else GLOBAL for i in range(n)]
     if len(layer_types) != n or not set(layer_types) <= {LOCAL, GLOBAL}:
         raise UsageError(
             f"config.json: layer_types = {layer_types!r:.80} is not {LOCAL} or {GLOBAL} for each of "

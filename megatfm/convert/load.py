@@ -1,4 +1,4 @@
-"""A folder in the Hugging Face format as a model of ours."""
+"""Load a folder in the Hugging Face format as a megatfm model."""
 
 import json
 import logging
@@ -28,16 +28,16 @@ def load_model(
     path: str | Path, device: str | torch.device = "cpu", *, dtype: str | torch.dtype = "float32"
 ) -> nn.Module:
     """The model, in evaluation mode. dtype: as in `generate.load.load`. Raises UsageError, MegatfmError."""
-    opened = open_folder(path)
-    first = opened.megatfm_tensors(opened.rules[0]).values() if dtype == "auto" else []
+    folder = open_folder(path)
+    first = folder.megatfm_tensors(folder.rules[0]).values() if dtype == "auto" else []
     dtype = working_dtype(dtype, next((tensor.dtype for tensor in first), torch.float32))
-    model = build(opened.config)
+    model = build(folder.config)
     initialise_buffers(model)
     stored = checkpoint_tensors(model)
-    for name, tensor in converted_tensors(opened, meta_shapes(opened.config)):
+    for name, tensor in converted_tensors(folder, meta_shapes(folder.config)):
         # In place, so that tied modules keep sharing it.
         stored[name].data = aligned(take(stored[name], tensor, dtype))
-    for note in opened.notes:
+    for note in folder.notes:
         log.warning("%s: %s", path, note)
     return model.eval().to(device)
 
@@ -47,32 +47,32 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
 
     Raises UsageError where there is no tokenizer, MegatfmError where it doesn't fit the model.
     """
-    opened, place = open_folder(path), Path(path)
-    source = place if isinstance(opened, HfFolder) else place / "discriminator"
-    where = tokenizer_files.tokenizer_path(source)
+    folder, place = open_folder(path), Path(path)
+    source = place if isinstance(folder, HfFolder) else place / "discriminator"
+    tokenizer_file = tokenizer_files.tokenizer_path(source)
     try:
-        tokenizer = tokenizers.load(where)
+        tokenizer = tokenizers.load(tokenizer_file)
     except MegatfmError as error:
         raise UsageError(
             f"{path}: has no tokenizer that megatfm opens, and so makes no text: {error}"
         ) from None
-    rows = opened.config.vocab_size or 0
+    rows = folder.config.vocab_size or 0
     if tokenizer.vocab_size > rows:
         raise MegatfmError(
             f"{path}: the model has {rows} rows, fewer than its tokenizer's {tokenizer.vocab_size} ids: one of the two "
             "was replaced"
         )
-    length = opened.json.get(opened.architecture.max_length_key) or opened.config.position.limit
+    length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
     return {
         "tokenizer": tokenizer,
-        "config": convert.starting_config(place, opened.config, where.name, length),
+        "config": convert.starting_config(place, folder.config, tokenizer_file.name, length),
         "step": 0,
         "run_dir": None,
         "prompt_prefix_ids": tuple(
-            tokenizer_files.bos_prefix_ids(source, tokenizers.tokenizer_files(where), tokenizer)
+            tokenizer_files.bos_prefix_ids(source, tokenizers.tokenizer_files(tokenizer_file), tokenizer)
         ),
         "knows_objective": False,
-        "eos_token_id": tuple(tokenizer_files.eos_token_id_of(source, opened.json, tokenizer)),
+        "eos_token_id": tuple(tokenizer_files.eos_token_id_of(source, folder.json, tokenizer)),
     }
 
 
@@ -94,7 +94,7 @@ def pad_token_id_of(path: str | Path) -> int | None:
 
 
 def sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str, Any]:
-    """How a folder of Sentence Transformers makes vectors; otherwise the mean, as it is. Raises UsageError."""
+    """Return the pooling of a folder of Sentence Transformers; the unnormalised mean for others. Raises UsageError."""
     place, config = Path(path), model.config
     assert isinstance(config, ModelConfig)
     options: dict[str, Any] = {"max_tokens": config.position.limit}
@@ -102,20 +102,24 @@ def sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str
     if file.is_file() and isinstance(longest := read_json(file).get("max_seq_length"), int):
         options["max_tokens"] = min(longest, options["max_tokens"] or longest)
     if (file := place / "1_Pooling" / CONFIG).is_file():
-        chosen = [
+        pooling_modes = [
             key for key, value in read_json(file).items() if key.startswith("pooling_mode_") and value is True
         ]
         ways = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
-        if len(chosen) != 1 or chosen[0] not in ways:
-            raise UsageError(f"{file}: {', '.join(chosen) or 'no pooling'}: megatfm has {', '.join(ways)}")
-        options["pooling"] = ways[chosen[0]]
+        if len(pooling_modes) != 1 or pooling_modes[0] not in ways:
+            raise UsageError(
+                f"{file}: {', '.join(pooling_modes) or 'no pooling'}: megatfm has {', '.join(ways)}"
+            )
+        options["pooling"] = ways[pooling_modes[0]]
     if (file := place / "modules.json").is_file():
         try:
             kinds = [str(module["type"]) for module in json.loads(file.read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(f"{file}: not a list of modules: {error}") from None
-        known = ("Transformer", "Pooling", "Normalize")
-        if unknown := [kind for kind in kinds if not kind.endswith(known)]:
-            raise UsageError(f"{file}: {unknown[0]} is not one that megatfm has: {', '.join(known)}")
+        supported_modules = ("Transformer", "Pooling", "Normalize")
+        if unknown := [kind for kind in kinds if not kind.endswith(supported_modules)]:
+            raise UsageError(
+                f"{file}: {unknown[0]} is not one that megatfm has: {', '.join(supported_modules)}"
+            )
         options["normalize"] = any(kind.endswith("Normalize") for kind in kinds)
     return options

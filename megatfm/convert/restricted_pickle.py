@@ -1,4 +1,4 @@
-"""Tensors out of files that torch.save wrote elsewhere, without running anything of theirs.
+"""Read tensors of foreign torch.save files without running their code.
 
 A file must be a zip of one pickle and of the bytes of its tensors, stored as they are. torch never sees it, for
 `torch.load` opens a TorchScript archive, whose code then runs, whatever reader it is told to use. Classes in the pickle
@@ -74,7 +74,7 @@ class _Closed:
 
 
 class Stored(_Closed):
-    """A tensor within what a pickle holds."""
+    """A placeholder for a tensor in a pickle."""
 
     __slots__ = ("tensor",)
 
@@ -111,16 +111,16 @@ class _Reader(pickle.Unpickler):
         self.archive = archive
 
     def find_class(self, module: str, name: str) -> Any:
-        """Resolve what a file names: one of a few functions, `OrderedDict`, or `_Placeholder`."""
+        """Resolve a name in a file: one of a few functions, `OrderedDict`, or `_Placeholder`."""
         if module == "torch" and name in STORAGES:
             return _StorageType(STORAGES[name])
-        known: dict[tuple[str, str], Any] = {
+        allowed: dict[tuple[str, str], Any] = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): _Function(tuple),
             ("torch._utils", "_rebuild_parameter"): _Function(lambda stored, *_: _checked(stored)),
             ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
         }
-        return known.get((module, name), _Placeholder)
+        return allowed.get((module, name), _Placeholder)
 
     def persistent_load(self, pid: Any) -> Tensor:
         """The bytes of a tensor, as a flat tensor of their kind."""
@@ -168,11 +168,11 @@ class _Archive:
             self._refuse(f"its bytes are in the order {order!r:.20}, not 'little'", names)
         self._flat: dict[str, tuple[Tensor, torch.dtype]] = {}
 
-    def _refuse(self, why: str, names: list[str]) -> None:
+    def _refuse(self, reason: str, names: list[str]) -> None:
         is_script = any(name.endswith("/constants.pkl") or "/code/" in name for name in names)
         kind = " (TorchScript, whose code would run)" * is_script
         raise MegatfmError(
-            f"{self.path}: {why}{kind}: only tables of tensors are opened: write them by torch.save(TABLE, FILE)"
+            f"{self.path}: {reason}{kind}: only tables of tensors are opened: write them by torch.save(TABLE, FILE)"
         )
 
     def content(self) -> bytes:
@@ -196,15 +196,15 @@ class _Archive:
                 )
             flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
             self._flat[key] = flat, dtype
-        flat, known = self._flat[key]
-        if (flat.numel(), known) != (n_elements, dtype):
+        flat, stored_dtype = self._flat[key]
+        if (flat.numel(), stored_dtype) != (n_elements, dtype):
             raise pickle.UnpicklingError(f"storage {key} is said to be two")
         return flat
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A regular file: a FIFO would wait for who writes into it."""
+    """A regular file: opening a FIFO would wait for a writer."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise MegatfmError(f"{path}: no regular file")
@@ -226,5 +226,5 @@ def read(path: Path) -> Any:
         ) from None
     # A damaged pickle may raise anything.
     except Exception as error:
-        why = str(cast(Any, error).strerror) if isinstance(error, OSError) else f"{error}"
-        raise MegatfmError(f"{path}: can't read it: {why or type(error).__name__:.200}") from None
+        reason = str(cast(Any, error).strerror) if isinstance(error, OSError) else f"{error}"
+        raise MegatfmError(f"{path}: can't read it: {reason or type(error).__name__:.200}") from None

@@ -32,7 +32,7 @@ COMPANION_FILES = (
 
 
 def to_hf(
-    checkpoint: Path, config: Config, folder: Path, wanted: str | None
+    checkpoint: Path, config: Config, folder: Path, tokenizer_file: str | None
 ) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a run, or of a checkpoint's config; returns notes, and keys of config.json.
 
@@ -44,10 +44,10 @@ def to_hf(
     )
     if place is None or not place.is_file():
         return [f"no tokenizer: there is none in {run}, nor at {place or 'data.tokenizer'}"], {}
-    opened = tokenizers.load(place)
-    if wanted is None:
+    tokenizer = tokenizers.load(place)
+    if tokenizer_file is None:
         return [f"no tokenizer: {checkpoint.name} was saved without one; {place} may be another"], {}
-    if opened.hash != wanted:
+    if tokenizer.hash != tokenizer_file:
         raise UsageError(
             f"{place}: not the tokenizer that {checkpoint.name} was trained with, so that ids would mean other text: "
             f"put that one into {run}"
@@ -56,13 +56,13 @@ def to_hf(
     notes = (
         []
         if (folder / TOKENIZER_CONFIG).is_file()
-        else _write_tokenizer_config(opened, folder, config.model.family)
+        else _write_tokenizer_config(tokenizer, folder, config.model.family)
     )
     if config.model.embedding.n_segments > 1 and config.task is not None:
         _have_segments_returned(folder / TOKENIZER_CONFIG)
-    ids = {"bos_token_id": opened.bos, "eos_token_id": opened.eos, "pad_token_id": opened.pad}
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     if config.model.family == "encoder_decoder":
-        ids["decoder_start_token_id"] = opened.pad
+        ids["decoder_start_token_id"] = tokenizer.pad
     return notes, ids
 
 
@@ -83,11 +83,11 @@ def tokenizer_path(source: Path) -> Path:
 
 def _bare_sentencepiece(source: Path) -> Path | None:
     """A SentencePiece model to which the files beside it add no token, such as one that `to_hf` left."""
-    place, about = source / "tokenizer.model", source / TOKENIZER_CONFIG
+    place, config_file = source / "tokenizer.model", source / TOKENIZER_CONFIG
     if not place.is_file() or (source / "added_tokens.json").is_file():
         return None
-    more = about.is_file() and read_json(about).get("added_tokens_decoder")
-    return None if more else place
+    added_tokens = config_file.is_file() and read_json(config_file).get("added_tokens_decoder")
+    return None if added_tokens else place
 
 
 def _copy(place: Path, target: Path) -> str:
@@ -105,25 +105,27 @@ def _copy(place: Path, target: Path) -> str:
 
 
 def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, family: str) -> list[str]:
-    """Write what transformers needs to read a tokenizer as we do, where it has a class for it; returns notes."""
-    about: dict[str, Any] = {
+    """Write the files from which transformers reads the same tokenizer, if it has a class for it; returns notes."""
+    tokenizer_config: dict[str, Any] = {
         f"{role}_token": tokenizer.id_to_piece(token)
         for role in ("bos", "eos", "unk", "pad", "mask", "cls", "sep")
         if (token := getattr(tokenizer, role)) is not None
     }
     notes = []
     if tokenizer.kind == "sentencepiece":
-        about |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False}
+        tokenizer_config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False}
     elif (folder / "tokenizer.json").is_file():
-        about["tokenizer_class"] = "PreTrainedTokenizerFast"
+        tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if family == "decoder":  # in training, texts stood behind a `bos`
-            about["add_bos_token"] = True
+            tokenizer_config["add_bos_token"] = True
     else:
         notes = [
             "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
         ]
-    about["clean_up_tokenization_spaces"] = False
-    file_io.write_file(folder / TOKENIZER_CONFIG, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
+    tokenizer_config["clean_up_tokenization_spaces"] = False
+    file_io.write_file(
+        folder / TOKENIZER_CONFIG, [memoryview((json.dumps(tokenizer_config, indent=2) + "\n").encode())]
+    )
     return notes
 
 
@@ -132,9 +134,9 @@ def _have_segments_returned(about_file: Path) -> None:
     if not about_file.is_file():
         return
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    about = {"model_input_names": names} | read_json(about_file)
+    tokenizer_config = {"model_input_names": names} | read_json(about_file)
     about_file.unlink()
-    file_io.write_file(about_file, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
+    file_io.write_file(about_file, [memoryview((json.dumps(tokenizer_config, indent=2) + "\n").encode())])
 
 
 GENERATION = "generation_config.json"
@@ -144,17 +146,17 @@ LABELS = ("id2label", "label2id")
 ADD_BOS_KEY = "add_bos_token"
 
 
-def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Json:
-    """Record what a checkpoint keeps of the folder that its model came from, also through training on.
+def record_origin(source: Path, name: str, hf_config: Json, written_config: Json) -> Json:
+    """Return the parts of a Hugging Face folder that a checkpoint keeps, also through further training.
 
-    config: special ids, names of labels and dropout rates of config.json where `written`, our own export, says another;
-    generation: what generation_config.json holds, if there is one. Raises MegatfmError.
+    config: special ids, names of labels and dropout rates of config.json that differ in `written_config`, our own
+    export; generation: the content of generation_config.json, if there is one. Raises MegatfmError.
     """
     differing = {
-        key: {"theirs": value, "ours": written.get(key)}
+        key: {"theirs": value, "ours": written_config.get(key)}
         for key, value in hf_config.items()
         if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
-        and (key not in written or written[key] != value)
+        and (key not in written_config or written_config[key] != value)
     }
     file = source / GENERATION
     return {
@@ -164,10 +166,14 @@ def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Js
     }
 
 
-def restore_origin(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
-    """Return the values that `record_origin` kept, but for those that our config, `written`, has changed since."""
-    kept = origin.get("config", {})
-    return {key: values["theirs"] for key, values in kept.items() if written.get(key) == values["ours"]}
+def restore_origin(origin: Mapping[str, Any], written_config: Mapping[str, Any]) -> Json:
+    """Return the values that `record_origin` kept, without those that changed since in `written_config`, our config."""
+    origin_config = origin.get("config", {})
+    return {
+        key: values["theirs"]
+        for key, values in origin_config.items()
+        if written_config.get(key) == values["ours"]
+    }
 
 
 def eos_token_id_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
@@ -181,7 +187,7 @@ def eos_token_id_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenize
 def bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
     """Ids that the model's own tokenizer puts before a text: none for GPT-2, a BOS for Llama."""
     file = source / "tokenizer_config.json"
-    about = read_json(file) if file.is_file() else {}
+    tokenizer_config = read_json(file) if file.is_file() else {}
     if (content := files.get("tokenizer.json")) is not None:
         library = Library.from_str(content.decode())
         with_special, bare = (
@@ -189,8 +195,10 @@ def bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tokenize
         )
         ends = range(len(with_special) - len(bare) + 1)
         begins = next((with_special[:i] for i in ends if with_special[i : i + len(bare)] == bare), [])
-        if ADD_BOS_KEY not in about:
+        if ADD_BOS_KEY not in tokenizer_config:
             return begins
-    elif ADD_BOS_KEY not in about:
-        about = {ADD_BOS_KEY: str(about.get("tokenizer_class", "Llama")).startswith("Llama")}
-    return [tokenizer.bos] if about[ADD_BOS_KEY] else []
+    elif ADD_BOS_KEY not in tokenizer_config:
+        tokenizer_config = {
+            ADD_BOS_KEY: str(tokenizer_config.get("tokenizer_class", "Llama")).startswith("Llama")
+        }
+    return [tokenizer.bos] if tokenizer_config[ADD_BOS_KEY] else []

@@ -116,8 +116,8 @@ class Upcycling:
             elif name.endswith(".ffn.router.weight"):
                 # The parts of a network are chosen together at first, as they have a router's row in common.
                 rows = (self.experts, shape[1])
-                drawn = draw(Normal(ROUTER_STD), self.seed, name, rows, (0, 0), rows)
-                yield name, drawn.repeat_interleave(self.granularity, 0)
+                router_weight = draw(Normal(ROUTER_STD), self.seed, name, rows, (0, 0), rows)
+                yield name, router_weight.repeat_interleave(self.granularity, 0)
             elif name.endswith(".ffn.shares"):
                 yield name, torch.full(shape, 1 / shape[0])
             else:
@@ -133,12 +133,14 @@ class Upcycling:
             parts = torch.stack(tensor.chunk(self.granularity, dim=1)) * self.granularity
         else:
             parts = torch.stack(tensor.chunk(self.granularity))
-        every = parts.repeat(self.experts, *[1] * (parts.dim() - 1))
+        all_experts = parts.repeat(self.experts, *[1] * (parts.dim() - 1))
         if not self.noise or kind == "b":
-            return every
-        rows = (len(every), every[0].numel())
-        noise = draw(Normal(self.noise * float(every.double().std())), self.seed, name, rows, (0, 0), rows)
-        return (every.double() + noise.view_as(every).double()).to(tensor.dtype)
+            return all_experts
+        rows = (len(all_experts), all_experts[0].numel())
+        noise = draw(
+            Normal(self.noise * float(all_experts.double().std())), self.seed, name, rows, (0, 0), rows
+        )
+        return (all_experts.double() + noise.view_as(all_experts).double()).to(tensor.dtype)
 
 
 def _widths(dense: ModelConfig) -> dict[str, int]:
@@ -159,7 +161,7 @@ def upcycle(
     """Write a mixture of the dense model at `source`, a run or checkpoint, to the new folder `target`.
 
     trust_plugins: import the packages that its config names.
-    Returns what is to be said about it. Raises UsageError, MegatfmError; then there is no target.
+    Returns notes for the user. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
@@ -177,12 +179,14 @@ def upcycle(
     except ValidationError as error:
         raise invalid(f"{source}: its config doesn't go with a mixture of experts", error) from None
     shapes = meta_shapes(upcycled.model)
-    kept: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
-    written = {**kept, "step": 0, "megatfm": __version__, "config": upcycled.model_dump(mode="json")}
+    kept_state: dict[str, JsonValue] = {
+        key: state[key] for key in ("tokenizer", "begins", "stop") if key in state
+    }
+    metadata = {**kept_state, "step": 0, "megatfm": __version__, "config": upcycled.model_dump(mode="json")}
     with new_folder(target) as folder:
         tensors = mixture.tensors(_LazyCheckpoint(path), shapes)
         checkpoint.write_checkpoint_from_iterator(
-            folder / "checkpoints", 0, ((f"model.{name}", t) for name, t in tensors), written
+            folder / "checkpoints", 0, ((f"model.{name}", t) for name, t in tensors), metadata
         )
         header = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
         file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(upcycled)).encode())])
@@ -192,7 +196,7 @@ def upcycle(
 
 
 class _LazyCheckpoint(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each read when it is asked for."""
+    """A checkpoint's tensors, each read on use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -21,11 +21,11 @@ def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Some tensors of ours and the same numbers as theirs.
+    """Some megatfm tensors and the same numbers as transformers stores them.
 
-    to_hf: ours → theirs; from_hf: theirs → ours; both linear, so that they convert gradients as well. tied_names:
-    further names under which their files may hold the (only) tensor of `theirs`; they are checked when read, never
-    written.
+    to_hf: megatfm → transformers; from_hf: transformers → megatfm; both linear, so that they convert gradients as well.
+    tied_names: further names under which their files may hold the (only) tensor of `theirs`; they are checked when
+    read, never written.
     """
 
     megatfm: tuple[str, ...]
@@ -53,7 +53,8 @@ def transpose(megatfm_name: str, hf_name: str) -> WeightMapping:
 def concat(
     megatfm_names: Sequence[str], hf_name: str, sizes: Sequence[int], *, transpose: bool = False
 ) -> WeightMapping:
-    """Tensors of ours, with `sizes` rows each, below one another in one of theirs; transpose: as [d_in, d_out]."""
+    """Megatfm tensors with `sizes` rows each, concatenated in one tensor of transformers; transpose: as [d_in,
+    d_out]."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         joined = torch.cat(list(tensors), dim=0)
@@ -84,7 +85,8 @@ def per_layer(n: int, prefix: str, hf_prefix: str, rules: Sequence[WeightMapping
 
 
 def to_hf(rules: Iterable[WeightMapping], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors (or gradients) of ours under their names. Raises MegatfmError where a rule's tensor is missing."""
+    """Map megatfm's tensors (or gradients) to transformers' names. Raises MegatfmError where a rule's tensor is
+    missing."""
     return {
         name: tensor
         for rule in rules
@@ -93,7 +95,7 @@ def to_hf(rules: Iterable[WeightMapping], tensors: Mapping[str, Tensor]) -> dict
 
 
 def from_hf(rules: Iterable[WeightMapping], hf_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of theirs under our names. Raises MegatfmError where a rule's tensor is missing."""
+    """Map transformers' tensors to megatfm's names. Raises MegatfmError where a rule's tensor is missing."""
     return {
         name: tensor
         for rule in rules
@@ -152,7 +154,8 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
 
 
 def require_dropless(config: ModelConfig) -> MoEConfig:
-    """Return the section of a model's experts. Raises UsageError for what these architectures of transformers lack."""
+    """Return the section of a model's experts. Raises UsageError for features that these architectures of transformers
+    lack."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     for key in ("capacity_factor", "expert_capacity"):
         if (capacity := getattr(experts, key)) is not None:

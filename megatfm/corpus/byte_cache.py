@@ -1,4 +1,4 @@
-"""A cache that forgets what was not used for longest when it grows over a number of bytes."""
+"""A cache with a limit in bytes that drops the least recently used entries."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

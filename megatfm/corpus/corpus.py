@@ -115,8 +115,8 @@ class Corpus:
         for shard in range(int(shard_of(begin, "right")) - 1, int(shard_of(end, "left"))):
             tokens = self.indexes[shard].samples["tokens"]
             at = int(self.blocks[self._first_blocks[shard]]) - first
-            chosen = tokens[max(-at, 0) : len(lengths) - at]
-            lengths[max(at, 0) : max(at, 0) + len(chosen)] = chosen
+            part_tokens = tokens[max(-at, 0) : len(lengths) - at]
+            lengths[max(at, 0) : max(at, 0) + len(part_tokens)] = part_tokens
         return lengths
 
     def image_sizes(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -180,7 +180,7 @@ class Corpus:
         return bool(self._verified[number])
 
     def prefetch_block(self, number: int) -> None:
-        """Have the system fetch a block from disk meanwhile, where it can be told to."""
+        """Have the system fetch a block from disk meanwhile, if it supports that."""
         if not hasattr(os, "posix_fadvise"):  # as on macOS
             return
         shard, frame = self._locate(number)
@@ -192,13 +192,13 @@ class Corpus:
             os.close(descriptor)
 
     def read_samples(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read when asked for."""
+        """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read on use."""
         shard, frame = self._locate(number)
-        known, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
+        entry, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
         starts = (index.offsets[frame] + entries["offset"]).tolist()
         sizes = (entries["tokens"].astype(np.int64) * dtype.itemsize).tolist()
-        first, path, descriptor = int(self.blocks[number]), self._path(shard), self.store.open(known)
+        first, path, descriptor = int(self.blocks[number]), self._path(shard), self.store.open(entry)
         try:
             for row in rows:
                 data = read_at(descriptor, path, starts[row], sizes[row], self.store.remedy)
@@ -214,9 +214,13 @@ class Corpus:
         return index.samples["tokens"][first:end].astype(np.int64)
 
     def read_block_samples(self, number: int) -> list[Sample]:
-        """The samples of a block with all that is stored of them; every byte is held against the index."""
+        """The samples of a block with all stored fields; every byte is held against the index."""
         shard, frame, data, arrays = self._read(number, verify=True)
-        index, known, dtype = self.indexes.complete(shard), self.manifest.shards[shard], self.manifest.dtype
+        index, shard_entry, dtype = (
+            self.indexes.complete(shard),
+            self.manifest.shards[shard],
+            self.manifest.dtype,
+        )
         if index.is_packed_frame(frame, dtype.itemsize):
             return self._decode_packed_frame(number, shard, frame, data, arrays)
         samples: list[Sample] = []
@@ -226,9 +230,9 @@ class Corpus:
             key = entry["key"].decode("ascii", "replace")
             tokens = arrays[len(samples)]
             try:
-                if known.foreign:
+                if shard_entry.foreign:
                     name = check_external_sample(data, int(entry["offset"]), len(tokens), dtype)
-                    source = f"{known.file}/{name}"
+                    source = f"{shard_entry.file}/{name}"
                     samples.append(Sample(int(self.blocks[number]) + len(samples), key, source, 0, tokens))
                     continue
                 if entry["offset"] != at + PAYLOAD_OFFSET:
@@ -240,7 +244,7 @@ class Corpus:
                 raise self._damage_error(shard, frame, str(error), sample) from error
             place = int(self.blocks[number]) + len(samples)
             samples.append(Sample(place, key, source, text_bytes, tokens, members, fields))
-        if not known.foreign:
+        if not shard_entry.foreign:
             self._check_end(shard, frame, data, at)
         return samples
 
@@ -320,7 +324,7 @@ class Corpus:
             self._verify(shard, frame, bytes(data))
             self._verified[number] = True
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
-        # Of the whole frame, since a slice takes less time than an array of its own; the index has checked that
+        # One array for the frame, since slicing it is faster than an array for each sample. The index has checked that
         # samples start at whole tokens.
         tokens = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
         begins, lengths = (entries["offset"] // dtype.itemsize).tolist(), entries["tokens"].tolist()
@@ -362,8 +366,8 @@ class Corpus:
         block = int(self._first_blocks[shard]) + frame
         first = int(self.blocks[self._first_blocks[shard]])
         samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"
-        where = samples if sample is None else f"sample {first + sample}"
-        place = f"{where} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
+        sample_name = samples if sample is None else f"sample {first + sample}"
+        place = f"{sample_name} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
         block_samples = f'"{self.blocks[block]}-{self.blocks[block + 1] - 1}"'
         return MegatfmError(
             f"{self._path(shard)}: {place}: damaged: {reason}: {self.store.remedy}; to train without them, put "

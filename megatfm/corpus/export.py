@@ -39,7 +39,7 @@ class Detokenizer(NamedTuple):
 
 
 def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
-    """Write a corpus as the end of `out` says; return a line that says what was done.
+    """Write a corpus as the end of `out` says; return a summary line.
 
     `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
     encoded, its "id", its "source", and its "fields" if it has any
@@ -181,7 +181,7 @@ def _tars(corpus: Corpus, out: Path) -> str:
     options: dict[str, Any] = {"compress": False, "pack": False}
     with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
         for sample in _samples(corpus):
-            kept = (sample.source, sample.text_bytes, sample.members, sample.metadata)
-            writer.add(sample.key, sample.tokens, *kept)
+            fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
+            writer.add(sample.key, sample.tokens, *fields)
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"

@@ -55,17 +55,17 @@ def check_size(path: Path, size: int) -> None:
 
 
 def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
-    """Open what is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
+    """Open a file that is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
     try:
-        # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
+        # Without O_NONBLOCK opening a planted FIFO would wait for a writer indefinitely.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise _unreadable(path, error, remedy) from error
 
 
-def _unreadable(path: Path, error: OSError, remedy: str, where: str = "") -> MegatfmError:
+def _unreadable(path: Path, error: OSError, remedy: str, location: str = "") -> MegatfmError:
     return MegatfmError(
-        f"{path}: cannot be read{where} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
+        f"{path}: cannot be read{location} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
     )
 
 
@@ -104,7 +104,7 @@ class AtomicFile:
     """A file that appears under its name only when it is complete and on disk.
 
     Until `commit` it lies beside its final place as `.NAME.partial`. A failed write (say, a full disk)
-    removes that and raises a MegatfmError. `size` and `blake3` describe what was written so far.
+    removes that and raises a MegatfmError. `size` and `blake3` describe the bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class AtomicFile:
 
     @property
     def blake3(self) -> str:
-        """Hexadecimal hash of what was written so far."""
+        """Hexadecimal hash of the bytes written so far."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes) -> None:
@@ -138,7 +138,7 @@ class AtomicFile:
             fsync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """Remove what was written; does nothing after a commit."""
+        """Remove the partial file; does nothing after a commit."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -154,7 +154,7 @@ class AtomicFile:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to `path` as a whole: temporary name, fsync, rename. The name is the same for every process, so that
-    whoever prepares a corpus again finds what a kill left."""
+    another preparation finds the files of a killed one."""
     file = AtomicFile(path)
     file.write(data)
     file.commit()

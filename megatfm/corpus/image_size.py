@@ -25,6 +25,6 @@ def upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
             try:
                 image = Image.open(BytesIO(data), formats=[FORMATS[extension]])
                 return image.size if orientation(image) >= FIRST_TURNED else image.size[::-1]
-            except Exception:  # Pillow raises many kinds; whoever decodes it names the damage
+            except Exception:  # Pillow raises many kinds; decoding reports the damage
                 return None
     return None

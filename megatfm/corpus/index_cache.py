@@ -3,7 +3,7 @@
 What reading tokens needs of a document takes 8 bytes. In a large corpus each rank, and each of its workers, would hold
 some millions of documents of its own. So the first of them writes the spans of all documents to a file in the cache
 folder, named by a hash of the manifest's shards, and all map it read-only: the pages that several use are in memory
-once, the system may drop any of them, and each process lets go of what it has not used for longest.
+once, the system may drop any of them, and each process drops its least recently used files.
 
 On disk: a page with a line of JSON, then the arrays of `_Tables`, one after another.
 """
@@ -97,8 +97,8 @@ class SharedIndexes(Indexes):
     """Indexes of which all processes of a machine map one file. Raises OSError where none can be.
 
     The file appears under its name when it is complete, is written by one process while the others wait for its lock,
-    and is held against its hash by each that opens it. Who maps it keeps a shared lock on it, which ends with the
-    process: files that are locked are not removed to make room for others.
+    and is held against its hash by each that opens it. A process that maps it keeps a shared lock on it, which ends
+    with the process: files that are locked are not removed to make room for others.
     """
 
     def __init__(self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig) -> None:
@@ -144,7 +144,7 @@ class SharedIndexes(Indexes):
         return ShardIndex(self._arrays["frames"][frames], spans, hashes, bool(kind & _HAS_PACKED_FRAMES))
 
     def _release(self, number: int) -> None:
-        """Unmap the pages of a shard's spans; who still reads them gets them again."""
+        """Unmap the pages of a shard's spans; a process that still reads them gets them again."""
         start, end = (HEADER_BYTES + SPAN.itemsize * self._first_samples[number : number + 2]).tolist()
         start -= start % mmap.PAGESIZE
         self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
@@ -228,7 +228,7 @@ class _HashedFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # what it could not write was raised before
+        with suppress(OSError):  # errors of writing were raised before
             self._file.close()
 
 
@@ -271,7 +271,7 @@ def _key(manifest: Manifest) -> str:
 
 
 def _open_tables(path: Path, key: str, manifest: Manifest) -> tuple[int, _Tables] | None:
-    """Open and lock the file of tables, if it is there and holds what its header says; its descriptor and sizes."""
+    """Open and lock the file of tables, if it exists and agrees with its header; its descriptor and sizes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -279,8 +279,8 @@ def _open_tables(path: Path, key: str, manifest: Manifest) -> tuple[int, _Tables
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if (tables := _read_header(descriptor, key, manifest)) is not None:
-            opened, descriptor = (descriptor, tables), -1
-            return opened
+            result, descriptor = (descriptor, tables), -1
+            return result
         return None
     finally:
         if descriptor >= 0:

@@ -1,4 +1,4 @@
-"""Look into a corpus: verify every byte of it, print what it holds, count its lengths, sources, fields and ids."""
+"""Look into a corpus: verify every byte of it, print its contents, count its lengths, sources, fields and ids."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def check(folder: str | Path) -> CheckReport:
             raise MegatfmError(
                 f"{corpus.store.path(shard)}: sample {twice!r} is there twice: {corpus.store.remedy}"
             )
-        # Samples first: they tell where the damage is, the hash only that there is some.
+        # Samples first: they locate the damage, the hash only detects it.
         for block in corpus.shard_blocks(number):
             fingerprint.update(corpus.frame_bytes(block))
             for sample in corpus.read_block_samples(block):
@@ -209,9 +209,9 @@ class _Totals:
             return f"{self._name}: more than {MOST_VALUES:,} values"
         largest = sorted(self._of.items(), key=lambda item: (-item[1][1], item[0]))[:LARGEST]
         rows = [(name, *(f"{n:,}" for n in total)) for name, total in largest]
-        more = len(self._of) - LARGEST
+        n_more = len(self._of) - LARGEST
         return _table((self._name, "documents", "tokens", "bytes of text"), rows) + (
-            f"\nand {more:,} more" if more > 0 else ""
+            f"\nand {n_more:,} more" if n_more > 0 else ""
         )
 
 

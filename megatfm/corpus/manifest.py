@@ -72,8 +72,8 @@ class Shard(_Strict):
     """Bytes after which a frame of a plain tar ends: nothing in the tar itself says where."""
 
     @model_validator(mode="after")
-    def _is_plausible(self) -> Self:
-        # What a reader allocates grows with the samples; a file's size is checked before it is opened.
+    def _check_size(self) -> Self:
+        # A reader allocates memory by the number of samples; the file's size is checked before it is opened.
         if self.samples > MAX_SAMPLES_PER_BYTE * self.bytes:
             raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
         if not self.foreign and not re.fullmatch(SHARD_NAME, self.file):
@@ -83,7 +83,7 @@ class Shard(_Strict):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         defaults = {"foreign": False, "frame_bytes": DEFAULT_FRAME_BYTES}
         return {
@@ -106,7 +106,7 @@ class Manifest(_Strict):
     provenance: dict[str, Any]
 
     @model_validator(mode="after")
-    def _names_are_distinct(self) -> Self:
+    def _check_distinct_names(self) -> Self:
         names = [name for shard in self.shards for name in (shard.file, shard.index.file)]
         if len(set(names)) < len(names):
             raise ValueError("a file is listed twice")

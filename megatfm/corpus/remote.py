@@ -24,7 +24,7 @@ CHUNK = 2**20
 PART = 50 * 2**20
 """Bytes in a part of a large upload to S3."""
 
-# What tells one version of a file from another, as the file systems name it, the most certain first.
+# The file systems' names for the version of a file, the most reliable first.
 _STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "content_md5", "Content-MD5", "checksum", "crc32c")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 # An upload appears under its name when it is whole; elsewhere it gets a name of its own first.
@@ -42,7 +42,7 @@ log = logging.getLogger("megatfm")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a place: its name there, its bytes, and what tells this version from another."""
+    """A file of a place: its name there, its bytes, and its version."""
 
     name: str
     size: int
@@ -97,7 +97,7 @@ class RemoteFolder:
         return remote_file
 
     def read_head(self, file: RemoteFile, size: int) -> bytes:
-        """The first `size` bytes of a file, or all that it has."""
+        """The first `size` bytes of a file, or all if it is shorter."""
 
         def read(fs: Any, root: str) -> bytes:
             with fs.open(file.path or f"{root}/{file.name}", "rb") as source:
@@ -107,8 +107,8 @@ class RemoteFolder:
         return data
 
     def download(self, file: RemoteFile, path: Path) -> None:
-        """Bring a file to a path, where it appears when it is whole. What was fetched before, by a process that was
-        killed as well, is not fetched again. Raises MegatfmError if the file is no longer what was listed."""
+        """Bring a file to a path, where it appears when it is whole. Bytes fetched earlier, also by a killed process,
+        are not fetched again. Raises MegatfmError if the file has changed since it was listed."""
         version = blake3(f"{self.url}\0{file.name}\0{file.version}\0{file.size}".encode()).hexdigest(8)
         partial = path.with_name(f".{path.name}.{version}.partial")
 
@@ -129,7 +129,7 @@ class RemoteFolder:
 
     def upload(self, path: Path, name: str) -> RemoteFile:
         """Write a file, in parts if it is large. It appears under its name when it is whole; then its bytes are
-        compared: by the store's checksum, or read again where none says it. Returns what lies there now."""
+        compared: by the store's checksum, or read again where none says it. Returns the stored file."""
 
         def send(fs: Any, root: str) -> RemoteFile:
             final = f"{root}/{name}"
@@ -149,8 +149,8 @@ class RemoteFolder:
                 raise OSError(f"what arrived is not what was sent, {path.stat().st_size} bytes")
             return _file(name, info)
 
-        sent: RemoteFile = with_retries(self.url, name, send, verb="written")
-        return sent
+        remote_file: RemoteFile = with_retries(self.url, name, send, verb="written")
+        return remote_file
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -191,13 +191,13 @@ def with_retries(
 
     A network's faults, and a store that is away, are waited for: 1 s, 2 s, 4 s and so on up to a minute, each a half
     more or less so that ranks don't ask together, `ATTEMPTS` times in all, counted from where `progress` last changed.
-    Each is told to the log. What no waiting mends, such as a URL's own faults or missing rights, ends at once.
+    Each is logged. What no waiting mends, such as a URL's own faults or missing rights, ends at once.
     """
     import fsspec  # by name, since it takes a while to import and most corpora are local
 
     if "::" in url:
         raise UsageError(f"{url}: chained URLs are not opened: give a plain one")
-    attempt, before = 0, progress()
+    attempt, last_progress = 0, progress()
     while True:
         try:
             fs, root = fsspec.core.url_to_fs(url)
@@ -212,13 +212,13 @@ def with_retries(
             ) from error
         except (DiskError, MegatfmError):
             raise
-        except Exception as error:  # every protocol has errors of its own
+        except Exception as error:  # every protocol has its own errors
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             if _is_refusal(error):
                 raise UsageError(
                     f"{url}: {name} can't be {verb} ({reason}): check the credentials, and what they may do there"
                 ) from error
-            attempt, before = (1 if progress() != before else attempt + 1), progress()
+            attempt, last_progress = (1 if progress() != last_progress else attempt + 1), progress()
             if attempt == ATTEMPTS or isinstance(error, _MISTAKES):
                 raise MegatfmError(f"{url}: {name} can't be {verb} ({reason})") from error
             seconds = min(2.0 ** (attempt - 1), LONGEST_WAIT) * _JITTER.uniform(0.5, 1.5)
@@ -231,8 +231,10 @@ def with_retries(
 def _is_refusal(error: Exception) -> bool:
     """Whether a server, or a library before asking it, says that this may not be done or asks wrongly."""
     status = getattr(error, "status", None) or getattr(error, "code", None)
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
-    return refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
+    is_refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
+    return (
+        is_refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
+    )
 
 
 def _append(fs: Any, place: str, partial: Path, size: int) -> None:
@@ -263,13 +265,13 @@ def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
     """List what web pages link to below a URL, or the file at it. The library would follow links that lead upwards."""
     if not _is_page(first := fs.info(root)):
         return {root: first}
-    files, folders, seen = {}, [f"{root.rstrip('/')}/"], set()
+    files, folders, visited = {}, [f"{root.rstrip('/')}/"], set()
     while folders:
         folder = folders.pop()
         for link in fs.ls(folder, detail=False):
-            if link in seen or "?" in link or not link.startswith(folder) or link == folder:
+            if link in visited or "?" in link or not link.startswith(folder) or link == folder:
                 continue
-            seen.add(link)
+            visited.add(link)
             if link.endswith("/"):
                 folders.append(link)
             else:

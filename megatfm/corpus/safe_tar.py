@@ -95,14 +95,14 @@ class _Sample:
 
     def tokens(self, path: Path) -> TokenArray:
         """Return the array of token ids. Raises a UsageError if there is none, or if any of several could be it."""
-        where = f"{path}: sample {self.key.lstrip('/')!r} at byte {self.begin}"
+        location = f"{path}: sample {self.key.lstrip('/')!r} at byte {self.begin}"
         if self._chosen is None:
             raise UsageError(
-                f"{where} has no {ARRAY} of token ids: text and images become a corpus by `megatfm prep`"
+                f"{location} has no {ARRAY} of token ids: text and images become a corpus by `megatfm prep`"
             )
         if len(self._arrays) > 1 and self._arrays.count(TOKENS) != 1:
             raise UsageError(
-                f"{where} has several arrays ({', '.join(self._arrays)}): name the one of token ids KEY.{TOKENS}"
+                f"{location} has several arrays ({', '.join(self._arrays)}): name the one of token ids KEY.{TOKENS}"
             )
         member, data = self._chosen
         tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
@@ -138,15 +138,15 @@ def _members(
     try:
         with tarfile.open(fileobj=file, mode="r|", bufsize=2**18, tarinfo=Header) as tar:
             for member in tar:
-                where = f"{path}: {member.name!r} at byte {member.offset}"
+                location = f"{path}: {member.name!r} at byte {member.offset}"
                 if member.isdir():
                     continue
-                _check_member(member, where)
+                _check_member(member, location)
                 source = tar.extractfile(member)
                 assert source is not None
                 data = source.read()
                 if len(data) != member.size:
-                    raise MegatfmError(f"{where}: is cut off")
+                    raise MegatfmError(f"{location}: is cut off")
                 yield member, data
     except zstandard.ZstdError as error:
         raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
@@ -156,15 +156,15 @@ def _members(
         raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
 
 
-def _check_member(member: tarfile.TarInfo, where: str) -> None:
+def _check_member(member: tarfile.TarInfo, location: str) -> None:
     if not member.isreg() or member.issparse():
-        raise RefusedMemberError(f"{where}: is a link, a device or another special file: refused")
+        raise RefusedMemberError(f"{location}: is a link, a device or another special file: refused")
     if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
-        raise RefusedMemberError(f"{where}: its name leads out of the folder: refused")
+        raise RefusedMemberError(f"{location}: its name leads out of the folder: refused")
     if member.name.lower().endswith(PICKLES):
-        raise RefusedMemberError(f"{where}: is a pickle, which could run anything: refused")
+        raise RefusedMemberError(f"{location}: is a pickle, which could run anything: refused")
     if not 0 <= member.size <= MAX_FRAME_BYTES:
-        raise RefusedMemberError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
+        raise RefusedMemberError(f"{location}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
 
 
 _NPY_HEADER = re.compile(
@@ -174,7 +174,7 @@ _NPY_HEADER = re.compile(
 _INTEGERS = [f"{sign}{size}".encode() for sign in "iu" for size in (1, 2, 4, 8)]
 
 
-def _array(data: bytes, where: str) -> tuple[NDArray[Any], bool]:
+def _array(data: bytes, location: str) -> tuple[NDArray[Any], bool]:
     """The tokens of an .npy member, and whether they lie as in shards of our own.
 
     The header is read here: NumPy's reader evaluates it as Python, and fails in many ways on damaged ones.
@@ -185,9 +185,9 @@ def _array(data: bytes, where: str) -> tuple[NDArray[Any], bool]:
     header = _NPY_HEADER.fullmatch(data[start:end])
     if data[:6] != b"\x93NUMPY" or header is None or header[1][1:] not in _INTEGERS:
         header_text = data[start : min(end, start + 80)].decode("ascii", "replace").strip()
-        raise MegatfmError(f"{where}: no array of token ids, which are integers [n]: {header_text!r}")
+        raise MegatfmError(f"{location}: no array of token ids, which are integers [n]: {header_text!r}")
     dtype, n = np.dtype(header[1].decode()), int(header[2])
     if n * dtype.itemsize != len(data) - end:
-        raise MegatfmError(f"{where}: no array of token ids: its size is not what its header says")
+        raise MegatfmError(f"{location}: no array of token ids: its size is not what its header says")
     is_canonical = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
     return np.frombuffer(data, dtype, n, end), is_canonical

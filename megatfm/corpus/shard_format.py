@@ -29,7 +29,7 @@ EXTENSION = re.compile(r"[a-z0-9]{1,16}")
 END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
 PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
 """Start of the tokens, from the start of their sample."""
-# What tarfile writes for a file without a name and of no bytes: it takes ten times as long as filling this in.
+# The header that tarfile writes for an empty file without a name; filling it in is ten times as fast.
 _BLANK = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
 _NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 135), slice(148, 154)  # POSIX.1-2017, pax, "ustar"
 _BLANK_SUM = int(_BLANK[_CHECKSUM], 8) - sum(_BLANK[_SIZE])
@@ -59,9 +59,9 @@ def encode_sample(sample: Sample) -> bytes:
     """The tar members of a sample, padded to whole tar blocks."""
     key, tokens, members = sample.key, sample.tokens, sample.members
     # ASCII escapes, since a source may be a file name that is no valid Unicode.
-    more: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
-    more |= {"members": list(members)} if members else {}
-    meta = json.dumps({"bytes": sample.text_bytes, **more, "source": sample.source}).encode("ascii")
+    extra_fields: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
+    extra_fields |= {"members": list(members)} if members else {}
+    meta = json.dumps({"bytes": sample.text_bytes, **extra_fields, "source": sample.source}).encode("ascii")
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
     parts = _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
     return parts + b"".join(_member(f"{key}.{extension}", data) for extension, data in members.items())
@@ -111,14 +111,14 @@ def decode_sample(
 
 def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
     """The tar members of two or more documents without files, padded to whole tar blocks."""
-    tokens = np.concatenate([one.tokens for one in documents])
-    fields = [dict(one.metadata) for one in documents]
+    tokens = np.concatenate([document.tokens for document in documents])
+    fields = [dict(document.metadata) for document in documents]
     meta = {
-        "bytes": [one.text_bytes for one in documents],
+        "bytes": [document.text_bytes for document in documents],
         **({"fields": fields} if any(fields) else {}),
-        "keys": [one.key for one in documents],
-        "sources": [one.source for one in documents],
-        "tokens": [len(one.tokens) for one in documents],
+        "keys": [document.key for document in documents],
+        "sources": [document.source for document in documents],
+        "tokens": [len(document.tokens) for document in documents],
     }
     key = documents[0].key
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
@@ -227,7 +227,7 @@ def _padded(size: int) -> int:
 
 
 class BadFrame(Exception):
-    """A frame is not what it should be; the message is only the reason."""
+    """Describe a damaged frame; the message is only the reason."""
 
 
 def decompress_frame(packed: bytes, size: int) -> bytes:
@@ -242,7 +242,7 @@ def decompress_frame(packed: bytes, size: int) -> bytes:
 def decompress_frames(packed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
     """Decompress many frames in one call, which keeps the interpreter for as long as one alone does.
 
-    What is returned is one piece of memory, which stays until nothing of it is needed. Raises BadFrame.
+    The result is one buffer, which lives as long as any part of it is used. Raises BadFrame.
     """
     if not packed:
         return []

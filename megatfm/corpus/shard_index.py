@@ -35,7 +35,7 @@ def sample_dtype(key_width: int, has_image_sizes: bool = False) -> np.dtype[Any]
     return np.dtype(columns + image)
 
 
-# What reading tokens needs of a sample.
+# Fields of a sample that reading tokens needs.
 SPAN = np.dtype([("offset", "<u4"), ("tokens", "<u4")])
 
 
@@ -111,15 +111,17 @@ class ShardIndex:
 
         Raises a MegatfmError whose message is only the reason; the caller knows the place.
         """
-        most = 256 + shard.samples * (FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, True).itemsize)
+        max_bytes = 256 + shard.samples * (
+            FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, True).itemsize
+        )
         try:
-            if not 0 < zstandard.frame_content_size(data) <= most:
+            if not 0 < zstandard.frame_content_size(data) <= max_bytes:
                 raise MegatfmError("its uncompressed size is absurd")
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
             at = content.index(b"\n") + 1
             counts = json.loads(content[:at])
-            known = (2,) if shard.foreign else (1, 3, 4)
-            if (packs := counts["schema_version"]) not in known:
+            known_versions = (2,) if shard.foreign else (1, 3, 4)
+            if (packs := counts["schema_version"]) not in known_versions:
                 raise MegatfmError(
                     f"schema version {packs!r} is not known here, only 1, 3 and 4 (2: foreign)"
                 )

@@ -45,7 +45,7 @@ class ShardStorage(Protocol):
         """Advice about a damaged file, for the end of an error."""
         ...
 
-    def path(self, known: FileEntry) -> Path:
+    def path(self, entry: FileEntry) -> Path:
         """Return where a file lies, or will lie when it was fetched."""
         ...
 
@@ -53,11 +53,11 @@ class ShardStorage(Protocol):
         """Raise a MegatfmError unless the file is there in its size, as far as that is known without fetching it."""
         ...
 
-    def read(self, known: FileEntry, offset: int, size: int) -> bytes:
+    def read(self, entry: FileEntry, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`; a MegatfmError that names the file if that fails."""
         ...
 
-    def open(self, known: FileEntry) -> int:
+    def open(self, entry: FileEntry) -> int:
         """A descriptor for more than one reading of a file."""
         ...
 
@@ -72,17 +72,17 @@ class LocalStorage:
     def remedy(self) -> str:
         return RESTORE
 
-    def path(self, known: FileEntry) -> Path:
-        return self.folder / known.file
+    def path(self, entry: FileEntry) -> Path:
+        return self.folder / entry.file
 
     def check(self, entry: FileEntry) -> None:
         check_size(self.folder / entry.file, entry.bytes)
 
-    def read(self, known: FileEntry, offset: int, size: int) -> bytes:
-        return read_range(self.folder / known.file, offset, size)
+    def read(self, entry: FileEntry, offset: int, size: int) -> bytes:
+        return read_range(self.folder / entry.file, offset, size)
 
-    def open(self, known: FileEntry) -> int:
-        return open_descriptor(self.folder / known.file)
+    def open(self, entry: FileEntry) -> int:
+        return open_descriptor(self.folder / entry.file)
 
 
 class ShardCacheConfig(NamedTuple):
@@ -112,8 +112,8 @@ class CachedRemoteStorage:
     def remedy(self) -> str:
         return f"delete this file of the cache, and it is fetched again from {self.url}"
 
-    def path(self, known: FileEntry) -> Path:
-        return self.folder / f"{known.blake3[:16]}-{known.file}"
+    def path(self, entry: FileEntry) -> Path:
+        return self.folder / f"{entry.blake3[:16]}-{entry.file}"
 
     def check(self, entry: FileEntry) -> None:
         if entry.bytes > self.cache.limit:
@@ -122,18 +122,18 @@ class CachedRemoteStorage:
                 f"{self.cache.limit:,}: raise it"
             )
 
-    def read(self, known: FileEntry, offset: int, size: int) -> bytes:
-        descriptor = self.open(known)
+    def read(self, entry: FileEntry, offset: int, size: int) -> bytes:
+        descriptor = self.open(entry)
         try:
-            return read_at(descriptor, self.path(known), offset, size, self.remedy)
+            return read_at(descriptor, self.path(entry), offset, size, self.remedy)
         finally:
             os.close(descriptor)
 
-    def open(self, known: FileEntry) -> int:
-        path = self.path(known)
+    def open(self, entry: FileEntry) -> int:
+        path = self.path(entry)
         for last in (False, False, True):
-            if not _has_expected_size(path, known):
-                self._fetch(path, known)
+            if not _has_expected_size(path, entry):
+                self._fetch(path, entry)
             try:
                 descriptor = open_descriptor(path, self.remedy)
             except MegatfmError:
@@ -149,33 +149,33 @@ class CachedRemoteStorage:
         """The manifest's bytes, which are never kept."""
         return with_retries(self.url, name, lambda fs, root: _read_manifest_bytes(fs, f"{root}/{name}"))
 
-    def _fetch(self, path: Path, known: FileEntry) -> None:
+    def _fetch(self, path: Path, entry: FileEntry) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path.with_name(f".{path.name}.lock")):
-                if not _has_expected_size(path, known):  # by another process, while this one waited
-                    make_room(self.cache, known.bytes)
-                    self._download(path, known)
+                if not _has_expected_size(path, entry):  # by another process, while this one waited
+                    make_room(self.cache, entry.bytes)
+                    self._download(path, entry)
         except OSError as error:
             raise MegatfmError(
                 f"{path}: cannot be written ({error.strerror}): make room, or choose another folder as data.cache_dir"
             ) from error
 
-    def _download(self, path: Path, known: FileEntry) -> None:
+    def _download(self, path: Path, entry: FileEntry) -> None:
         partial = path.with_name(
             f".{path.name}.partial"
         )  # named by its content, so that a killed download's goes on
         try:
             for _ in range(2 + partial.exists()):
-                download_rest(self.url, known.file, partial, known.bytes)
+                download_rest(self.url, entry.file, partial, entry.bytes)
                 arrived = _hash_and_sync(partial)
-                if arrived == known.blake3:
+                if arrived == entry.blake3:
                     partial.replace(path)
                     return
                 partial.unlink()
             raise MegatfmError(
-                f"{self.url}/{known.file}: what arrives is not what the manifest says ({arrived[:16]}, not "
-                f"{known.blake3[:16]} of {known.bytes} bytes): upload the corpus again"
+                f"{self.url}/{entry.file}: what arrives is not what the manifest says ({arrived[:16]}, not "
+                f"{entry.blake3[:16]} of {entry.bytes} bytes): upload the corpus again"
             )
         except DiskError as error:
             raise error.cause from error
@@ -184,7 +184,7 @@ class CachedRemoteStorage:
 
 
 def open_storage(place: str | Path, cache: ShardCacheConfig) -> LocalStorage | CachedRemoteStorage:
-    """The store of a folder or URL. A UsageError for what is neither."""
+    """The store of a folder or URL. Raises UsageError for anything else."""
     if "://" in str(place):
         return CachedRemoteStorage(str(place).rstrip("/"), cache)
     if re.match(r"[a-z]+:", str(place)):
@@ -212,9 +212,9 @@ def _read_manifest_bytes(fs: Any, path: str) -> bytes:
     return data
 
 
-def _has_expected_size(path: Path, known: FileEntry) -> bool:
+def _has_expected_size(path: Path, entry: FileEntry) -> bool:
     try:
-        return path.stat().st_size == known.bytes
+        return path.stat().st_size == entry.bytes
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return False

@@ -94,10 +94,10 @@ def _check_names(paths: list[Path]) -> None:
     """Raise a UsageError if two shards would have one index."""
     owners: dict[str, Path] = {}
     for path in paths:
-        other = owners.setdefault(_index_name(path), path)
-        if other != path:
+        owner = owners.setdefault(_index_name(path), path)
+        if owner != path:
             raise UsageError(
-                f"{path}: {other.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
+                f"{path}: {owner.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
                 "delete it if it is a copy"
             )
 
@@ -206,27 +206,27 @@ def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
     packed = b""
     while packed or (packed := file.read(CHUNK)):
         unpack = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-        parts, size, taken = list[bytes](), 0, 0
+        parts, size, n_packed = list[bytes](), 0, 0
         try:
             while not unpack.eof:
                 if not packed and not (packed := file.read(CHUNK)):
                     raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
                 parts.append(unpack.decompress(packed[:CHUNK]))
-                taken, packed, size = taken + len(packed[:CHUNK]), packed[CHUNK:], size + len(parts[-1])
+                n_packed, packed, size = n_packed + len(packed[:CHUNK]), packed[CHUNK:], size + len(parts[-1])
                 if size > MAX_FRAME_BYTES:
                     raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
         packed = unpack.unused_data + packed
-        yield taken - len(unpack.unused_data), b"".join(parts)
+        yield n_packed - len(unpack.unused_data), b"".join(parts)
 
 
 def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
-    most = 0
+    max_token = 0
     for path in paths:  # first, since an id that doesn't fit would be found only at its shard
         for array in iter_shard_samples(path):
-            most = max(most, int(array.tokens.max(initial=0)))
-    dtype: TokenDtype = "uint16" if most < 2**16 else "uint32"
+            max_token = max(max_token, int(array.tokens.max(initial=0)))
+    dtype: TokenDtype = "uint16" if max_token < 2**16 else "uint32"
     number = 0
     with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
         for path in paths:
@@ -237,7 +237,7 @@ def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
 
 
 def _check_unique_keys(arrays: Iterable[TokenArray], keys: set[str], path: Path) -> Iterator[TokenArray]:
-    """The samples, unless a key is there twice: a MegatfmError. keys: those that were met, to which these are added."""
+    """The samples, unless a key is there twice: a MegatfmError. keys: keys so far, to which these are added."""
     for array in arrays:
         if array.key in keys:
             raise MegatfmError(f"{path}: sample {array.key!r} is there twice: refused")

@@ -53,7 +53,7 @@ class ShardWriter:
     - compress: as `.tar.zst`; else as plain `.tar`.
     - pack: documents without files share the members of a frame, where each would need two of its own, and a KiB and
       a half of headers and padding.
-    - final: told of each file as soon as it is whole, which it may take away.
+    - final: called with each complete file, which it may remove.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class ShardWriter:
             shards=tuple(self._shards),
             provenance=dict(provenance),
         )
-        kept = {name for shard in self._shards for name in (shard.file, shard.index.file)}
+        current_files = {name for shard in self._shards for name in (shard.file, shard.index.file)}
         with disk_errors_as_megatfm_errors(self.folder):
             for path in self.folder.iterdir():
-                if path.name not in kept and _OWN_FILE_NAME.fullmatch(path.name):
+                if path.name not in current_files and _OWN_FILE_NAME.fullmatch(path.name):
                     path.unlink()
             fsync_directory(self.folder)
         manifest.save(self.folder)
@@ -159,10 +159,10 @@ class ShardWriter:
             raise MegatfmError(
                 f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]"
             )
-        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-        if least < 0 or most > self._largest:
+        min_token, max_token = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if min_token < 0 or max_token > self._largest:
             raise MegatfmError(
-                f"sample {key}: token id {least if least < 0 else most} does not fit {self._dtype}"
+                f"sample {key}: token id {min_token if min_token < 0 else max_token} does not fit {self._dtype}"
             )
         return tokens.astype(self._dtype)
 
@@ -202,10 +202,10 @@ class _PendingSample(NamedTuple):
 class _OpenShard:
     """The shard in progress: one frame in memory, the ones before it in the file."""
 
-    def __init__(self, folder: Path, number: int, how: _ShardOptions) -> None:
+    def __init__(self, folder: Path, number: int, options: _ShardOptions) -> None:
         self._index_path = folder / f"shard-{number:06d}.index.zst"
-        self._file = AtomicFile(folder / f"shard-{number:06d}.tar{'.zst' if how.compress else ''}")
-        self._how = how
+        self._file = AtomicFile(folder / f"shard-{number:06d}.tar{'.zst' if options.compress else ''}")
+        self._how = options
         # The checksum lets a reader notice damage in the one frame that it reads.
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
         self._frame: list[_PendingSample] = []
@@ -226,7 +226,7 @@ class _OpenShard:
             or (part.data is None) != (self._frame[-1].data is None)
         ):
             self._end_frame()
-        # Where it lies is known when the frame ends.
+        # Its offset is known when the frame ends.
         self._samples[sample.key] = (0, len(sample.tokens), sample.text_bytes)
         self._image_sizes += [part.image_size] if part.image_size else []
         self._frame.append(part)
@@ -239,8 +239,8 @@ class _OpenShard:
         has_sizes = len(self._image_sizes) == len(self._samples) and not self._packs
         sizes: list[tuple[int, ...]] = list(self._image_sizes) if has_sizes else [()] * len(self._samples)
         rows = [
-            (*where, key.encode(), *size)
-            for (key, where), size in zip(self._samples.items(), sizes, strict=True)
+            (*location, key.encode(), *size)
+            for (key, location), size in zip(self._samples.items(), sizes, strict=True)
         ]
         index = ShardIndex(
             np.array(self._frames, FRAME_DTYPE),

@@ -70,15 +70,15 @@ def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[
     shares = lengths / np.array(capacities)
     rows = np.empty(len(lengths), np.int64)
     room = np.tile(np.array(capacities, np.int64), (len(lengths), 1))
-    left = np.full(len(lengths), float(len(capacities)))
+    free = np.full(len(lengths), float(len(capacities)))
     n_rows = 0
     for piece in np.argsort(-shares.max(axis=1), kind="stable").tolist():
-        fits = np.flatnonzero((room[:n_rows] >= lengths[piece]).all(axis=1))
-        row = int(fits[left[fits].argmin()]) if len(fits) else n_rows
+        fitting_rows = np.flatnonzero((room[:n_rows] >= lengths[piece]).all(axis=1))
+        row = int(fitting_rows[free[fitting_rows].argmin()]) if len(fitting_rows) else n_rows
         n_rows = max(n_rows, row + 1)
         rows[piece] = row
         room[row] -= lengths[piece]
-        left[row] -= shares[piece].sum()
+        free[row] -= shares[piece].sum()
     return rows
 
 
@@ -112,8 +112,8 @@ def _group(
     """Try larger and larger groups; return the first whose padding is below `TARGET_PADDING`, else the best."""
     n = len(cumulative_lengths) - 1
     best, tried = (2.0, n, 0), begin
-    for least, most in pairwise(GROUP_ROWS):
-        first, after = (_first(cumulative_lengths, begin, capacities * rows) for rows in (least, most))
+    for min_rows, max_rows in pairwise(GROUP_ROWS):
+        first, after = (_first(cumulative_lengths, begin, capacities * rows) for rows in (min_rows, max_rows))
         ends = np.arange(first, max(first + 1, after))
         needed = ((cumulative_lengths[ends] - cumulative_lengths[begin]) / capacities).max(axis=1)
         end = int(ends[(1 - needed / np.maximum(np.ceil(needed), 1)).argmin()])
@@ -132,11 +132,11 @@ def _group(
     return best[1], best[2]
 
 
-def _first(cumulative_lengths: Volumes, begin: int, wanted: NDArray[np.int64]) -> int:
+def _first(cumulative_lengths: Volumes, begin: int, targets: NDArray[np.int64]) -> int:
     """The first end at which blocks from `begin` have as many tokens as wanted, on one side; or the end of all."""
     sides = range(cumulative_lengths.shape[1])
     ends = [
-        int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + wanted[side]))
+        int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + targets[side]))
         for side in sides
     ]
     return min(max(begin + 1, min(ends)), len(cumulative_lengths) - 1)

@@ -24,7 +24,7 @@ PACKING_VERSION = 2
 
 
 class RowDataset(Protocol):
-    """An endless order of rows, whatever is in them, for a loader to read."""
+    """An endless order of rows of any content, for a loader to read."""
 
     @property
     def seed(self) -> int: ...
@@ -35,7 +35,7 @@ class RowDataset(Protocol):
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Lines for the log, on what is not read as one would think."""
+        """Notes for the log on data that is left out or cut."""
         ...
 
     @property
@@ -46,8 +46,8 @@ class RowDataset(Protocol):
     def rows(self, positions: Sequence[int | None]) -> Fields:
         """The rows at positions by name, [n, length of the field's side, …] or [n, …]; None is a row of padding.
 
-        Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] are
-        always there, whatever the other fields are.
+        Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] always
+        exist, besides any other fields.
         """
         ...
 
@@ -73,7 +73,7 @@ class _CachedBlock:
     packed: PackedBlock | BinPackedRows
     n_rows: int
     n_requests: Iterator[int] = field(default_factory=partial(count, 1))
-    """Counts the rows that were asked for. One of `itertools`, since the loader's threads share it: no number twice."""
+    """Counts the requested rows. One of `itertools`, since the loader's threads share it: no number twice."""
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +95,8 @@ class PackedDataset:
     quarantine: samples that become padding; their places, and all others', stay.
 
     Memory grows by 8 bytes a block, and by at most `cache_bytes` of packed blocks, and as much of blocks of which
-    sequences are made; the caches should hold one block, or group of blocks, per stream. `warnings` are lines for the
-    log, on what of the corpus is not read as one would think.
+    sequences are made; the caches should hold one block, or group of blocks, per stream. `warnings` are notes for the
+    log on data that is left out or cut.
 
     Raises a UsageError if the corpus is too short for one row.
     """
@@ -197,39 +197,39 @@ class PackedDataset:
 
     def locate_rows(self, positions: Sequence[int | None]) -> list[RowSources]:
         """Return the packed blocks of which the row at each position is made, and which row of each."""
-        asked = np.array([-1 if at is None else at for at in positions], np.int64)
-        slots = iter(self.order.slots(asked[asked >= 0]))
+        requested = np.array([-1 if at is None else at for at in positions], np.int64)
+        slots = iter(self.order.slots(requested[requested >= 0]))
         return [self._padding if at is None else self._locate(next(slots)) for at in positions]
 
     def _locate(self, slot: RowSlot) -> RowSources:
         epoch, block, _, begin = slot
-        number, held = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
-        if isinstance(held, BinPackedRows):
-            return [(held.row(number), 0)]
+        number, block_data = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
+        if isinstance(block_data, BinPackedRows):
+            return [(block_data.row(number), 0)]
         head, length = self.order.carry_length(begin), self.sequence_length
-        parts = [(held, number + (head > 0))]
+        parts = [(block_data, number + (head > 0))]
         at, end = begin + int(self._plan.sizes[block]), begin + head + (number + 1) * length
         while at < min(end, self.order.size):
             block = self.order.block_at(epoch, at)
-            held = self._block(epoch, block, at)
-            assert isinstance(held, PackedBlock)
-            parts.append((held, 0))
+            block_data = self._block(epoch, block, at)
+            assert isinstance(block_data, PackedBlock)
+            parts.append((block_data, 0))
             at += int(self._plan.sizes[block])
         return parts
 
     @cached_property
     def _padding(self) -> RowSources:
-        # Of the smallest block that has rows, since any would do.
+        # From the smallest block that has rows, since any would do.
         sizes = self._plan.sizes
         return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
 
     def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
-        """A block, or group of blocks, of which a row is asked for."""
-        held = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
-        if next(held.n_requests) == held.n_rows:
+        """Return the block, or group of blocks, of a requested row."""
+        block_data = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
+        if next(block_data.n_requests) == block_data.n_rows:
             # So that the next block gets its memory, since fresh memory is slow.
             self._cache.evict((epoch, block))
-        return held.packed
+        return block_data.packed
 
     def _open(self, epoch: int, block: int, begin: int) -> _CachedBlock:
         packed = self._pack(epoch, block, self.order.carry_length(begin))
@@ -247,14 +247,14 @@ class PackedDataset:
             size = packed.n_rows
         else:
             first = block
-            held = read_block(self.corpus, block, self._blank(block, block + 1), needs_members)
+            block_data = read_block(self.corpus, block, self._blank(block, block + 1), needs_members)
             order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
-            packed = pack_chunked(held, self._packing, epoch=epoch, order=order, carry_length=head)
+            packed = pack_chunked(block_data, self._packing, epoch=epoch, order=order, carry_length=head)
             size = packed.sides[0].bounds[-1]
         if size != planned:
-            what = "tokens" if groups is None else "rows"
+            unit = "tokens" if groups is None else "rows"
             raise MegatfmError(
-                f"{self.corpus.folder}: block {first} makes {size} {what}, its plan says {planned}: delete the folder "
+                f"{self.corpus.folder}: block {first} makes {size} {unit}, its plan says {planned}: delete the folder "
                 ".plans in it"
             )
         return packed

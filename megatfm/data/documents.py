@@ -1,4 +1,4 @@
-"""The documents of blocks, read as they are asked for, and the quarantine of those that are not to be read."""
+"""The documents of blocks, read on use, and the quarantine of blocks that must not be read."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Read(NamedTuple):
 class BlockDocuments(Sequence[NDArray[Any]]):
     """The tokens [n] of each document of blocks `begin` to `end` − 1, as a sequence.
 
-    blank [D]: documents that are not read, but for their lengths. read: holds the blocks that were read last.
+    blank [D]: documents of which only the lengths are read. read: holds the blocks that were read last.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         return block.members[at] if block.members else {}
 
     def describe(self, number: int) -> tuple[str, str]:
-        """Where a document is stored, in words, and how to train without it."""
+        """Describe where a document is stored, and how to train without it, for error messages."""
         return self._corpus.describe_sample(self.first + number)
 
     def _place(self, number: int) -> tuple[Read, int]:
@@ -93,7 +93,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
 
 
 class InMemoryDocuments(list[NDArray[Any]]):
-    """Documents that are there already; the first has the number `first` in its corpus."""
+    """Documents in memory; the first has the number `first` in its corpus."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class InMemoryDocuments(list[NDArray[Any]]):
         return self._members[number] if self._members else {}
 
     def describe(self, number: int) -> tuple[str, str]:
-        """Where a document is stored, in words, and how to train without it."""
+        """Describe where a document is stored, and how to train without it, for error messages."""
         return f"sample {self.first + number}", ""
 
 
@@ -148,7 +148,7 @@ def decode_block(corpus: Corpus, block: int, needs_members: bool) -> Read:
     """A block, read, with the files of its documents if they are needed."""
     if needs_members:
         samples = corpus.read_block_samples(block)
-        return Read([one.tokens for one in samples], [one.members for one in samples])
+        return Read([sample.tokens for sample in samples], [sample.members for sample in samples])
     return Read([tokens for _, tokens in corpus.read_block(block)], None)
 
 
@@ -178,8 +178,8 @@ class Quarantine:
         ranges: list[tuple[int, int]] = []
         for first, end in sorted(sample_ranges):
             if ranges and first <= ranges[-1][1]:
-                before, until = ranges.pop()
-                first, end = before, max(end, until)
+                begin, until = ranges.pop()
+                first, end = begin, max(end, until)
             ranges.append((first, end))
         return cls(tuple(ranges))
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ReaderGroup(Protocol):
-    """Ranks that train on the same rows: the first of them read some each, and tell the others."""
+    """Ranks that train on the same rows: the first ranks read a share each, and send it to the others."""
 
     @property
     def rank(self) -> int:
@@ -60,7 +60,7 @@ class _RowRange(NamedTuple):
 
 class _PrefetchedStep(NamedTuple):
     global_batch: int
-    asked: _RowRange
+    row_range: _RowRange
     read: Future[Fields | None]
 
 
@@ -78,11 +78,12 @@ class DataLoader(Iterator[list[Fields]]):
     there on are rows of padding, and iteration ends after the step that reaches it.
 
     Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
-    Where several `readers` get the same rows, each fetches its part of a step, and they tell one another when the step
-    is asked for, not before: so nothing is under way between them when some of them stop. What one of them raises, all
-    do. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for
-    data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part
-    of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its micro-batches.
+    Where several `readers` get the same rows, each fetches its part of a step, and they exchange the parts when the
+    step is requested, not before: so nothing is under way between them when some of them stop. An error of one rank is
+    raised on all. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has
+    waited for data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this
+    rank's part of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its
+    micro-batches.
 
     Raises a UsageError if a global batch is not a multiple of micro-batch × data ranks.
     """
@@ -131,13 +132,13 @@ class DataLoader(Iterator[list[Fields]]):
             raise StopIteration
         start = perf_counter()
         step, self.padding = self._step(self._ahead[0])
-        first, n_rows, parts = self._ahead[0].asked
+        first, n_rows, parts = self._ahead[0].row_range
         positions = np.repeat(np.arange(first, first + n_rows), parts)
         self.row_positions = np.split(positions, len(step))
         self.wait_seconds += perf_counter() - start
-        taken = self._ahead.popleft().global_batch
-        self.position += taken
-        self.step_tokens = taken * self.rows.row_tokens
+        global_batch = self._ahead.popleft().global_batch
+        self.position += global_batch
+        self.step_tokens = global_batch * self.rows.row_tokens
         self._prefetch()
         return step
 
@@ -146,9 +147,9 @@ class DataLoader(Iterator[list[Fields]]):
         while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
             stage = self.batch_schedule.stage(self._next_step)
             share = stage.global_batch // self._ranks
-            asked = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
+            row_range = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
             self._ahead.append(
-                _PrefetchedStep(stage.global_batch, asked, self._executor.submit(self._read, asked))
+                _PrefetchedStep(stage.global_batch, row_range, self._executor.submit(self._read, row_range))
             )
             self._next_position += stage.global_batch
             self._next_step += 1
@@ -173,7 +174,7 @@ class DataLoader(Iterator[list[Fields]]):
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
         self._executor.shutdown(wait=True)
-        self._workers.close()  # those that the thread was about to start
+        self._workers.close()  # processes that the thread was about to start
 
     def __enter__(self) -> Self:
         return self
@@ -183,29 +184,31 @@ class DataLoader(Iterator[list[Fields]]):
     ) -> None:
         self.close()
 
-    def _holders(self, asked: _RowRange) -> int:
-        return min(asked.rows, self._readers.count)
+    def _holders(self, row_range: _RowRange) -> int:
+        return min(row_range.rows, self._readers.count)
 
-    def _read(self, asked: _RowRange) -> Fields | None:
+    def _read(self, row_range: _RowRange) -> Fields | None:
         """The rows that this reader fetches, a run of them, so that from step to step it reads the same streams; None
         where there are fewer rows than readers."""
-        reader, n_readers = self._readers.rank, self._holders(asked)
+        reader, n_readers = self._readers.rank, self._holders(row_range)
         if reader >= n_readers:
             return None
-        begin, end = (asked.first + asked.rows * number // n_readers for number in (reader, reader + 1))
+        begin, end = (
+            row_range.first + row_range.rows * number // n_readers for number in (reader, reader + 1)
+        )
         return self._workers.rows(
             [None if self.stop is not None and at >= self.stop else at for at in range(begin, end)]
         )
 
-    def _step(self, ahead: _PrefetchedStep) -> tuple[list[Fields], float]:
+    def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:
         """The micro-batches of all readers' rows, and the share of padding."""
-        (first, n, parts), local_rows = ahead.asked, _result_or_error(ahead.read)
+        (first, n, parts), local_rows = prefetched.row_range, _result_or_error(prefetched.read)
         if self._readers.count == 1:
             gathered = [local_rows]
         else:
             gathered = self._readers.broadcast(
                 picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
-                self._holders(ahead.asked),
+                self._holders(prefetched.row_range),
             )
         for row_fields in (local_rows, *gathered):
             if isinstance(row_fields, Exception):
@@ -243,8 +246,8 @@ def padding_fraction(rows: Fields) -> float:
 def without_documents(batch: Fields) -> Fields:
     """A micro-batch; without document numbers where every row is one document from end to end.
 
-    Attention then needs no mask. Whoever shares the rows (ranks of tensor, pipeline and context parallelism) reads the
-    same micro-batch, and so does the same; it is decided here, where rows are still on the host.
+    Attention then needs no mask. Ranks that share the rows (tensor, pipeline and context parallelism) read the same
+    micro-batch, and so do the same; it is decided here, where rows are still on the host.
     """
     numbers = [name for name in batch if name.endswith("documents")]
     if any(batch[name].any() for name in numbers):
@@ -273,8 +276,8 @@ def split_rows(rows: Fields, parts: int) -> Fields:
     documents, positions = cut["documents"], cut["positions"]
     real = documents != PAD_DOCUMENT_ID
     first = np.where(real, documents, np.iinfo(np.int64).max).min(axis=1, keepdims=True)
-    same = real & (documents == documents[:, :1])
-    cut["positions"] = np.where(same, positions - positions[:, :1], positions)
+    is_first_document = real & (documents == documents[:, :1])
+    cut["positions"] = np.where(is_first_document, positions - positions[:, :1], positions)
     cut["documents"] = np.where(real, documents - first, PAD_DOCUMENT_ID)
     return cut
 

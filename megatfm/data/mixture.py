@@ -44,7 +44,7 @@ class _PhaseState(NamedTuple):
     """The first turn of the phase."""
     quotas: Ints
     """Slots of each source in a block [n_sources]."""
-    taken: Ints
+    consumed: Ints
     """Rows that each stream has taken of each source before [streams, n_sources]."""
 
 
@@ -128,8 +128,8 @@ class Mixture:
         )
 
     def epoch(self, position: int) -> str:
-        taken = self.rows_consumed(position)
-        return ", ".join(f"{name} {n / len(self.sources[name]):.3f}" for name, n in taken.items())
+        consumed = self.rows_consumed(position)
+        return ", ".join(f"{name} {n / len(self.sources[name]):.3f}" for name, n in consumed.items())
 
     def place(self, position: int) -> tuple[str, int]:
         """The source of the row at a global position, and the row's position in that source's own order."""
@@ -140,8 +140,10 @@ class Mixture:
         block, slot = divmod(turn - span.first, self.block)
         slots = self._slots(number, stream, block)
         source = int(slots.sources[slot])
-        taken = int(span.taken[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
-        return list(self.sources)[source], taken * self.streams + stream
+        n_before = (
+            int(span.consumed[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
+        )
+        return list(self.sources)[source], n_before * self.streams + stream
 
     def row_sources(self, positions: Ints) -> Ints:
         """The number of the source, in the order of `sources`, of each row [n] at a global position."""
@@ -150,8 +152,10 @@ class Mixture:
         phases = np.searchsorted(firsts, turns, side="right") - 1
         blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
         places = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
-        chosen = [self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in places]
-        return np.array(chosen, np.int64)
+        slot_sources = [
+            self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in places
+        ]
+        return np.array(slot_sources, np.int64)
 
     def row(self, position: int) -> Fields:
         """The row at a global position."""
@@ -163,11 +167,11 @@ class Mixture:
         places = [padding if position is None else self.place(position) for position in positions]
         batch: Fields = {}
         for name, source in self.sources.items():
-            mine = [number for number, (chosen, _) in enumerate(places) if chosen == name]
-            fields = source.rows([places[number][1] for number in mine]) if mine else {}
-            if len(mine) == len(places):
+            indices = [number for number, (source_name, _) in enumerate(places) if source_name == name]
+            fields = source.rows([places[number][1] for number in indices]) if indices else {}
+            if len(indices) == len(places):
                 return fields
-            if not mine:
+            if not indices:
                 continue
             if not batch:
                 batch = {
@@ -176,7 +180,7 @@ class Mixture:
                 }
             check_same_fields(f"data.mixture.{name}", fields, batch)
             for field, values in fields.items():
-                batch[field][mine] = values
+                batch[field][indices] = values
         return batch
 
     def _check_alike(self) -> None:
@@ -195,17 +199,17 @@ class Mixture:
         turns, more = divmod(int(position), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
         counts = sum(
-            (self._taken(number, stream, turns + (stream < more)) for stream in range(self.streams)),
+            (self._consumed(number, stream, turns + (stream < more)) for stream in range(self.streams)),
             np.zeros(len(self._rows), np.int64),
         )
         return dict(zip(self.sources, counts.tolist(), strict=True))
 
-    def _taken(self, number: int, stream: int, turn: int) -> Ints:
+    def _consumed(self, number: int, stream: int, turn: int) -> Ints:
         """Rows [n_sources] that a stream has taken before a turn of a phase (or the first one after it)."""
         span = self._spans[number]
         blocks, slots = divmod(turn - span.first, self.block)
         part = self._slots(number, stream, blocks).sources[:slots]
-        return span.taken[stream] + blocks * span.quotas + np.bincount(part, minlength=len(self._rows))
+        return span.consumed[stream] + blocks * span.quotas + np.bincount(part, minlength=len(self._rows))
 
     def _slots(self, phase: int, stream: int, block: int) -> _Block:
         return self._blocks.get((phase, stream, block), partial(self._assign_slots, phase, stream, block))
@@ -218,31 +222,33 @@ class Mixture:
         )
         at = (begin + (np.arange(self.block) * self.streams + stream) * self._step) % points
         sources = np.searchsorted(np.cumsum(quotas) * self.streams, at, side="right")
-        before = np.empty(self.block, np.int64)
-        before[np.argsort(sources, kind="stable")] = _occurrence_number(quotas)
-        return _Block(sources, before)
+        n_before = np.empty(self.block, np.int64)
+        n_before[np.argsort(sources, kind="stable")] = _occurrence_number(quotas)
+        return _Block(sources, n_before)
 
     def _make_spans(self) -> None:
-        taken = np.zeros((self.streams, len(self._rows)), np.int64)
+        consumed = np.zeros((self.streams, len(self._rows)), np.int64)
         for number, phase in enumerate(self.phases):
             first = -(-phase.position // self.streams)
             if number:
-                taken = np.stack([self._taken(number - 1, stream, first) for stream in range(self.streams)])
+                consumed = np.stack(
+                    [self._consumed(number - 1, stream, first) for stream in range(self.streams)]
+                )
             self._spans.append(
-                _PhaseState(first, largest_remainder(phase.weights, list(self.sources), self.block), taken)
+                _PhaseState(first, largest_remainder(phase.weights, list(self.sources), self.block), consumed)
             )
 
 
 def largest_remainder(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:
     """`block` slots divided by weight: rounded down, and the rest given to the largest remainders. [n_sources]"""
-    wanted = np.array([weights[name] for name in names], np.float64)
-    if not wanted.sum() > 0:
+    exact_quotas = np.array([weights[name] for name in names], np.float64)
+    if not exact_quotas.sum() > 0:
         raise UsageError("data.mixture: all weights are 0: give at least one source a weight")
-    wanted *= block / wanted.sum()
-    quotas = np.floor(wanted).astype(np.int64)
-    most = np.argsort(quotas - wanted, kind="stable")
-    quotas[most[: block - int(quotas.sum())]] += 1
-    for name, quota, share in zip(names, quotas.tolist(), (wanted / block).tolist(), strict=True):
+    exact_quotas *= block / exact_quotas.sum()
+    quotas = np.floor(exact_quotas).astype(np.int64)
+    by_remainder = np.argsort(quotas - exact_quotas, kind="stable")
+    quotas[by_remainder[: block - int(quotas.sum())]] += 1
+    for name, quota, share in zip(names, quotas.tolist(), (exact_quotas / block).tolist(), strict=True):
         if share > 0 and not quota:
             raise UsageError(
                 f"data.mixture.{name}: its share of {share:.2g} comes to no row in a block of {block}: choose a larger "
@@ -268,12 +274,12 @@ def _golden_step(block: int, streams: int) -> int:
     )
 
 
-def _continued_fraction(over: int, under: int) -> list[int]:
+def _continued_fraction(numerator: int, denominator: int) -> list[int]:
     """Return the convergents of the continued fraction of a number between 0 and 1, except the last."""
     terms = []
-    while over:
-        terms.append(under // over)
-        over, under = under % over, over
+    while numerator:
+        terms.append(denominator // numerator)
+        numerator, denominator = denominator % numerator, numerator
     return terms or [0]
 
 

@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """`warmup` stages, one after another, and then `global_batch` rows for ever."""
+    """`warmup` stages, one after another, and then `global_batch` rows without end."""
 
     global_batch: int
     warmup: tuple[Stage, ...] = ()
@@ -46,8 +46,8 @@ class BatchSchedule:
         """Return the first position of a step (from 0), where nothing was skipped before."""
         position = 0
         for stage in self.warmup:
-            taken = min(step, stage.steps)
-            position, step = position + taken * stage.global_batch, step - taken
+            n_steps = min(step, stage.steps)
+            position, step = position + n_steps * stage.global_batch, step - n_steps
         return position + step * self.global_batch
 
     @property
@@ -117,7 +117,7 @@ class RowOrder:
 
     Blocks whose rows are planned have rows for their size, and a `length` of 1.
 
-    Memory is bounded, whatever the number of blocks.
+    Memory is bounded, independent of the number of blocks.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class RowOrder:
             is_in_epoch = epochs == epoch
             at = self._in_epoch(positions[is_in_epoch], epoch) * self.length
             slots[0, is_in_epoch] = epoch
-            slots[1, is_in_epoch], within = self._find(epoch, at)
-            slots[2, is_in_epoch], slots[3, is_in_epoch] = within // self.length, at - within
+            slots[1, is_in_epoch], offsets = self._find(epoch, at)
+            slots[2, is_in_epoch], slots[3, is_in_epoch] = offsets // self.length, at - offsets
         return [RowSlot(*place) for place in slots.T.tolist()]
 
     def block_at(self, epoch: int, at: int) -> int:
@@ -180,15 +180,15 @@ class RowOrder:
 
     def _find(self, epoch: int, at: Ints) -> tuple[Ints, Ints]:
         """The blocks [n] in which places [n] of an epoch lie, and where in them."""
-        blocks, within = _find(self._table(epoch), at)
+        blocks, offsets = _find(self._table(epoch), at)
         if self._unit > 1:
             units = blocks.copy()
             for unit in np.unique(units).tolist():
                 is_in_unit = units == unit
-                blocks[is_in_unit], within[is_in_unit] = _find(
-                    self._unit_table(epoch, unit), within[is_in_unit]
+                blocks[is_in_unit], offsets[is_in_unit] = _find(
+                    self._unit_table(epoch, unit), offsets[is_in_unit]
                 )
-        return blocks, within
+        return blocks, offsets
 
     def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
         """Iterate over what a stream reads in an epoch after `turns` rows: block, and the slots from … to.

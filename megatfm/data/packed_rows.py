@@ -31,7 +31,7 @@ from megatfm.data.sequences import (
 from megatfm.errors import MegatfmError
 
 LOOP_LIMIT = 12
-"""Up to so many documents of a row are numbered one by one, which is faster then."""
+"""Up to this many documents of a row are numbered one by one, which is faster then."""
 
 
 class TypedField(NamedTuple):
@@ -45,8 +45,8 @@ class TypedField(NamedTuple):
 class RowStore:
     """The rows of a block on one side: its documents joined in the order of the rows, which are made when copied.
 
-    Rows that lie there ready would take several times the memory: a block with a document of millions of tokens, of
-    which a corpus has few but a stream is long in one, would push the other streams' blocks out of the cache.
+    Finished rows would take several times the memory: one block with a document of millions of tokens would push the
+    other streams' blocks out of the cache.
     """
 
     fields: Mapping[str, NDArray[np.integer]]
@@ -77,9 +77,9 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes in memory; of the lists of starts and bounds an estimate."""
-        typed = sum(field.values.nbytes for field in self.typed.values())
+        typed_bytes = sum(field.values.nbytes for field in self.typed.values())
         return (
-            typed
+            typed_bytes
             + sum(field.nbytes for field in self.fields.values())
             + 36 * (len(self.starts) + len(self.bounds))
         )
@@ -88,8 +88,8 @@ class RowStore:
     def padding(self) -> "RowStore":
         """No rows."""
         fields = {name: field[:0].copy() for name, field in self.fields.items()}
-        typed = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
-        return replace(self, fields=fields, typed=typed, starts=[0], bounds=[0])
+        empty = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
+        return replace(self, fields=fields, typed=empty, starts=[0], bounds=[0])
 
     def allocate(self, rows: int) -> Fields:
         """Arrays [rows, …] for the fields that are no plain integers."""
@@ -100,12 +100,12 @@ class RowStore:
             for name, (field, values) in self.typed.items()
         }
 
-    def write_typed(self, number: int, into: Fields, row: int, at: int = 0) -> None:
+    def write_typed(self, number: int, target: Fields, row: int, at: int = 0) -> None:
         """Write the fields that are no plain integers of a row into row `row`, from place `at` on, and padding after
         it; past the last one there is nothing else."""
         begin, n = self._extent(number)
         for name, (field, values) in self.typed.items():
-            out = into[name]
+            out = target[name]
             if field.per == "row":
                 out[row] = values[number] if number < self.n_rows else field.pad_value
             else:
@@ -117,7 +117,7 @@ class RowStore:
         return begin, ends[0] - begin if ends else 0
 
     def write_row(
-        self, number: int, into: NDArray[np.int64], at: int = 0, documents: int = 0
+        self, number: int, target: NDArray[np.int64], at: int = 0, documents: int = 0
     ) -> tuple[int, int]:
         """Write all integers [fields, length] of a row from place `at` on, and padding after it; past the last row
         there is nothing else.
@@ -126,19 +126,18 @@ class RowStore:
         """
         begin, n = self._extent(number)
         end = at + n
-        for values, out in zip(self.fields.values(), into, strict=False):
+        for values, out in zip(self.fields.values(), target, strict=False):
             out[at:end] = values[begin : begin + n]
         if end < self.length:
-            into[:, end:] = np.array(list(self.fills.values()))[:, None]
+            target[:, end:] = np.array(list(self.fills.values()))[:, None]
         if not n:
             return end, documents
-        documents_added = self._number(begin, into[-2, at:end], into[-1, at:end])
+        documents_added = self._number(begin, target[-2, at:end], target[-1, at:end])
         if at and self.as_one_document:
-            into[-1, at:end] += at if self.blank is None else at * (into[-2, at:end] != PAD_DOCUMENT_ID)
+            target[-1, at:end] += at if self.blank is None else at * (target[-2, at:end] != PAD_DOCUMENT_ID)
         elif documents:
-            into[-2, at:end] += (
-                documents if self.blank is None else documents * (into[-2, at:end] != PAD_DOCUMENT_ID)
-            )
+            numbers = target[-2, at:end]
+            numbers += documents if self.blank is None else documents * (numbers != PAD_DOCUMENT_ID)
         return end, documents + documents_added
 
     def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
@@ -148,20 +147,20 @@ class RowStore:
             documents[:], positions[:] = 0, ramp[:n]
             if self.blank is None:
                 return 1
-        first, after = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
-        if after - first > LOOP_LIMIT and self.blank is None:
-            bounds = np.clip(np.array(starts[first : after + 1]) - begin, 0, n)
+        first, end = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
+        if end - first > LOOP_LIMIT and self.blank is None:
+            bounds = np.clip(np.array(starts[first : end + 1]) - begin, 0, n)
             counts = np.diff(bounds)
-            documents[:] = np.repeat(ramp[: after - first], counts)
+            documents[:] = np.repeat(ramp[: end - first], counts)
             positions[:] = ramp[:n] - np.repeat(bounds[:-1], counts)
-            return after - first
-        for number in range(first, after):
+            return end - first
+        for number in range(first, end):
             piece = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
             if self.blank is not None and self.blank[number]:
                 documents[piece], positions[piece] = PAD_DOCUMENT_ID, 0
             elif not self.as_one_document:
                 documents[piece], positions[piece] = number - first, ramp[: piece.stop - piece.start]
-        return after - first
+        return end - first
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,21 +198,22 @@ def collate(rows: Sequence[RowSources]) -> Fields:
     """Rows of blocks that were packed alike, by name: integers [n, length of the side] as int64, others as they are."""
     fields: Fields = {}
     for number, side in enumerate(rows[0][0][0].sides):
-        batch, typed = np.empty((len(side.names), len(rows), side.length), np.int64), side.allocate(len(rows))
+        batch = np.empty((len(side.names), len(rows), side.length), np.int64)
+        typed_fields = side.allocate(len(rows))
         for row, row_sources in enumerate(rows):
             at = documents = 0
             for block, part in row_sources:
-                if typed:
-                    block.sides[number].write_typed(part, typed, row, at)
+                if typed_fields:
+                    block.sides[number].write_typed(part, typed_fields, row, at)
                 at, documents = block.sides[number].write_row(part, batch[:, row], at, documents)
         fields.update(zip(side.names, batch, strict=True))
-        fields.update(typed)
+        fields.update(typed_fields)
     return fields
 
 
 def pack_chunked(
     documents: DocumentSource,
-    how: PackingConfig,
+    packing: PackingConfig,
     *,
     epoch: int = 0,
     order: Callable[[int], NDArray[np.int64]] | None = None,
@@ -224,18 +224,18 @@ def pack_chunked(
     order: for n documents a permutation [n] in which they are joined. carry_length: how much is the end of a row of
     the block before.
     """
-    pieces = split_documents(documents.lengths, how.objective, documents.first, how.seed)
+    pieces = split_documents(documents.lengths, packing.objective, documents.first, packing.seed)
     blank = documents.is_quarantined
     if order:
         pieces = pieces.take(order(len(pieces)))
-    join = batch_build_of(how.objective)
+    join = batch_build_of(packing.objective)
     if join and blank is None:
         joined = build_batch(join, pieces, documents)
-        return concat_and_chunk(joined, pieces.lengths[:, 0], None, how, carry_length)
-    built = build_sequences(how, pieces, documents, epoch)
+        return concat_and_chunk(joined, pieces.lengths[:, 0], None, packing, carry_length)
+    sequences = build_sequences(packing, pieces, documents, epoch)
     blank = None if blank is None else blank[pieces.documents]
-    fields = {name: np.concatenate([one[name] for one in built]) for name in built[0]}
-    return concat_and_chunk(fields, pieces.lengths[:, 0], blank, how, carry_length)
+    fields = {name: np.concatenate([sequence[name] for sequence in sequences]) for name in sequences[0]}
+    return concat_and_chunk(fields, pieces.lengths[:, 0], blank, packing, carry_length)
 
 
 def concat_and_chunk(
@@ -250,17 +250,17 @@ def concat_and_chunk(
     Documents of length 0 take no place, and no number in a row. carry_length: how much is the end of a row of the block
     before; then that is row 0.
     """
-    (length,), kept = packing.row_lengths, lengths > 0
-    starts = [0, *np.cumsum(lengths[kept]).tolist()]
+    (length,), is_filled = packing.row_lengths, lengths > 0
+    starts = [0, *np.cumsum(lengths[is_filled]).tolist()]
     total = starts[-1]
     heads = [0] if 0 < carry_length < total else []
-    plain, typed = split_plain_fields(fields, packing)
+    plain, typed_fields = split_plain_fields(fields, packing)
     side = RowStore(
         fields=plain,
-        typed=typed,
+        typed=typed_fields,
         starts=starts,
         bounds=[*heads, *range(carry_length if heads else 0, total, length), total],
-        blank=None if blank is None else blank[kept].tolist(),
+        blank=None if blank is None else blank[is_filled].tolist(),
         fills=packing.fills(plain),
         length=length,
         as_one_document=packing.attend_across_documents,
@@ -269,14 +269,14 @@ def concat_and_chunk(
 
 
 class BinPackedRows:
-    """The rows of a group of blocks, each of which is built when it is asked for, so that little is in memory."""
+    """The rows of a group of blocks, each built on use, so that little is in memory."""
 
-    def __init__(self, documents: DocumentSource, how: PackingConfig, epoch: int) -> None:
-        self._documents, self._how, self._epoch = documents, how, epoch
+    def __init__(self, documents: DocumentSource, packing: PackingConfig, epoch: int) -> None:
+        self._documents, self._packing, self._epoch = documents, packing, epoch
         lengths, first = documents.lengths, documents.first
         sizes = lambda: documents.image_sizes  # noqa: E731
-        pieces = split_documents(lengths, how.objective, first, how.seed, sizes).without_empty()
-        rows = assign_rows(how.objective, pieces.lengths, how.row_lengths)
+        pieces = split_documents(lengths, packing.objective, first, packing.seed, sizes).without_empty()
+        rows = assign_rows(packing.objective, pieces.lengths, packing.row_lengths)
         order = np.argsort(rows, kind="stable")
         self._pieces: ChunkTable = pieces.take(order)
         self._bounds = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
@@ -288,11 +288,11 @@ class BinPackedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, but for the documents."""
+        """Bytes in memory, without the documents."""
         return self._pieces.nbytes + self._bounds.nbytes
 
     def row(self, number: int) -> PackedBlock:
-        """A row, as a block of its own."""
+        """A row as a block."""
         return self._build_rows(number, number + 1)
 
     def all_rows(self) -> PackedBlock:
@@ -305,46 +305,46 @@ class BinPackedRows:
         return self._build_rows(0, 1).padding
 
     def _build_rows(self, begin: int, end: int) -> PackedBlock:
-        first, after = self._bounds[[begin, end]].tolist()
-        pieces = self._pieces.take(np.arange(first, after))
+        first, last = self._bounds[[begin, end]].tolist()
+        pieces = self._pieces.take(np.arange(first, last))
         rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
-        built = build_sequences(self._how, pieces, self._documents, self._epoch)
+        sequences = build_sequences(self._packing, pieces, self._documents, self._epoch)
         blank = self._documents.is_quarantined
-        of_pieces = None if blank is None else blank[pieces.documents]
-        return lay_out_rows(built, pieces, rows, of_pieces, self._how)
+        piece_blank = None if blank is None else blank[pieces.documents]
+        return lay_out_rows(sequences, pieces, rows, piece_blank, self._packing)
 
 
 def lay_out_rows(
-    built: Sequence[Mapping[str, NDArray[Any]]],
+    sequences: Sequence[Mapping[str, NDArray[Any]]],
     pieces: ChunkTable,
     rows: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
-    how: PackingConfig,
+    packing: PackingConfig,
 ) -> PackedBlock:
     """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
     order = np.argsort(rows, kind="stable")
     firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
-    sides, prefixes = [], how.objective.field_prefixes
-    for side, length in enumerate(how.row_lengths):
-        names = [name for name in built[0] if prefix_index(name, prefixes) == side]
+    sides, prefixes = [], packing.objective.field_prefixes
+    for side, length in enumerate(packing.row_lengths):
+        names = [name for name in sequences[0] if prefix_index(name, prefixes) == side]
         fields = {
-            name: (np.stack if how.field(name).per == "row" else np.concatenate)(
-                [built[number][name] for number in order.tolist()]
+            name: (np.stack if packing.field(name).per == "row" else np.concatenate)(
+                [sequences[number][name] for number in order.tolist()]
             )
             for name in names
         }
-        plain, typed = split_plain_fields(fields, how)
+        plain, typed_fields = split_plain_fields(fields, packing)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
         sides.append(
             RowStore(
                 fields=plain,
-                typed=typed,
+                typed=typed_fields,
                 starts=starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
                 blank=None if blank is None else blank[order].tolist(),
-                fills=how.fills(plain, side),
+                fills=packing.fills(plain, side),
                 length=length,
-                as_one_document=how.attend_across_documents,
+                as_one_document=packing.attend_across_documents,
             )
         )
     return PackedBlock(tuple(sides))
@@ -352,7 +352,7 @@ def lay_out_rows(
 
 def pack_in_memory(
     documents: Sequence[NDArray[Any]],
-    how: PackingConfig,
+    packing: PackingConfig,
     *,
     first: int = 0,
     order: Callable[[int], NDArray[np.int64]] | None = None,
@@ -363,25 +363,25 @@ def pack_in_memory(
     order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
     files that belong to each.
     """
-    held = InMemoryDocuments(documents, first, members)
-    if how.objective.max_tokens is None:
-        return pack_chunked(held, how, order=order)
-    return BinPackedRows(held, how, 0).all_rows()
+    source = InMemoryDocuments(documents, first, members)
+    if packing.objective.max_tokens is None:
+        return pack_chunked(source, packing, order=order)
+    return BinPackedRows(source, packing, 0).all_rows()
 
 
 def split_plain_fields(
-    fields: Mapping[str, NDArray[Any]], how: PackingConfig
+    fields: Mapping[str, NDArray[Any]], packing: PackingConfig
 ) -> tuple[dict[str, NDArray[np.integer]], dict[str, TypedField]]:
     """Integers [total], in at most 32 bits, and all other fields. Raises a MegatfmError if an integer doesn't fit."""
-    known = {name: how.field(name) for name in fields}
+    field_of = {name: packing.field(name) for name in fields}
     plain = {
         name
-        for name, field in known.items()
+        for name, field in field_of.items()
         if (field.per, field.shape, field.dtype) == ("tokens", (), "int64")
     }
     return (
         {name: _as_int32(values, name) for name, values in fields.items() if name in plain},
-        {name: TypedField(known[name], values) for name, values in fields.items() if name not in plain},
+        {name: TypedField(field_of[name], values) for name, values in fields.items() if name not in plain},
     )
 
 

@@ -31,7 +31,7 @@ MAX_STORED_PLANS = 32
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Sizes that the order of rows needs of a corpus, and notes for the log on what is not read as one would think.
+    """Sizes that the order of rows needs of a corpus, and notes for the log on data that is left out or cut.
 
     sizes [n]: of every block the tokens that are cut into rows; or of every group of blocks the rows.
     groups [n + 1]: the first block of each group; None where rows are cut.
@@ -153,10 +153,10 @@ class _Planner:
         self.corpus, self.objective, self.row_lengths, self.seed = corpus, objective, row_lengths, seed
 
     def plan_chunked(self) -> PackingPlan:
-        built = np.concatenate(
+        chunk_rows = np.concatenate(
             [np.add.reduceat(pieces.lengths[:, 0], starts[:-1]) for _, starts, pieces in self._planned()]
         )
-        total, length = int(built.sum()), self.row_lengths[0]
+        total, length = int(chunk_rows.sum()), self.row_lengths[0]
         if total < length:
             raise UsageError(
                 f"{self.corpus.folder}: its {self.corpus.n_samples} documents make {total} tokens, too few for one "
@@ -164,7 +164,7 @@ class _Planner:
                 + (f", or set data.sequence_length to at most {total}" if total else "")
             )
         padding = 1 - total / (-(-total // length) * length)
-        return PackingPlan(built, None, padding, tuple(self._padding_warning(padding)))
+        return PackingPlan(chunk_rows, None, padding, tuple(self._padding_warning(padding)))
 
     def plan_bin_packed(self) -> PackingPlan:
         blocks, folder = self.corpus.blocks, self.corpus.folder
@@ -172,11 +172,11 @@ class _Planner:
         texts = np.zeros(len(blocks), np.int64)
         total = dropped = without_partner = 0
         for begin, starts, pieces in self._planned():
-            kept = pieces.lengths.any(axis=1)
-            self._check_lengths(pieces.take(np.flatnonzero(kept)))
+            is_filled = pieces.lengths.any(axis=1)
+            self._check_lengths(pieces.take(np.flatnonzero(is_filled)))
             volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(pieces.lengths, starts[:-1])
             texts[begin + 1 : begin + len(starts)] = self._count_texts(begin, starts, pieces)
-            total, dropped = total + int(kept.sum()), dropped + int((~kept).sum())
+            total, dropped = total + int(is_filled.sum()), dropped + int((~is_filled).sum())
         if not total:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
@@ -235,14 +235,14 @@ class _Planner:
     def _padding_warning(self, share: float) -> Iterator[str]:
         if share > MUCH_PADDING:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
-            why = (
+            reason = (
                 "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
             )
             if self._fits and self.objective.max_tokens is not None:
-                why = "its documents don't fill such rows, whole"
+                reason = "its documents don't fill such rows, whole"
             yield (
                 f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} is padding, on which time is spent: "
-                f"{why}: choose shorter rows (data.sequence_length), or prepare more text"
+                f"{reason}: choose shorter rows (data.sequence_length), or prepare more text"
             )
 
     def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:

@@ -101,7 +101,7 @@ class PackingObjective(Protocol):
 
     @property
     def fields(self) -> Mapping[str, Field] | None:
-        """All fields that `build` makes; None: whatever it makes, integers [length of the side]."""
+        """All fields that `build` makes; None: its fields, integers [length of the side]."""
         ...
 
     @property
@@ -226,16 +226,16 @@ def split_documents(
     A document is cut into consecutive pieces of `objective.max_tokens`, of which the last may be shorter; an empty
     document is one empty piece. Pieces that make no sequence are among them, with lengths of 0.
     """
-    most = objective.max_tokens
-    if most is None:
+    max_tokens = objective.max_tokens
+    if max_tokens is None:
         documents = np.arange(len(n_tokens))
         numbers, starts, ends = np.zeros_like(documents), np.zeros_like(documents), n_tokens
     else:
-        counts = np.maximum(-(-n_tokens // most), 1)
+        counts = np.maximum(-(-n_tokens // max_tokens), 1)
         documents = np.repeat(np.arange(len(n_tokens)), counts)
         numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = numbers * most
-        ends = np.minimum(starts + most, n_tokens[documents])
+        starts = numbers * max_tokens
+        ends = np.minimum(starts + max_tokens, n_tokens[documents])
     image_lengths: ImageLengths | None = getattr(objective, "image_lengths", None)
     if image_sizes is not None and image_lengths is not None:
         lengths = image_lengths(image_sizes())[documents]
@@ -257,7 +257,7 @@ class DocumentSource(Protocol):
 
     @property
     def is_quarantined(self) -> NDArray[np.bool_] | None:
-        """Mask [D] of those that are to become padding."""
+        """Mask [D] of documents that become padding."""
         ...
 
     @property
@@ -272,7 +272,7 @@ class DocumentSource(Protocol):
         ...
 
     def describe(self, number: int) -> tuple[str, str]:
-        """Where a document is stored, in words, and how to train without it."""
+        """Describe where a document is stored, and how to train without it, for error messages."""
         ...
 
 
@@ -297,23 +297,23 @@ class PartnerDocuments:
 
 
 def build_sequences(
-    how: PackingConfig, pieces: ChunkTable, documents: DocumentSource, epoch: int
+    packing: PackingConfig, pieces: ChunkTable, documents: DocumentSource, epoch: int
 ) -> list[Fields]:
     """Build the sequence of each piece of documents.
 
-    Documents in quarantine become padding of the same length; they are nobody's partners. Raises a MegatfmError that
-    names the sample whose sequence is not what was planned and declared.
+    Documents in quarantine become padding of the same length; they have no partners. Raises a MegatfmError that names
+    the sample whose sequence differs from plan or declaration.
     """
-    built, objective, first = [], how.objective, documents.first
+    sequences, objective, first = [], packing.objective, documents.first
     blank = (
         np.zeros(len(documents), np.bool_) if documents.is_quarantined is None else documents.is_quarantined
     )
     partners = np.flatnonzero((documents.lengths > 0) & ~blank)
     for document, start, end, number, planned_lengths in pieces.iter_chunks():
         if blank[document] and objective.fields is not None:
-            built.append(_declared_padding(objective, planned_lengths))
+            sequences.append(_declared_padding(objective, planned_lengths))
             continue
-        key = PieceKey(how.seed, epoch, first + document, number)
+        key = PieceKey(packing.seed, epoch, first + document, number)
         tokens = documents[document][start:end]
         partner_documents = PartnerDocuments(documents, partners, document)
         chunk = DocumentChunk(tokens, partner_documents, documents.members(document))
@@ -324,20 +324,21 @@ def build_sequences(
             raise MegatfmError(f"{place} {error}{remedy}") from error
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
-        _check_lengths(how, fields, planned_lengths, first + document)
+        _check_lengths(packing, fields, planned_lengths, first + document)
         if blank[document]:
-            fields = {name: how.field(name).filled(len(field)) for name, field in fields.items()}
-        built.append(fields)
-    return built
+            fields = {name: packing.field(name).filled(len(field)) for name, field in fields.items()}
+        sequences.append(fields)
+    return sequences
 
 
-def _check_lengths(how: PackingConfig, fields: Fields, planned_lengths: Sequence[int], sample: int) -> None:
-    sides = how.objective.field_prefixes
-    of_tokens = {name: values for name, values in fields.items() if how.field(name).per == "tokens"}
-    if any(len(values) != planned_lengths[prefix_index(name, sides)] for name, values in of_tokens.items()):
-        built_lengths = {name: len(values) for name, values in of_tokens.items()}
-        wanted = ", ".join(map(str, planned_lengths))
-        raise MegatfmError(f"the objective built sample {sample} with lengths {built_lengths}, not {wanted}")
+def _check_lengths(
+    packing: PackingConfig, fields: Fields, planned_lengths: Sequence[int], sample: int
+) -> None:
+    sides = packing.objective.field_prefixes
+    lengths = {name: len(values) for name, values in fields.items() if packing.field(name).per == "tokens"}
+    if any(length != planned_lengths[prefix_index(name, sides)] for name, length in lengths.items()):
+        planned = ", ".join(map(str, planned_lengths))
+        raise MegatfmError(f"the objective built sample {sample} with lengths {lengths}, not {planned}")
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:
@@ -352,10 +353,10 @@ def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sampl
         inner = values.shape[1:] if field.per == "tokens" else values.shape
         if values.dtype != field.dtype or inner != field.shape:
             length = "n, " if field.per == "tokens" else ""
-            wanted = f"{field.dtype} [{length}{', '.join(map(str, field.shape))}]"
+            expected = f"{field.dtype} [{length}{', '.join(map(str, field.shape))}]"
             raise MegatfmError(
                 f"the objective built sample {sample} with {name!r} = {values.dtype} {list(values.shape)}, but its "
-                f"`fields` say {wanted}"
+                f"`fields` say {expected}"
             )
     return arrays
 

@@ -23,11 +23,11 @@ FRAMES_PER_CALL = 16
 class ShuffledDocuments(Iterator[Numbered]):
     """An endless iterator over (sample number, read-only tokens [n]) in the order of `RowOrder` over samples.
 
-    Each epoch has each sample once; `position` counts those that were given, and an iterator that starts there goes
-    on from there. For those who want documents rather than packed rows. Of each stream two frames are needed: the one
-    that is given, and the next, which `threads` unpack meanwhile. Frames unpacked together stay in memory until the
-    last of them was given, so it takes some three times as much. Of plain tars, frames are verified the first time,
-    and their samples read one by one.
+    Each epoch has each sample once; `position` counts the documents so far, and an iterator that starts there
+    continues. An iterator over documents rather than packed rows. Of each stream two frames are needed: the one that is
+    given, and the next, which `threads` unpack meanwhile. Frames unpacked together stay in memory until the last of
+    them was given, so it takes some three times as much. Of plain tars, frames are verified the first time, and their
+    samples read one by one.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class ShuffledDocuments(Iterator[Numbered]):
 
     def _epoch(self) -> Iterator[Numbered]:
         """Iterate over the rest of the epoch in which `position` is."""
-        epoch, done = divmod(self.position, len(self.order))
-        turns, first = divmod(done, self.order.streams)
-        ahead = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
+        epoch, n_drawn = divmod(self.position, len(self.order))
+        turns, first = divmod(n_drawn, self.order.streams)
+        prefetched = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
         streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
         while True:
             for stream in range(first, len(streams)):
                 document = next(streams[stream], None)
                 if document is None:
-                    # What is needed first comes first, so this is the stream's; none is left at the end of the epoch.
-                    streams[stream] = iter(next(ahead, ()))
+                    # Results arrive in the order of the stream; at the end of the epoch none is left.
+                    streams[stream] = iter(next(prefetched, ()))
                     document = next(streams[stream], None)
                     if document is None:
                         return

@@ -52,14 +52,14 @@ class RowWorkers:
                 self._start()
             processes, pipes = self._processes, self._pipes
         bounds = np.linspace(0, len(positions), len(processes) + 1).astype(int).tolist()
-        asked = []
+        requests = []
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             if begin < end:
                 with contextlib.suppress(OSError):  # of a worker that died, which its answer tells
                     pipes[number].send(list(positions[begin:end]))
-                asked.append(number)
+                requests.append(number)
         # All are heard, also after an error, so that the next call finds no old answers.
-        answers = [_answer(number, processes[number], pipes[number]) for number in asked]
+        answers = [_answer(number, processes[number], pipes[number]) for number in requests]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -113,7 +113,7 @@ def _exit_code(process: Any) -> int | None:
     """Return the exit code of a process that died or is about to; None if it does not."""
     end = time.monotonic() + END_SECONDS
     process.join(END_SECONDS)
-    # Where two threads ask the system at once, one is told, and `join` of the other may return before that is known.
+    # If two threads wait for a process at once, the system tells only one, and the other's `join` may return early.
     while process.exitcode is None and time.monotonic() < end:
         time.sleep(0.01)
     code: int | None = process.exitcode

@@ -69,12 +69,12 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
     "full", which keeps the blocks' inputs and in the backward pass one block's own. None where a part of the model
     decides by values how much it keeps.
 
-    Blocks are taken as they run eagerly, and experts as on a GPU; one of a kind stands for the others. Attention by
-    blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed. Raises
+    Blocks are taken as they run eagerly, and experts as on a GPU; one block of a kind represents the others. Attention
+    by blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed. Raises
     UsageError for a family without split points, and whatever a part of the model raises.
     """
-    of_library = logging.getLogger("torch._subclasses.fake_tensor")
-    before, of_library.disabled = of_library.disabled, True
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         with FakeTensorMode(), _experts_by_shapes():
             return _measured(config)
@@ -82,7 +82,7 @@ def block_activation_bytes(config: Config) -> tuple[int, int] | None:
         log.debug("what blocks keep is not counted: %s: %s", type(error).__name__, error)
         return None
     finally:
-        of_library.disabled = before
+        logger.disabled = was_disabled
 
 
 class _Products(torch.autograd.Function):
@@ -97,12 +97,12 @@ class _Products(torch.autograd.Function):
 @contextmanager
 def _experts_by_shapes() -> Iterator[None]:
     """Products of experts by their shapes: whose a row is is a matter of values, how many there are is not."""
-    before = dict(KERNELS)
+    original_kernels = dict(KERNELS)
     KERNELS.update(dict.fromkeys(KERNELS, _Products.apply))
     try:
         yield
     finally:
-        KERNELS.update(before)
+        KERNELS.update(original_kernels)
 
 
 def _measured(config: Config) -> tuple[int, int]:
@@ -129,18 +129,18 @@ def _measured(config: Config) -> tuple[int, int]:
         for path, block in model.named_modules()
         if block in set(transformer_blocks(model))
     }
-    seen, sums = dict[Hashable, tuple[int, int, Any]](), {"whole": 0, "inputs": 0, "largest": 0}
+    by_kind, sums = dict[Hashable, tuple[int, int, Any]](), {"whole": 0, "inputs": 0, "largest": 0}
 
     def measured(block: nn.Module, forward: Callable[..., Any], x_BTD: Tensor, *args: Any) -> Any:
         kind = paths[block], type(block), getattr(block, "kind", None), x_BTD.shape
-        # The first of its kind may make what the others share, such as a mask: the second one stands for the rest.
-        times, n_bytes, result = seen.get(kind, (0, 0, None))
+        # The first of its kind may make what the others share, such as a mask: the second one represents the rest.
+        times, n_bytes, result = by_kind.get(kind, (0, 0, None))
         if times < 2:
-            kept = SavedTensors(model)
-            with kept.counted():
+            saved_tensors = SavedTensors(model)
+            with saved_tensors.counted():
                 result = forward(x_BTD, *args)
-            times, n_bytes = times + 1, kept.bytes
-        seen[kind] = times, n_bytes, result
+            times, n_bytes = times + 1, saved_tensors.bytes
+        by_kind[kind] = times, n_bytes, result
         sums["whole"] += n_bytes
         sums["largest"] = max(sums["largest"], n_bytes)
         sums["inputs"] += x_BTD.nbytes

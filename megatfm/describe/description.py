@@ -136,7 +136,7 @@ TRAINING_FLOPS_PER_MAC = 6
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of training on one row, as the model's parts tell it.
+    """Cost of training on one row, by the model's modules.
 
     A weight costs 6 FLOPs for each token that it is multiplied with, forward and backward (Chowdhery et al. 2022,
     appendix B; nothing is recomputed), and so does each product of attention, of which there are 2 for each channel of

@@ -43,8 +43,8 @@ def rank_state(config: Config) -> RankState | None:
     With dp_shard = -1, which takes all processes that there are, the fewest possible are assumed. Raises UsageError
     where the layout does not fit the model.
     """
-    least = max(config.parallel.dp_shard, _least_shard(config.parallel))
-    parallel = config.parallel.model_copy(update={"dp_shard": least})
+    min_ranks = max(config.parallel.dp_shard, _least_shard(config.parallel))
+    parallel = config.parallel.model_copy(update={"dp_shard": min_ranks})
     ranks = math.prod((parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp))
     if ranks == 1 or parallel.engine != "native" or dist.is_initialized():
         return None
@@ -103,8 +103,8 @@ def _shard_size(tensor: TensorLayout, mesh: Mesh) -> int:
 def _has_whole_gradients(config: Config, zero: int, data_ranks: int) -> bool:
     """Return whether ZeRO leaves gradients whole, as where those of several micro-batches add up."""
     parallel, train = config.parallel, config.train
-    several = train.global_batch > train.micro_batch * data_ranks
-    return zero < 2 or parallel.pp > 1 or (several and parallel.grad_accumulation == "unsharded")
+    has_accumulation = train.global_batch > train.micro_batch * data_ranks
+    return zero < 2 or parallel.pp > 1 or (has_accumulation and parallel.grad_accumulation == "unsharded")
 
 
 @contextmanager

@@ -85,8 +85,8 @@ def _input(model: ModelConfig) -> Line:
             "images",
             f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
         )
-    known = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
-    return "vocabulary", f"{known}{_embeddings(model)}"
+    vocabulary = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
+    return "vocabulary", f"{vocabulary}{_embeddings(model)}"
 
 
 def _stages(stages: StagesConfig, d_model: int) -> str:
@@ -109,10 +109,10 @@ def _heads(model: ModelConfig) -> str:
 
 def _patterns(model: ModelConfig) -> str:
     """Count the blocks by their pattern in [model]; of an encoder-decoder, as many as its decoder has."""
-    counted = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
-    if len(counted) == 1:
-        return next(iter(counted))
-    return ", ".join(f"{number} × {what}" for what, number in counted.items())
+    n_layers_by_pattern = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
+    if len(n_layers_by_pattern) == 1:
+        return next(iter(n_layers_by_pattern))
+    return ", ".join(f"{number} × {name}" for name, number in n_layers_by_pattern.items())
 
 
 def _pattern(model: ModelConfig) -> str:
@@ -287,12 +287,12 @@ def _activations(description: "Description") -> str:
 
     rows = description.config.train.micro_batch
     try:
-        kept = block_activation_bytes(description.config)
+        activation_bytes = block_activation_bytes(description.config)
     except Exception as error:  # of any part, a plugin's too: the rest of the description stands
         return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
-    if kept is None:
+    if activation_bytes is None:
         return "not counted: a part of this model asks for values, and is measured on shapes alone"
-    kept_text, recomputed_text = (f"{number / 2**30:,.2f} GiB" for number in kept)
+    kept_text, recomputed_text = (f"{number / 2**30:,.2f} GiB" for number in activation_bytes)
     text = f'{kept_text} kept by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
     parallel = description.config.parallel
     return (
@@ -307,12 +307,12 @@ def _flops(description: "Description") -> list[Line]:
     length = f"s = {config.data.sequence_length:,}"
     if model.family == "encoder_decoder":
         length += f" of the encoder, t = {config.data.target_length or config.data.sequence_length:,} of the decoder"
-    what = {
+    names = {
         "encoder": "the head only for masked tokens" if model.lm_head.name != "none" else "heads once a row",
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
-    lines = [("FLOPs per token", f"in training; {length}, N = {description.matmul_parameters:,} ({what})")]
+    lines = [("FLOPs per token", f"in training; {length}, N = {description.matmul_parameters:,} ({names})")]
     if (
         model.family == "decoder"
         and not model.layer_types
@@ -324,8 +324,8 @@ def _flops(description: "Description") -> list[Line]:
             ("  6N + 12·L·h·s", f"{description.flops_full:.4g}, attention counted in full"),
             ("  6N + 6·L·h·s", f"{description.flops_causal:.4g}, of attention only its causal half"),
         ]
-    how = "counted in full" if _sees_all(model) else "as patterns see pairs; full attention in full"
-    lines.append(("  with attention", f"{description.flops_full:.4g}, {how}"))
+    method = "counted in full" if _sees_all(model) else "as patterns see pairs; full attention in full"
+    lines.append(("  with attention", f"{description.flops_full:.4g}, {method}"))
     if description.flops_causal < description.flops_full:
         half_of = "the decoder's own" if model.family == "encoder_decoder" else "full attention"
         lines.append(("", f"{description.flops_causal:.4g}, of {half_of} only the causal half"))

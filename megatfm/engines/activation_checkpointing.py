@@ -1,5 +1,6 @@
-"""Activation checkpointing of blocks (Chen et al. 2016): what is not kept in the forward pass is computed again in the
-backward pass. Dropout is keyed, so the second pass drops what the first did, and gradients are the same to the bit.
+"""Activation checkpointing of blocks (Chen et al. 2016): activations that the forward pass doesn't keep are computed
+again in the backward pass. Dropout is keyed, so the second pass drops what the first did, and gradients are the same to
+the bit.
 
 "none" keeps everything. "full" keeps a block's input. "selective" also keeps the outputs of weights' products, of fused
 attention and of sums over tensor-parallel ranks, so that only cheap operations are repeated (and, where attention is
@@ -35,7 +36,7 @@ SAVED_OPS = {
     _sums.reduce_scatter_tensor.default,
 }
 SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention"}
-"""Operators that are there only once their modules are imported."""
+"""Operators that exist only once their modules are imported."""
 
 Forward = Callable[..., Any]
 
@@ -51,7 +52,7 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
     if compiled and mode != "none":
         from torch._dynamo import config
 
-        # What a block notes for later layers, such as a mask, is noted in the forward pass; that's enough.
+        # A block caches values for later layers, such as a mask, in the forward pass; that's enough.
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = MemoryBudget(stage, size_of(mode)) if mode not in ("none", "full", "selective") else None
     for block in blocks:
@@ -85,9 +86,9 @@ def _checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any, **k
 def _keepable(
     contexts: Callable[[], Any],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Those of the two passes, in which collectives are operators with results."""
-    first, again = contexts()
-    return _within(first), _within(again)
+    """Return the contexts of the two passes, in which collectives are operators with results."""
+    first, second = contexts()
+    return _within(first), _within(second)
 
 
 @contextmanager
@@ -97,8 +98,8 @@ def _within(context: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in SAVED_OPS or _name(operator) in SAVED_OP_NAMES
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = operator in SAVED_OPS or _name(operator) in SAVED_OP_NAMES
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _name(operator: Any) -> str:
@@ -107,11 +108,11 @@ def _name(operator: Any) -> str:
 
 
 class MemoryBudget:
-    """Keeps everything of a forward pass's blocks while it fits into so many bytes, and recomputes the blocks after.
+    """Keeps all activations of a forward pass's blocks while they fit into `limit` bytes, and recomputes later blocks.
 
-    What a block keeps is measured when one of its kind with inputs of these shapes first runs, which keeps it all once,
-    whatever the limit; ranks of one tensor-parallel group have the same shapes, so they decide alike. Bytes are those
-    of one forward pass: a pipeline holds several.
+    The activations of a block are measured when the first block of its kind with inputs of these shapes runs, which
+    keeps all of them regardless of the limit; ranks of one tensor-parallel group have the same shapes, so they decide
+    alike. Bytes are those of one forward pass: a pipeline holds several.
     """
 
     def __init__(self, stage: nn.Module, limit: int) -> None:

@@ -49,8 +49,8 @@ class BaseEngine:
     `Engine`).
 
     A subclass says how its backward passes reduce gradients (`_prepare_passes`), where its gradients are (`gradients`),
-    how it moves weights (`step`), and what follows when weights were set (`_weights_were_set`). It calls `_build_state`
-    once its weights are there.
+    how it moves weights (`step`), and the work after weights were set (`_weights_were_set`). It calls `_build_state`
+    once its weights exist.
     """
 
     layout: ModelLayout
@@ -75,12 +75,13 @@ class BaseEngine:
         copies: bool = False,
         compiled: bool = False,
     ) -> None:
-        """Set up all that is summed or saved besides gradients. sharded, copies: see `GlobalNorm`. A collective."""
+        """Set up the state that is summed or saved besides gradients. sharded, copies: see `GlobalNorm`. A
+        collective."""
         self.ties = ties
         self.module_state = ModuleState(model, self.layout, self.mesh, ties)
         self.state = TrainState({**weights, **self.module_state.boxes}, optimizers, self.loss_scale)
         self.distinct = GlobalNorm(
-            self.layout, self.mesh, self.device, sharded=sharded, copies=copies, counted=ties.is_owner
+            self.layout, self.mesh, self.device, sharded=sharded, copies=copies, is_counted=ties.is_owner
         )
         self.norms = LayerStatistics(model, self.layout, self.mesh, self.distinct, compiled=compiled)
         self.reads = DeferredReads()
@@ -103,7 +104,8 @@ class BaseEngine:
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        """How a step's passes run, what their losses are multiplied by, and what reduces their gradients."""
+        """The functions of a step's passes: how they run, the factor of their losses, and the reduction of
+        gradients."""
         raise NotImplementedError
 
     def _finish_passes(self) -> None:
@@ -121,7 +123,7 @@ class BaseEngine:
         raise NotImplementedError
 
     def _weights_were_moved(self) -> None:
-        """Set the weights that the model computes with from `local`, but for frozen ones."""
+        """Set the model's compute weights from `local`, except frozen ones."""
         raise NotImplementedError
 
     def _weights_were_set(self) -> None:
@@ -216,7 +218,8 @@ class BaseEngine:
         return self.state.state_dict()
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
-        """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
+        """Return empty tensors for the contents of a checkpoint (name → dtype, global shape): weights in place, fresh
+        optimizer state."""
         return self.state.empty_state_dict(stored)
 
     def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
@@ -253,7 +256,7 @@ def materialize(
 
 
 def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Put a parameter in the place of another one wherever modules have it."""
+    """Replace a parameter in all modules that have it."""
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter is old:

@@ -1,6 +1,6 @@
 """Gradients over all ranks: their norm, clipping, partial sums, and statistics of layers.
 
-Each element of the model counts once, whatever axes cut a parameter and whichever ranks hold copies.
+Each element of the model counts once, independent of the axes that cut a parameter and of copies on other ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +30,16 @@ class GlobalNorm:
         *,
         sharded: bool,
         copies: bool = False,
-        counted: Callable[[str], bool] = lambda _: True,
+        is_counted: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self._mesh, self._device, self.counted = mesh, device, counted
+        self._mesh, self._device, self.counted = mesh, device, is_counted
         axes = {name: _axes(placement, sharded, copies) for name, placement in layout.items()}
         # From the layout, which has the names of the whole model, so that all ranks know the same kinds.
         self.axis_sets = sorted(set(axes.values()))
         self.kind_of = {name: self.axis_sets.index(reduced_axes) for name, reduced_axes in axes.items()}
 
     def norm(self, tensors: Mapping[str, Tensor], found_inf: bool = False) -> Tensor:
-        """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model, if one of them says so."""
+        """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model if one of them has it."""
         squares = torch.zeros(len(self.axis_sets), dtype=torch.float64, device=self._device)
         blocks_by_kind: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():

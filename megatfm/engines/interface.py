@@ -1,4 +1,4 @@
-"""The interface of engines: what the training loop and `verify` ask of one, and what passes between them."""
+"""The interface of engines: the calls of the training loop and `verify`, and the values that are exchanged."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +187,7 @@ class NeedsShardLocations(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Parameters that one optimizer moves, and what it must be shown of them.
+    """Parameters that one optimizer moves, and the granularity at which it needs them.
 
     elementwise: any block of a tensor will do (AdamW). whole_tensor: the update of an element depends on others
     (Muon), so each tensor is gathered to one rank, which keeps its state.
@@ -219,10 +219,10 @@ class OptimizerGroup:
         groups: list[tuple[list[str], dict[str, Any]]] = []
         for name, tensor in tensors.items():
             options = {**self.options.get(name, {}), "lr_ratio": self.lr_ratios.get(name, 1.0)}
-            for names, known in groups:
-                if options == {key: value for key, value in known.items() if key != "params"}:
+            for names, known_names in groups:
+                if options == {key: value for key, value in known_names.items() if key != "params"}:
                     names.append(name)
-                    known["params"].append(tensor)
+                    known_names["params"].append(tensor)
                     break
             else:
                 groups.append(([name], {"params": [tensor], **options}))
@@ -247,7 +247,7 @@ class Stateful(Protocol):
         """Add the counts of a micro-batch."""
 
     def update(self, observed: Mapping[str, Tensor]) -> None:
-        """Change the state by what was observed over the global batch; the same on all ranks."""
+        """Update the state from the observations of the global batch; the same on all ranks."""
 
     def reset_counts(self) -> None:
         """Set the counts to zero."""
@@ -342,7 +342,7 @@ class Engine(Protocol):
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """Clip by the global gradient norm (0: don't) and take an optimizer step. Returns the norm before clipping.
 
-        A loss or norm that is not finite leaves weights and state as they are, and what is returned is not finite; it
+        A loss or norm that is not finite leaves weights and state unchanged, and the returned norm is not finite; it
         is for the caller to act on it. skip: do as if the norm were not; all ranks must ask alike.
         """
 
@@ -371,7 +371,8 @@ class Engine(Protocol):
         as optimizer.NAME.KEY, and what else it keeps as engine.KEY."""
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
-        """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
+        """Return empty tensors for the contents of a checkpoint (name → dtype, global shape): weights in place, fresh
+        optimizer state."""
 
     def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
         """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""

@@ -47,8 +47,8 @@ class DeferredReads:
         """Have the device copy all that wait to the host: a read then waits for that, and for nothing asked later."""
         values = torch.cat([values for values, _ in self._waiting])
         if values.device.type != "cpu":
-            sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = sent.copy_(values, non_blocking=True)
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = buffer.copy_(values, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record()
         places = [values.numel() for values, _ in self._waiting]
@@ -127,9 +127,9 @@ class LossAccumulator:
             self._batches += 1
 
     def sum_counts(self) -> None:
-        """Add up over all data ranks what was counted here. A collective.
+        """Sum this rank's counts over all data ranks. A collective.
 
-        Raises MegatfmError where there was no batch, of which a loss of 0 would be told.
+        Raises MegatfmError without a batch, for which the loss would read 0.
         """
         if not self._batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
@@ -146,19 +146,19 @@ class LossAccumulator:
         return TermWeights(torch.stack(factors), self._places)
 
     def add(self, terms: Mapping[str, Tensor]) -> None:
-        """Add the terms of one micro-batch to what this rank reports."""
+        """Add the terms of one micro-batch to this rank's sums."""
         for term, value in terms.items():
             self._sums[self._places[term]] += value
 
     def add_row_losses(self, recorders: Iterable[RowLossRecorder], batches: Sequence[Batch]) -> None:
         """Add the losses of the rows of micro-batches to their sources', as far as they were computed here."""
-        of_sources = self._sums[len(self._places) :]
+        source_sums = self._sums[len(self._places) :]
         by_microbatch = self._sources.by_microbatch if self._sources else ()
         for recorder in recorders:
             for batch, sources in zip(batches, by_microbatch, strict=True):
                 losses = recorder.row_losses(batch["targets"])
                 if losses is not None:
-                    of_sources.index_add_(0, moved(torch.from_numpy(sources), losses.device), losses)
+                    source_sums.index_add_(0, moved(torch.from_numpy(sources), losses.device), losses)
 
     def result(self) -> LossTotals:
         """Sums and counts over all ranks. A collective."""
@@ -182,10 +182,10 @@ def recorded_row_losses(heads: Sequence[LMHead]) -> Iterator[list[RowLossRecorde
             head.recorder = None
 
 
-def check_first_pass(passed: object) -> None:
+def check_first_pass(first_pass: object) -> None:
     """Raise MegatfmError where gradients of an earlier pass wait for their step: they would not add up with another's,
     since each pass reduces them, and weighs its loss by the counts of its own batch."""
-    if passed is not None:
+    if first_pass is not None:
         raise MegatfmError(
             "forward_backward was called twice without a step: give it all micro-batches of a step at once, or drop "
             "the gradients with zero_grad()"

@@ -45,12 +45,12 @@ class OwnedTensors:
 
     def gather(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Blocks held everywhere → the full tensors owned here."""
-        sent = [self._pack(blocks, owner) for owner in range(self.ranks)]
+        send_buffers = [self._pack(blocks, owner) for owner in range(self.ranks)]
         received = [[name for name in self.full if self._sends(name, source)] for source in range(self.ranks)]
         sizes = [
             sum(_numel(self.boxes[name][source]) for name in names) for source, names in enumerate(received)
         ]
-        flat = self._exchange(sent, sizes)
+        flat = self._exchange(send_buffers, sizes)
         full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
         for source, names in enumerate(received):
             pieces = flat[source].split([_numel(self.boxes[name][source]) for name in names])
@@ -65,14 +65,16 @@ class OwnedTensors:
 
     def scatter(self) -> None:
         """Set all ranks' blocks from the owners' full copies."""
-        sent = []
+        send_buffers = []
         for target in range(self.ranks):
             parts = [
                 _view(tensor, self.boxes[name][target]).reshape(-1) for name, tensor in self.full.items()
             ]
-            sent.append(self._cat(parts))
+            send_buffers.append(self._cat(parts))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
-        flat = self._exchange(sent, [sum(self.local[name].numel() for name in names) for names in owned])
+        flat = self._exchange(
+            send_buffers, [sum(self.local[name].numel() for name in names) for names in owned]
+        )
         for names, values in zip(owned, flat, strict=True):
             pieces = values.split([self.local[name].numel() for name in names])
             for name, piece in zip(names, pieces, strict=True):
@@ -83,19 +85,23 @@ class OwnedTensors:
         return boxes.index(boxes[rank]) == rank
 
     def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
-        mine = [name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)]
-        return self._cat([blocks[name].reshape(-1) for name in mine])
+        own_names = [
+            name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)
+        ]
+        return self._cat([blocks[name].reshape(-1) for name in own_names])
 
     def _cat(self, parts: list[Tensor]) -> Tensor:
         first = next(iter(self.local.values()))
         return torch.cat(parts) if parts else first.new_empty(0)
 
-    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
+    def _exchange(self, send_buffers: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
         if self.ranks == 1:
-            return tuple(sent)
-        flat = torch.cat(sent)
+            return tuple(send_buffers)
+        flat = torch.cat(send_buffers)
         received = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in sent], group=self.group)
+        dist.all_to_all_single(
+            received, flat, sizes, [part.numel() for part in send_buffers], group=self.group
+        )
         return received.split(sizes)
 
 
@@ -142,9 +148,9 @@ class TorchOptimizer:
         # By torch's own protocol (`torch.amp.GradScaler`): `found_inf` on the device, of which a step makes no step.
         self.can_skip = self.optimizer is None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._counted: list[dict[str, Any]] = []  # counters as they were before the last step
-        built = self.optimizer.param_groups if self.optimizer else []
+        param_groups = self.optimizer.param_groups if self.optimizer else []
         self.options: dict[str, dict[str, Any]] = {
-            name: options for (names, _), options in zip(groups, built, strict=True) for name in names
+            name: options for (names, _), options in zip(groups, param_groups, strict=True) for name in names
         }
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
@@ -176,8 +182,8 @@ class TorchOptimizer:
     def restore_counters(self) -> None:
         """Set counters back, after a step that was skipped on the device."""
         if self.optimizer is not None:
-            for options, counted in zip(self.optimizer.param_groups, self._counted, strict=True):
-                options.update(counted)
+            for options, step_count in zip(self.optimizer.param_groups, self._counted, strict=True):
+                options.update(step_count)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensor's name → its state, counters included; not copies but of stacks, and empty before the first step."""
@@ -226,7 +232,7 @@ class ElementwiseOptimizer:
         self.can_skip = self._torch.can_skip
 
     def set_shard_locations(self, places: Mapping[str, ShardLocation]) -> None:
-        """Say where each block is in its whole tensor, to an optimizer that asks for it."""
+        """Give an optimizer that needs it the offset of each block in its full tensor."""
         if isinstance(self._torch.optimizer, NeedsShardLocations):
             self._torch.optimizer.set_shard_locations(
                 {block: places[name] for name, block in self.tensors().items()}
@@ -295,7 +301,7 @@ class WholeTensorOptimizer:
         self._owned = OwnedTensors(local, boxes, shapes, ranks)
         self._owned.refresh()
         self._torch = TorchOptimizer(group, self._owned.full)
-        self.can_skip = False  # no such optimizer can; and ranks must be of one mind about what is sent
+        self.can_skip = False  # no such optimizer can; and ranks must agree on the traffic
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The whole tensors that this rank owns, by name."""

@@ -28,7 +28,7 @@ class GradientSync(Protocol):
     """Receives the start of each micro-batch, to decide whether its backward pass reduces gradients."""
 
     def begin(self, is_last: bool) -> None:
-        """Called before the forward pass of each micro-batch. is_last: of this step, so that what is accumulated is
+        """Called before the forward pass of each micro-batch. is_last: of this step, so that accumulated gradients are
         reduced."""
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
@@ -71,13 +71,14 @@ class SequentialForwardBackward:
 
 WeightBackward = Callable[[], None]
 NOT_ON_INPUT_PATH = None
-"""Stands for a node on the path, where an output doesn't depend on any input."""
+"""Placeholder for a node on the path, if an output depends on no input."""
 
 
 def backward_input(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> WeightBackward:
-    """Add gradients to the `.grad` of inputs; returns what is to be called once to do the same for all weights."""
+    """Add gradients to the `.grad` of inputs; returns a function that does the same for all weights, to be called
+    once."""
     if not roots:
         return lambda: None
     if not inputs:
@@ -123,14 +124,14 @@ def _keeper(arrived: dict[Node, Sequence[Tensor | None]], node: Node) -> Callabl
 def _parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """Parents of every node that a backward pass from the roots reaches."""
     parents: dict[Node, list[Node]] = {root: [] for root in root_nodes}
-    waiting = list(parents)
-    while waiting:
-        node = waiting.pop()
-        # In one order on all ranks: what is on the path may send something.
+    pending = list(parents)
+    while pending:
+        node = pending.pop()
+        # In one order on all ranks: a node on the path may communicate.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             if child not in parents:
                 parents[child] = []
-                waiting.append(child)
+                pending.append(child)
             parents[child].append(node)
     return parents
 
@@ -139,14 +140,14 @@ def _branching(
     root_nodes: Sequence[Node], parents: dict[Node, list[Node]], leaves: set[Node]
 ) -> list[tuple[Tensor, frozenset[Node | None]]]:
     """Pair each weight with the nodes on the path from which its branches leave."""
-    input_path, waiting = set(leaves), list(leaves)
-    while waiting:
-        for parent in parents.get(waiting.pop(), ()):
+    input_path, pending = set(leaves), list(leaves)
+    while pending:
+        for parent in parents.get(pending.pop(), ()):
             if parent not in input_path:
                 input_path.add(parent)
-                waiting.append(parent)
-    left = {node: len(above) for node, above in parents.items()}
-    ready = [node for node, above in left.items() if not above]
+                pending.append(parent)
+    n_unvisited = {node: len(above) for node, above in parents.items()}
+    ready = [node for node, above in n_unvisited.items() if not above]
     exit_nodes: dict[Node, frozenset[Node | None]] = {}
     branching = []
     while ready:
@@ -157,9 +158,9 @@ def _branching(
         exit_nodes[node] = frozenset(sources)
         if node not in leaves and hasattr(node, "variable"):
             branching.append((node.variable, exit_nodes[node]))
-        # In one order on all ranks: what is on the path may send something.
+        # In one order on all ranks: a node on the path may communicate.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
-            left[child] -= 1
-            if not left[child]:
+            n_unvisited[child] -= 1
+            if not n_unvisited[child]:
                 ready.append(child)
     return branching

@@ -36,7 +36,7 @@ class MicrobatchState:
     loss: Tensor | None
     backward_weight: WeightBackward | None = None
     passthrough_gradients: Carry = field(default_factory=dict)
-    """Gradients of what the stage only handed on."""
+    """Gradients of tensors that the stage only passed on."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class PendingReceive:
     works: list[dist.Work]
 
     def wait(self) -> Carry:
-        """The tensors, once all of them are there. Raises what torch.distributed raises when the sender is gone."""
+        """Return the tensors once all have arrived. Raises what torch.distributed raises when the sender is gone."""
         for work in self.works:
             work.wait()
         return self.carry
@@ -63,10 +63,10 @@ class StepState:
     microbatches: dict[tuple[int, int], MicrobatchState] = field(default_factory=dict)
     inputs: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Carry] = field(default_factory=dict)
-    """To be sent forward: what a stage gave."""
+    """To be sent forward: outputs of a stage."""
     gradients: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
     input_gradients: dict[tuple[int, int], Carry] = field(default_factory=dict)
-    """To be sent backward: gradients of what a stage took."""
+    """To be sent backward: gradients of a stage's inputs."""
     terms: list[Terms] = field(default_factory=list)
     sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
@@ -74,9 +74,9 @@ class StepState:
 class PipelineForwardBackward:
     """Runs this rank's stages of a pipeline.
 
-    model: holds the modules of these stages alone; its forward becomes that of one stage, so that whatever is laid
-    around the model's forward stays there. group, backward_group: of the same ranks, for activations and for their
-    gradients, so that one direction doesn't queue behind the other. dtype: of activations.
+    model: holds the modules of these stages alone; its forward becomes that of one stage, so that wrappers of the
+    model's forward stay in place. group, backward_group: of the same ranks, for activations and for their gradients, so
+    that one direction doesn't queue behind the other. dtype: of activations.
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class PipelineForwardBackward:
     def _forward(
         self, stage: Stage, inputs: Mapping[str, Tensor], carry: Carry
     ) -> tuple[Carry, dict[str, Tensor]]:
-        """Run the view of one stage; returns what it gives to later stages, and the losses of its heads."""
-        takes = {name: tensor for name, tensor in carry.items() if name in stage.inputs}
-        output = self._views[stage.index].forward(**inputs, **takes)
+        """Run the view of one stage; returns the carry to later stages, and the losses of its heads."""
+        received = {name: tensor for name, tensor in carry.items() if name in stage.inputs}
+        output = self._views[stage.index].forward(**inputs, **received)
         carried = output.carried()
-        gives = {name: carried[name] for name in stage.outputs if name in stage.produced}
-        # FSDP2 puts its hooks on what a model returns, and warns where that is a view.
-        return {n: t if t._base is None else t.clone() for n, t in gives.items()}, output.losses or {}
+        outputs = {name: carried[name] for name in stage.outputs if name in stage.produced}
+        # FSDP2 puts its hooks on a model's outputs, and warns if one is a view.
+        return {n: t if t._base is None else t.clone() for n, t in outputs.items()}, output.losses or {}
 
     def _call(self, stage: Stage, batch: Batch, carry: Carry, objective: LossFunction) -> tuple[Carry, Terms]:
         """A stage's pass as the objective's model."""
@@ -169,13 +169,13 @@ class PipelineForwardBackward:
 
     def _run_forward(self, step: StepState, stage: Stage, i: int) -> None:
         inbox = step.inputs.pop((stage.index, i), None)
-        takes = inbox.wait() if inbox else {}
+        inputs = inbox.wait() if inbox else {}
         for name in stage.inputs_with_grad:
-            takes[name].requires_grad_()
-        gives, terms = self._call(stage, step.batches[i], takes, step.objective)
+            inputs[name].requires_grad_()
+        gives, terms = self._call(stage, step.batches[i], inputs, step.objective)
         loss = step.weigh(terms) if terms else None
         step.terms.append({name: term.detach() for name, term in terms.items()})
-        step.microbatches[stage.index, i] = MicrobatchState(takes, gives, loss)
+        step.microbatches[stage.index, i] = MicrobatchState(inputs, gives, loss)
         if stage.index + 1 in self._stages:
             step.inputs[stage.index + 1, i] = PendingReceive({n: t.detach() for n, t in gives.items()}, [])
         elif stage.outputs:
@@ -222,9 +222,9 @@ class PipelineForwardBackward:
         """Gradients of what came in, to the stage before."""
         backward_group: Carry = {}
         for name in sorted(stage.inputs_with_grad):
-            taken = passing.takes[name]
-            shares = [g for g in (taken.grad, passing.passthrough_gradients.get(name)) if g is not None]
-            backward_group[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(taken)
+            field_names = passing.takes[name]
+            shares = [g for g in (field_names.grad, passing.passthrough_gradients.get(name)) if g is not None]
+            backward_group[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(field_names)
         passing.takes = {}
         if stage.index - 1 in self._stages:
             step.gradients[stage.index - 1, i] = PendingReceive(backward_group, [])
@@ -256,28 +256,28 @@ class PipelineForwardBackward:
         return torch.int64 if field.d_model is None else self._dtype
 
     def _send(
-        self, fields: Mapping[str, CarrySpec], carry: Carry, to: int, group: ProcessGroup
+        self, fields: Mapping[str, CarrySpec], carry: Carry, target_stage: int, group: ProcessGroup
     ) -> list[tuple[dist.Work, Tensor]]:
-        peer, sent = self._pipeline.stages[to].rank, []
-        for name, one in fields.items():
+        peer, works = self._pipeline.stages[target_stage].rank, []
+        for name, spec in fields.items():
             tensor = carry[name].contiguous()
-            if tensor.dtype != (wanted := self._dtype_of(one)):
+            if tensor.dtype != (dtype := self._dtype_of(spec)):
                 raise MegatfmError(
-                    f"{name} goes to the next pipeline stage in {tensor.dtype}, and that takes it in {wanted}: have "
-                    f"the part that makes it return {wanted}"
+                    f"{name} goes to the next pipeline stage in {tensor.dtype}, and that takes it in {dtype}: have "
+                    f"the part that makes it return {dtype}"
                 )
             work = dist.isend(tensor, group=group, group_dst=peer)
             assert work is not None
-            sent.append((work, tensor))
-        return sent
+            works.append((work, tensor))
+        return works
 
     def _receive(
         self, fields: Mapping[str, CarrySpec], batch: Batch, origin: int, group: ProcessGroup
     ) -> PendingReceive:
         peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
-        for name, one in fields.items():
-            shape = activation_shape(one, batch, self._pipeline.sequence_shards)
-            carry[name] = torch.empty(shape, dtype=self._dtype_of(one), device=self._device)
+        for name, spec in fields.items():
+            shape = activation_shape(spec, batch, self._pipeline.sequence_shards)
+            carry[name] = torch.empty(shape, dtype=self._dtype_of(spec), device=self._device)
             work = dist.irecv(carry[name], group=group, group_src=peer)
             assert work is not None
             works.append(work)
@@ -289,8 +289,8 @@ def max_block_inputs(pipeline: Pipeline | None, rank: int, microbatches: int, n_
     if pipeline is None:
         return n_blocks
     order = build_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, microbatches)[rank]
-    now = most = 0
+    in_flight = max_in_flight = 0
     for action in order:
-        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-        most = max(most, now)
-    return most * n_blocks // len({action.stage for action in order})
+        in_flight += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        max_in_flight = max(max_in_flight, in_flight)
+    return max_in_flight * n_blocks // len({action.stage for action in order})

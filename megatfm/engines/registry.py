@@ -1,4 +1,4 @@
-"""Engines by name, as `parallel.engine` chooses one, and what each of them carries out."""
+"""Engines by name, as `parallel.engine` chooses one, and the features of each."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple, get_args
@@ -67,10 +67,10 @@ class EngineRegistry(Registry[EngineFactory]):
         self.get(name)
         for feature, setting, instead in _asked_features(config, precision):
             if feature not in self._features[name]:
-                able = [other for other in self.names() if feature in self._features[other]]
+                supporting = [engine for engine in self.names() if feature in self._features[engine]]
                 raise UsageError(
                     f"{setting}: parallel.engine = {name!r} does not declare {feature!r} among its features: set "
-                    f"{instead}, or parallel.engine = {' or '.join(map(repr, able))}"
+                    f"{instead}, or parallel.engine = {' or '.join(map(repr, supporting))}"
                 )
 
 

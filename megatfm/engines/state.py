@@ -65,7 +65,8 @@ class TrainState:
         return {**state, **(self._loss_scale.state() if self._loss_scale else {})}
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
-        """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
+        """Return empty tensors for the contents of a checkpoint (name → dtype, global shape): weights in place, fresh
+        optimizer state."""
         state: StateDict = {f"model.{name}": box for name, box in self.weights.items()}
         for optimizer in self.optimizers:
             for name, block in optimizer.tensors().items():
@@ -73,8 +74,8 @@ class TrainState:
                 for full_name, (dtype, shape) in stored.items():
                     if full_name.startswith(prefix):
                         # On the device scalars too: a fused optimizer's step count lies beside the weights.
-                        held = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
-                        value = torch.zeros(held if shape else (), dtype=dtype, device=block.device)
+                        state_shape = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
+                        value = torch.zeros(state_shape if shape else (), dtype=dtype, device=block.device)
                         state[full_name] = self._stored(optimizer, name, value)
         scale = self._loss_scale.state() if self._loss_scale else {}
         return state | {name: value for name, value in scale.items() if name in stored}
@@ -206,7 +207,7 @@ class ModuleState:
         }
 
     def forget(self) -> None:
-        """Drop what was observed since the last step."""
+        """Drop the observations since the last step."""
         for module, _ in self._modules.values():
             module.reset_counts()
 
@@ -226,13 +227,13 @@ class ModuleState:
         if self._mesh.size(PIPELINE) == 1:
             return statistics
         return {
-            path: one
+            path: options
             for stage_statistics in self._mesh.gather_objects(statistics, (PIPELINE,))
-            for path, one in stage_statistics.items()
+            for path, options in stage_statistics.items()
         }
 
     def _totals(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
-        """Yield each module with the sums of what was observed. A collective."""
+        """Yield each module with the sums of its observations. A collective."""
         for (axes, holders), paths in self._modules_by_ranks():
             observed = {path: dict(sorted(self._modules[path][0].observed.items())) for path in paths}
             # In float64 whole numbers add up to the same in any order.

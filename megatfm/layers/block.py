@@ -70,8 +70,8 @@ def auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
     kinds = [config.type_config(kind) for kind in dict.fromkeys(config.layer_types)] or [config]
     parts: list[tuple[ModelConfig, object]] = [(kind, FFNS.get(kind.ffn.name)) for kind in kinds]
     # Some families have an attention of their own.
-    named = ATTENTIONS.names()
-    parts += [(kind, ATTENTIONS.get(kind.attention.name)) for kind in kinds if kind.attention.name in named]
+    names = ATTENTIONS.names()
+    parts += [(kind, ATTENTIONS.get(kind.attention.name)) for kind in kinds if kind.attention.name in names]
     for kind, part in parts:
         declared = getattr(part, "terms", None)
         for name, term in (declared(kind) if declared else {}).items():

@@ -61,8 +61,8 @@ class AttentionPool(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Keys and values are of all tokens, the rest of one token of each row."""
-        one = total_cost((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
-        return total_cost((self.wk, self.wv), tokens) + one
+        head_cost = total_cost((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
+        return total_cost((self.wk, self.wv), tokens) + head_cost
 
     def forward(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
         """[M, D] of the images with a token at `at_M`, counted over all rows."""
@@ -79,9 +79,11 @@ class AttentionPool(nn.Module):
         return y_MD + self.w_down(self.activation(self.w_up(self.norm(y_MD))))
 
 
-def _members(sequence: SequenceMetadata, whole: SequenceMetadata, *, with_special: bool = False) -> Tensor:
+def _members(
+    sequence: SequenceMetadata, full_sequence: SequenceMetadata, *, with_special: bool = False
+) -> Tensor:
     """Boolean [B, I, T], which of a sequence's tokens are an image's patches. whole: the batch's, for its images."""
-    numbers_I1 = torch.arange(whole.max_documents_per_row, device=sequence.positions.device)[:, None]
+    numbers_I1 = torch.arange(full_sequence.max_documents_per_row, device=sequence.positions.device)[:, None]
     members_BIT = _documents(sequence)[:, None] == numbers_I1
     if with_special or sequence.grid is None:
         return members_BIT
@@ -169,7 +171,9 @@ class ClassifierHead(nn.Module):
             loss = self._cross_entropy(logits_MC, labels_M).sum()
             return loss if self.training else {self.term: loss, **n_right(logits_MC, labels_M)}
         weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
-        losses = (self._cross_entropy(logits_MC, each.flatten()[at_M]) for each in (labels_BT, mixed_labels))
+        losses = (
+            self._cross_entropy(logits_MC, labels.flatten()[at_M]) for labels in (labels_BT, mixed_labels)
+        )
         first_M, second_M = losses
         return (weights_M * first_M + (1 - weights_M) * second_M).sum()
 

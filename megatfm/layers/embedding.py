@@ -91,11 +91,11 @@ class InputEmbedding(nn.Module):
 
     @property
     def table(self) -> Embedding | None:
-        """The table of tokens, if that is what it has."""
+        """The table of tokens, if it has one."""
         return self.first if isinstance(self.first, Embedding) else None
 
     def tied_table(self, config: ModelConfig) -> Embedding | None:
-        """The table that the output head shares. Raises UsageError if it is to share one, and there is none."""
+        """The table that the output head shares. Raises UsageError if it should share a table and there is none."""
         if not config.embedding.tied:
             return None
         if self.table is None:

@@ -21,7 +21,7 @@ FFNS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry("feed
 @dataclass(frozen=True)
 class Activation:
     """function: elementwise. gated: the feed-forward network has a second input matrix, whose output it scales; other:
-    what is done to that output before."""
+    a function applied to that output first."""
 
     function: Callable[[Tensor], Tensor]
     gated: bool = False

@@ -91,36 +91,36 @@ def draw(
     first, last = offsets[0], offsets[0] + sizes[0]
     if isinstance(initial, FixedValues):
         return torch.tensor(initial.values[first:last]).view(-1, *[1] * (len(sizes) - 1)).expand(*sizes)
-    drawn = np.empty(tuple(sizes), np.float32)
+    values = np.empty(tuple(sizes), np.float32)
     if 0 in sizes:
-        return torch.from_numpy(drawn)
+        return torch.from_numpy(values)
     columns = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
 
     def fill(block: int) -> None:
         start = block * ROW_BLOCK
         rows = slice(max(first - start, 0), min(last - start, ROW_BLOCK))
-        target = drawn[start + rows.start - first : start + rows.stop - first]
+        target = values[start + rows.start - first : start + rows.stop - first]
         count = min(ROW_BLOCK, shape[0] - start)
         generator = np.random.Generator(rng.bit_generator(seed, "initial", name, block))
         _draw_rows(initial, generator, (count, *shape[1:]), (rows, *columns), target)
 
     blocks = range(first // ROW_BLOCK, (last - 1) // ROW_BLOCK + 1)
-    if threads == 1 or drawn.size < WORTH_THREADS:
+    if threads == 1 or values.size < WORTH_THREADS:
         for block in blocks:
             fill(block)
     else:
         with ThreadPoolExecutor(min(threads, len(blocks))) as pool:  # NumPy draws without Python's lock
             list(pool.map(fill, blocks))
-    return torch.from_numpy(drawn)
+    return torch.from_numpy(values)
 
 
 def _draw_rows(
     initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...],
-    kept: tuple[slice, ...], target: NDArray[np.float32],
+    region: tuple[slice, ...], target: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Draws the rows of a block of this shape in their order, up to the last that is kept, and puts those into
-    `target`. What is drawn anew in a truncated distribution comes after all rows, so that there all are drawn."""
-    (rows, *columns), width = kept, prod(shape[1:])
+    `target`. Redraws of a truncated distribution come after all rows, so all rows are drawn then."""
+    (rows, *columns), width = region, prod(shape[1:])
     step = max(1, PIECE // max(width, 1))
     beyond: list[NDArray[np.int64]] = []
     is_truncated = isinstance(initial, TruncatedNormal)
@@ -134,15 +134,15 @@ def _draw_rows(
             target[first - rows.start : last - rows.start] = values[
                 (slice(first - start, last - start), *columns)
             ]
-    again = np.concatenate(beyond) if beyond else np.empty(0, np.int64)
-    while len(again):
-        values = generator.standard_normal(len(again), dtype=np.float32)
-        places = np.unravel_index(again, shape)
+    redrawn = np.concatenate(beyond) if beyond else np.empty(0, np.int64)
+    while len(redrawn):
+        values = generator.standard_normal(len(redrawn), dtype=np.float32)
+        places = np.unravel_index(redrawn, shape)
         is_kept = np.all(
-            [(at >= x.start) & (at < x.stop) for at, x in zip(places, kept, strict=True)], axis=0
+            [(at >= x.start) & (at < x.stop) for at, x in zip(places, region, strict=True)], axis=0
         )
-        target[tuple(at[is_kept] - x.start for at, x in zip(places, kept, strict=True))] = values[is_kept]
-        again = again[np.abs(values) > 2]
+        target[tuple(at[is_kept] - x.start for at, x in zip(places, region, strict=True))] = values[is_kept]
+        redrawn = redrawn[np.abs(values) > 2]
     if not isinstance(initial, Uniform):
         target *= np.float32(initial.std)
 

@@ -12,7 +12,7 @@ from megatfm.layers.initialisation import Constant, InitDistribution
 class Linear(nn.Module):
     """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0. heads: that the output is made of.
 
-    matmul: makes y of x, W and b; another one may be put in its place (`megatfm/models/float8.py`).
+    matmul: makes y of x, W and b; another one may replace it (`megatfm/models/float8.py`).
     """
 
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -72,9 +72,9 @@ class AuxiliaryCollector:
         return BlockOutput(x, self.losses, self.statistics) if self.losses or self.statistics else x
 
 
-def add_by_name(ones: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def add_by_name(terms: Mapping[str, Tensor], more_terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both, the values of the same name added."""
-    both = dict(ones)
-    for name, value in more.items():
-        both[name] = both[name] + value if name in both else value
-    return both
+    sums = dict(terms)
+    for name, value in more_terms.items():
+        sums[name] = sums[name] + value if name in sums else value
+    return sums

@@ -17,7 +17,7 @@ MapSize = tuple[int, int]
 
 
 class MapSequence(SequenceMetadata):
-    """Where the tokens of rows stand that hold images alone, all of one size: row by row of each image's map."""
+    """Places of tokens in rows of images of one size: row by row of each image's map."""
 
     def __init__(
         self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None
@@ -35,12 +35,12 @@ class MapSequence(SequenceMetadata):
     @classmethod
     def of(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
         """Return the same tokens, as images of a size."""
-        made = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
-        made.grid = sequence.grid
-        if made.documents is None and made.images_per_row > 1:
-            numbers_T = torch.arange(made.length, device=made.positions.device) // prod(size)
-            made.documents = numbers_T.expand(made.positions.shape)
-        return made
+        token_map = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
+        token_map.grid = sequence.grid
+        if token_map.documents is None and token_map.images_per_row > 1:
+            numbers_T = torch.arange(token_map.length, device=token_map.positions.device) // prod(size)
+            token_map.documents = numbers_T.expand(token_map.positions.shape)
+        return token_map
 
     def shrunk(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
         """Return that of smaller maps of the same images; a token's document is that of its first larger one.
@@ -82,7 +82,7 @@ def to_maps(x_BTD: Tensor, size: MapSize) -> Tensor:
 
 
 def to_rows(x_IHWD: Tensor, rows: int) -> Tensor:
-    """Return maps as the tokens of so many rows, [B, T, D]."""
+    """Return maps as the tokens of `rows` rows, [B, T, D]."""
     return x_IHWD.reshape(rows, -1, x_IHWD.shape[-1])
 
 
@@ -98,10 +98,10 @@ def map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
     is_padding_N = (size_N2 == 1).all(-1)
     if not ((size_N2 == largest_2).all(-1) | is_padding_N).all():
         sizes = size_N2[~is_padding_N].unique(dim=0)
-        shown = ", ".join(f"{h} × {w}" for h, w in sizes[:3].tolist())
+        size_list = ", ".join(f"{h} × {w}" for h, w in sizes[:3].tolist())
         raise UsageError(
-            f"a batch of images of {len(sizes)} sizes ({shown} patches), and model.family = 'hierarchical' takes one: "
-            "set data.images.size, or choose family = 'encoder'"
+            f"a batch of images of {len(sizes)} sizes ({size_list} patches), and model.family = 'hierarchical' takes "
+            "one: set data.images.size, or choose family = 'encoder'"
         )
     rows, columns = largest_2.tolist()
     return int(rows), int(columns)

@@ -105,7 +105,7 @@ class LMHead(nn.Module):
     cp_plan = "local"
 
     recorder: RowLossRecorder | None = None
-    """Set while the losses of rows are asked for."""
+    """Set while the losses of rows are requested."""
 
     def __init__(self, config: ModelConfig, tied_to: Embedding | None, *, sparse: bool = False) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Reg
 there is one. A head is a module that takes hidden vectors [B, T, D] and the fields of the batch that it `reads`, where
 the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise), or a
 dict of several terms;
-without them it gives what it predicts, if it `predicts`. Fields that it `may_read` are passed by keyword where the
+without them it gives its predictions, if it `predicts`. Fields that it `may_read` are passed by keyword where the
 batch has them, and `sequence`, the SequenceMetadata, to a head that `takes_sequence`."""
 
 
@@ -191,10 +191,10 @@ class SentenceHead(nn.Module):
         """Logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""
         if targets_BT is None:
             return self.classifier(self.pool(hidden_BTD[:, 0]))
-        counted = targets_BT != IGNORE
-        logits_MC = self.classifier(self.pool(hidden_BTD[counted]))
+        has_target = targets_BT != IGNORE
+        logits_MC = self.classifier(self.pool(hidden_BTD[has_target]))
         precise = torch.promote_types(logits_MC.dtype, torch.float32)
-        return F.cross_entropy(logits_MC.to(precise), targets_BT[counted], reduction="sum")
+        return F.cross_entropy(logits_MC.to(precise), targets_BT[has_target], reduction="sum")
 
     def pool(self, hidden: Tensor) -> Tensor:
         """The pooled vectors [..., D]."""
@@ -206,7 +206,7 @@ class SentenceHead(nn.Module):
 POSITION_WIDTH = 200
 """Width of the embedding of a token's place in its span (section 3.2 of the paper)."""
 LONGEST_SPAN = 64
-"""Tokens of a span that are told apart; a span has at most 10 words."""
+"""Tokens of a span that are distinguished; a span has at most 10 words."""
 
 
 @HEADS.register("boundary")

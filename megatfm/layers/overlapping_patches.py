@@ -30,8 +30,8 @@ class OverlappingPatches(nn.Module):
         self.options = options
         self.weight = nn.Parameter(torch.empty(width, options.channels, side, side))
         self.bias = nn.Parameter(torch.empty(width)) if options.bias else None
-        drawn = with_fixed_inputs(initial)("dense", options.channels * side**2, width)
-        self.initial = {"weight": drawn, **({"bias": Constant(0.0)} if options.bias else {})}
+        init_fn = with_fixed_inputs(initial)("dense", options.channels * side**2, width)
+        self.initial = {"weight": init_fn, **({"bias": Constant(0.0)} if options.bias else {})}
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of the convolution."""

@@ -1,6 +1,6 @@
 """Position encodings, which act on the embeddings, on queries and keys, or on the scores (see `PositionEncoding`).
 
-Those that need an attention of their own stand beside it: `attention/shaw.py` and `attention/deberta.py`.
+Encodings with their own attention are in its file: `attention/shaw.py` and `attention/deberta.py`.
 """
 
 import math
@@ -23,7 +23,7 @@ Make = Callable[[ModelConfig, Initialiser], nn.Module]
 
 @dataclass(frozen=True)
 class PositionEncoding:
-    """Makes the modules of an encoding; what it does not do is None.
+    """Makes the modules of an encoding; functions that it lacks are None.
 
     absolute: made once a stack, (sequence) → [B or 1, T, D], added to the embeddings.
     rotary: made in every self-attention, (q, k, sequence) → (q, k).
@@ -104,8 +104,8 @@ def alibi_slopes(n_heads: int) -> tuple[float, ...]:
     """2^(−8i/n) for a power of two; else those of the power below, then every other one of the next power's."""
     power = 2 ** (n_heads.bit_length() - 1)
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
-    between = [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
-    return (*slopes, *between)
+    intermediate = [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
+    return (*slopes, *intermediate)
 
 
 class Alibi(nn.Module):
@@ -145,8 +145,8 @@ def relative_position_bucket(distances: Tensor, n_buckets: int, farthest: int, *
     ranges = (
         torch.log(distances.clamp(min=1).float() / exact) / math.log(farthest / exact) * (n_buckets - exact)
     )
-    far = (exact + ranges.long()).clamp(max=n_buckets - 1)
-    return bucket + torch.where(distances < exact, distances, far)
+    logarithmic = (exact + ranges.long()).clamp(max=n_buckets - 1)
+    return bucket + torch.where(distances < exact, distances, logarithmic)
 
 
 class RelativeBias(nn.Module):

@@ -59,8 +59,8 @@ class LearnedPositions2d(nn.Module):
         n_class = 0 if self.special is None else len(self.special)
         patch_BT = begins_S[image_BT] + row * width + column + n_class + 1
         index_BT = torch.where(row < 0, column.clamp(max=n_class), patch_BT)
-        none = self.weight.new_zeros(1, self.weight.shape[1])
-        table = torch.cat([*([] if self.special is None else [self.special]), none, *tables])
+        zero_row = self.weight.new_zeros(1, self.weight.shape[1])
+        table = torch.cat([*([] if self.special is None else [self.special]), zero_row, *tables])
         return F.embedding(index_BT.clamp(max=len(table) - 1), table)
 
     def _sizes(self, sequence: SequenceMetadata) -> Tensor:
@@ -77,7 +77,7 @@ class LearnedPositions2d(nn.Module):
             return self.weight
         precise = torch.promote_types(self.weight.dtype, torch.float32)
         table_1DHW = self.weight.to(precise).unflatten(0, self.grid).permute(2, 0, 1)[None]
-        # As released ViTs do it: half-pixel centres, no scale of its own.
+        # Half-pixel centres and no separate scale, as in released ViTs.
         size_1DHW = F.interpolate(
             table_1DHW, size=(height, width), mode="bicubic", align_corners=False, antialias=self.antialias
         )

@@ -79,8 +79,8 @@ def scaled_frequencies(
 def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
     """Peng et al. 2023, section 3.2: channel i turns original_length · frequency / 2π times."""
 
-    def channel(turns: float) -> float:
-        return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def channel(n_rotations: float) -> float:
+        return width * math.log(scaling.original_length / (n_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
     if scaling.truncate:
@@ -95,7 +95,9 @@ def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tupl
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    turns = scaling.original_length * plain / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return plain * kept + plain / scaling.factor * (1 - kept)
+    n_rotations = scaling.original_length * plain / (2 * math.pi)
+    kept_share = (n_rotations - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    kept_share = kept_share.clamp(0, 1)
+    return plain * kept_share + plain / scaling.factor * (1 - kept_share)

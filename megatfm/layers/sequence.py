@@ -64,7 +64,7 @@ class SequenceMetadata:
         """Cached tokens that the layer's cache has evicted; they come after the first `n_initial_kept`."""
         self.n_initial_kept = 0
         self.tokens: Tensor | None = None
-        """int64 [B, T], the tokens themselves, where that is what the model reads."""
+        """int64 [B, T], the tokens themselves, if the model reads tokens."""
         self._cache: dict[Hashable, object] = {}
 
     @property
@@ -139,12 +139,12 @@ class SequenceMetadata:
         places_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
         return int((places_S * begins_BS).max()) + count
 
-    def _kept(self, of_all: Tensor) -> Tensor:
+    def _kept(self, values: Tensor) -> Tensor:
         """Select the tokens whose keys are in the cache, from the last dim past + T."""
         if not self.n_initial_kept:
-            return of_all[..., self.n_evicted :]
+            return values[..., self.n_evicted :]
         return torch.cat(
-            [of_all[..., : self.n_initial_kept], of_all[..., self.n_initial_kept + self.n_evicted :]], -1
+            [values[..., : self.n_initial_kept], values[..., self.n_initial_kept + self.n_evicted :]], -1
         )
 
     @property
@@ -161,16 +161,14 @@ class SequenceMetadata:
     def indices(self) -> Tensor:
         """Token indices [T] in their rows."""
         return self.cached(
-            "indices",
-            lambda: torch.arange(self.cached_length, self.length, device=self.positions.device),
+            "indices", lambda: torch.arange(self.cached_length, self.length, device=self.positions.device)
         )
 
     @property
     def key_indices(self) -> Tensor:
         """Token indices [S] of all keys, cached ones too."""
         return self.cached(
-            "key indices",
-            lambda: self._kept(torch.arange(self.length, device=self.positions.device)),
+            "key indices", lambda: self._kept(torch.arange(self.length, device=self.positions.device))
         )
 
     @property
@@ -395,5 +393,5 @@ class SequenceShard(SequenceMetadata):
         return self.full_sequence.document_lengths()[:, self.token_indices]
 
     def _document_places(self) -> tuple[Tensor, Tensor]:
-        of_q, of_k = self.full_sequence.positions_in_document()
-        return of_q[:, self.token_indices], of_k[:, self.key_indices]
+        places_q, places_k = self.full_sequence.positions_in_document()
+        return places_q[:, self.token_indices], places_k[:, self.key_indices]

@@ -65,8 +65,8 @@ class PooledBlock(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of the tokens of its stage."""
-        of_stage = tokens.with_count(tokens.n * self.share)
-        return total_cost(self.children(), of_stage)
+        stage_tokens = tokens.with_count(tokens.n * self.share)
+        return total_cost(self.children(), stage_tokens)
 
     def forward(self, x_BSD: Tensor, sequence: MapSequence) -> Tensor:
         """[B, T, D]; sequence: that of the output. A skip's projection sees the normed input."""

@@ -28,7 +28,7 @@ OTHER_NAMES = {
     "input_ids": "tokens", "decoder_input_ids": "tokens", "labels": "targets", "position_ids": "positions",
     "token_type_ids": "segments", "attention_mask": "documents", "past_key_values": "cache",
 }  # fmt: skip
-"""Names of transformers for what is called otherwise here."""
+"""transformers' names of fields, and megatfm's."""
 
 
 class Output(NamedTuple):
@@ -78,30 +78,34 @@ class Model(nn.Module):
     def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:
         """Declare the fields of a batch that `forward` reads: these, `targets` of its own head and what additional
         heads read, each also under its name for full rows (context parallelism), and random keys."""
-        of_heads = [tuple(getattr(self, name).reads) for name in self.extra_heads]
-        self.target_fields = (*((name,) for name in targets), *of_heads)
+        head_fields = [tuple(getattr(self, name).reads) for name in self.extra_heads]
+        self.target_fields = (*((name,) for name in targets), *head_fields)
         optional = {
             field for name in self.extra_heads for field in getattr(getattr(self, name), "may_read", ())
         }
-        known = {*fields, *optional, *(name for names in self.target_fields for name in names)}
-        sides = {side_of(name) for name in known}
-        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known}
-        self.accepted = frozenset(known | full | {f"{side}token_indices" for side in sides} | {"keys"})
+        known_fields = {*fields, *optional, *(name for names in self.target_fields for name in names)}
+        sides = {side_of(name) for name in known_fields}
+        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known_fields}
+        self.accepted = frozenset(known_fields | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
         """Return the fields of a batch that are not None. Raise TypeError for one that the model would not look at."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            known = [
+            names = [
                 name
                 for name in sorted(self.accepted)
                 if "full_row_" not in name and "token_indices" not in name
             ]
-            near = OTHER_NAMES.get(name, "")
-            hint = f" (did you mean {near!r}?)" if near in self.accepted else did_you_mean(name, known)
+            suggestion = OTHER_NAMES.get(name, "")
+            hint = (
+                f" (did you mean {suggestion!r}?)"
+                if suggestion in self.accepted
+                else did_you_mean(name, names)
+            )
             raise TypeError(
                 f"a model of model.family = {self.config.family!r} does not read {name!r}{hint}; this one reads "
-                f"{', '.join(known)}: leave {name!r} out"
+                f"{', '.join(names)}: leave {name!r} out"
             )
         return batch
 
@@ -118,7 +122,7 @@ class Model(nn.Module):
         carry: Mapping[str, Tensor | None] | None = None,
         sequence: SequenceMetadata | None = None,
     ) -> Output:
-        """Run the additional heads and return the output: losses if the batch has targets, else what is predicted.
+        """Run the additional heads and return the output: losses if the batch has targets, else predictions.
 
         hidden_BTD: a tensor, or None in a pipeline stage before the stack whose vectors it is. carry: see Output.
         sequence: where its tokens stand, for heads that say `takes_sequence`.
@@ -140,8 +144,8 @@ class Model(nn.Module):
             elif getattr(head, "predicts", False) and not has_targets:
                 predictions[name] = head(hidden_BTD, **options)
         handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
-        kept = dict(losses) if losses and has_targets else None
-        return Output(hidden_BTD, logits, kept, predictions or None, handed_on or None)
+        losses_or_none = dict(losses) if losses and has_targets else None
+        return Output(hidden_BTD, logits, losses_or_none, predictions or None, handed_on or None)
 
 
 def needed(batch: Mapping[str, Tensor], name: str) -> Tensor:
@@ -200,7 +204,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
     """Return the dtype of a loaded model's parameters: the requested one, or for "auto" the stored one, up to float32.
 
-    Raises UsageError for what is neither.
+    Raises UsageError for anything else.
     """
     if requested == "auto":
         return torch.float32 if stored == torch.float64 or not stored.is_floating_point else stored
@@ -210,9 +214,9 @@ def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dt
     return dtype
 
 
-def take(into: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def take(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a stored value as the module computes with it: parameters in `dtype`, buffers in their own."""
-    return value.to(dtype if isinstance(into, nn.Parameter) else into.dtype)
+    return value.to(dtype if isinstance(target, nn.Parameter) else target.dtype)
 
 
 def lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
@@ -221,7 +225,7 @@ def lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
     Under muP with Adam, matrices whose inputs grow with the width learn by base_width / d_model more slowly (Yang et
     al. 2022, table 8): those of attention, feed-forward networks, experts and routers. Tables, vectors, matrices of
     fixed inputs (latents, a head's channels) and the output head, whose output is scaled down instead, learn as fast at
-    every width. A matrix's initial weights tell which it is.
+    every width. The matrix is recognised by its initial weights.
     """
     if config.mup is None:
         return {}

@@ -103,9 +103,14 @@ class Electra(Model):
                 )
         if self.discriminator is not None:
             assert corrupted_tokens is not None  # sampled here, or by a stage before
-            kept = {name: field for name, field in batch.items() if name in self.discriminator.accepted}
-            kept |= {"tokens": corrupted_tokens, "replaced": _replaced(batch, corrupted_tokens)}
-            output = self.discriminator(**kept, hidden=hidden)
+            discriminator_batch = {
+                name: field for name, field in batch.items() if name in self.discriminator.accepted
+            }
+            discriminator_batch |= {
+                "tokens": corrupted_tokens,
+                "replaced": _replaced(batch, corrupted_tokens),
+            }
+            output = self.discriminator(**discriminator_batch, hidden=hidden)
             hidden, losses = output.hidden, add_by_name(losses, output.losses or {})
         carry = {"generator_hidden": generator_hidden, "corrupted_tokens": corrupted_tokens}
         return self.output(batch, hidden, losses, carry=carry)
@@ -134,13 +139,13 @@ def _filled(
 def _replaced(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
     """Return which tokens are not the original's: 1 or 0, and −100 for padding, [B, T]."""
     original, documents = batch["original"], batch.get("documents")
-    counted = torch.ones_like(original).bool() if documents is None else documents >= 0
-    return torch.where(counted, (corrupted != original).long(), IGNORE)
+    is_token = torch.ones_like(original).bool() if documents is None else documents >= 0
+    return torch.where(is_token, (corrupted != original).long(), IGNORE)
 
 
 @MODELS.register("discriminator")
 class Discriminator(Model):
-    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own.
+    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a separate family.
 
     Then it may have other heads, and `lm_head.name = "none"` leaves the log-odds out.
     """
@@ -215,7 +220,7 @@ def _loss_of(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
 
 
 def generator_config(config: ModelConfig) -> ModelConfig:
-    """The generator as an encoder of its own."""
+    """The generator as a separate encoder."""
     if config.generator is None:
         raise UsageError("model.family = 'electra' needs model.generator")
     generator = config.generator

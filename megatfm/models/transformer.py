@@ -187,8 +187,8 @@ class EncoderDecoder(Model):
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
-        of_encoder = (f"encoder_{name}" for name in (self.encoder_reads, *sequence_fields(config)))
-        self.accept(self.reads, *sequence_fields(config), *of_encoder, targets=targets_of(config))
+        encoder_fields = (f"encoder_{name}" for name in (self.encoder_reads, *sequence_fields(config)))
+        self.accept(self.reads, *sequence_fields(config), *encoder_fields, targets=targets_of(config))
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             *self.decoder.split_points("decoder", memory=("encoder_hidden",), memory_modules=("memory",)),

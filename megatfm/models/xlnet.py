@@ -112,7 +112,7 @@ class XLNet(Model):
 
 
 class QueryEmbedding(nn.Module):
-    """The learned vector with which the query stream starts; it stands for any token."""
+    """The learned vector with which the query stream starts; it is the same for all tokens."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -183,9 +183,9 @@ class TwoStreamStack(nn.Module):
         for depth in self.depths:
             block, skip_rate = self.layers[self.order[depth]], self.skip_rates[depth]
             is_last = query_stream is not None and depth == len(self.order) - 1
-            of_content = None if is_last else content_stream.at_layer(depth, skip_rate)
-            of_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
-            outputs = block(x_BTD, g_BQD, table_RD, of_content, of_query)
+            layer_content = None if is_last else content_stream.at_layer(depth, skip_rate)
+            layer_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
+            outputs = block(x_BTD, g_BQD, table_RD, layer_content, layer_query)
             (x_BTD, g_BQD), losses = unpack(block, outputs, losses)
         if self.dropout is not None:  # the stage with the end of the stack
             if query_stream is None:
@@ -260,22 +260,22 @@ class TwoStreamBlock(nn.Module):
         x_BTD: Tensor,
         g_BQD: Tensor | None,
         table_RD: Tensor,
-        content: QueryStream | None,
-        query: QueryStream | None,
+        content_stream: QueryStream | None,
+        query_stream: QueryStream | None,
     ) -> tuple[Tensor | None, Tensor | None] | BlockOutput:
         """The content and the query stream after the block, each where it goes through."""
         extras = AuxiliaryCollector()
-        seen = self.attn.seen(self.attn_residual.input_norm(x_BTD), table_RD)
+        keys_values = self.attn.content_keys_values(self.attn_residual.input_norm(x_BTD), table_RD)
 
         def run_stream(y_BQD: Tensor | None, stream: QueryStream | None) -> Tensor | None:
             if y_BQD is None or stream is None:
                 return None
-            z_BQD = self.attn(self.attn_residual.input_norm(y_BQD), seen, stream)
+            z_BQD = self.attn(self.attn_residual.input_norm(y_BQD), keys_values, stream)
             y_BQD = self.attn_residual.add(y_BQD, z_BQD, stream.sequence)
             z_BQD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(y_BQD), stream.sequence))
             return self.ffn_residual.add(y_BQD, z_BQD, stream.sequence)
 
-        outputs = run_stream(x_BTD, content), run_stream(g_BQD, query)
+        outputs = run_stream(x_BTD, content_stream), run_stream(g_BQD, query_stream)
         return extras.wrap(outputs)
 
 
@@ -310,10 +310,10 @@ def two_streams(
     numbers_BQ: Tensor,
     targets_BT: Tensor | None,
 ) -> tuple[QueryStream, QueryStream]:
-    """The content stream, of all tokens here, which sees up to their own ranks, and the query stream, of those with
-    the numbers, which sees lower ones."""
-    of_queries = LocalAndFull(order.local.gather(1, numbers_BQ) - 1, order.full)
-    # What is dropped of a query must not be what is dropped of the content at the same place.
+    """Return the content stream of all local tokens, which see ranks up to their own, and the query stream of tokens
+    `numbers_BQ`, which see lower ranks."""
+    query_order = LocalAndFull(order.local.gather(1, numbers_BQ) - 1, order.full)
+    # Queries must not drop the same elements as the content at the same place.
     keys = None if sequence.rng_keys is None else ~sequence.rng_keys
     filled_BQ = sequence.non_padding_mask.long().gather(1, numbers_BQ) - 1
     if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
@@ -325,7 +325,9 @@ def two_streams(
     if documents is not None:
         documents = LocalAndFull(documents.local.gather(1, numbers_BQ), documents.full)
     segments_BQ = segments.local.gather(1, numbers_BQ)
-    query = QueryStream(at_places, places_BQ, LocalAndFull(segments_BQ, segments.full), documents, of_queries)
+    query = QueryStream(
+        at_places, places_BQ, LocalAndFull(segments_BQ, segments.full), documents, query_order
+    )
     return everywhere(sequence, segments, order), query
 
 
@@ -344,7 +346,8 @@ def documents_of(sequence: SequenceMetadata) -> LocalAndFull | None:
 
 
 def places(targets_BT: Tensor) -> Tensor:
-    """Where the query stream runs [B, Q]: at targets, and at others where a row has fewer than the most of any."""
+    """Return the places of the query stream [B, Q]: targets, padded with other places to the most targets of any
+    row."""
     first_others_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
     return first_others_BT[:, : n_queries({"targets": targets_BT})]
 
@@ -352,5 +355,8 @@ def places(targets_BT: Tensor) -> Tensor:
 def n_queries(inputs: Mapping[str, Tensor]) -> int:
     """Q: the most targets of a row, rounded up to whole groups."""
     targets_BT = inputs["targets"]
-    together, most = gcd(targets_BT.shape[1], TOGETHER), max(int((targets_BT != IGNORE).sum(1).max()), 1)
-    return -(-most // together) * together
+    together, max_targets = (
+        gcd(targets_BT.shape[1], TOGETHER),
+        max(int((targets_BT != IGNORE).sum(1).max()), 1),
+    )
+    return -(-max_targets // together) * together

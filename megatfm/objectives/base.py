@@ -58,7 +58,7 @@ class SpecialTokens:
     other_reserved: Sequence[int] = ()
     """More ids that no text has."""
     word_starts: NDArray[np.bool_] | None = None
-    """Which ids begin a word, [vocab_size]; None: no id tells."""
+    """True for ids that begin a word, [vocab_size]; None if ids don't tell."""
 
     def require_token(self, token: str, objective: str) -> int:
         """The id of a token that an objective can't do without. Raises UsageError if there is none."""
@@ -77,13 +77,13 @@ class SpecialTokens:
     @cached_property
     def text_ids(self) -> NDArray[np.int64]:
         """The ids that text is made of: random replacements are drawn from these."""
-        named = (self.bos, self.eos, self.pad, self.mask, self.cls, self.sep)
-        reserved = [token for token in named if token is not None]
+        special_ids = (self.bos, self.eos, self.pad, self.mask, self.cls, self.sep)
+        reserved = [token for token in special_ids if token is not None]
         reserved += [*self.sentinels, *self.modes.values(), *self.other_reserved]
         return np.setdiff1d(np.arange(self.vocab_size), np.array(reserved, np.int64))
 
     def require_word_starts(self, key: str) -> NDArray[np.bool_]:
-        """`word_starts`, for a setting that needs it. Raises UsageError if no id tells where words begin."""
+        """`word_starts`, for a setting that needs it. Raises UsageError if ids don't mark the beginnings of words."""
         if self.word_starts is None:
             raise UsageError(
                 f"{key} needs to know where words begin, and the tokenizer does not tell: prepare the corpus with one "
@@ -92,7 +92,7 @@ class SpecialTokens:
         return self.word_starts
 
     def word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
-        """Where words begin in a piece [words]; its first token always begins one."""
+        """Return the first tokens of the words in a piece [words]; token 0 always begins one."""
         assert self.word_starts is not None
         starts = self.word_starts[tokens]
         starts[:1] = True
@@ -102,7 +102,7 @@ class SpecialTokens:
 class Objective(Protocol):
     """Makes sequences from pieces of documents, and the terms of the loss; subclass it for the defaults.
 
-    One whose inputs are no text says so: `reads_text`, `fields`, and `needs_files` if it reads stored files.
+    For inputs that are no text: `reads_text`, `fields`, and `needs_files` if it reads stored files.
 
     The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch.
     """
@@ -118,11 +118,11 @@ class Objective(Protocol):
     padding_values: Mapping[str, int] = MappingProxyType({})
     """Values in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
     fields: Mapping[str, Field] | None = None
-    """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
+    """All fields that `build` makes. None: integers [length of the side], under any name."""
     reads_text: bool = True
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
     metrics: tuple[str, ...] = ()
-    """Terms of weight 0, each a count of what is right: accuracies, which evaluation reports beside the loss."""
+    """Terms of weight 0, each a count of correct predictions: accuracies, which evaluation reports beside the loss."""
     likelihood_term: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
     predicts_tokens: bool = False
@@ -135,7 +135,8 @@ class Objective(Protocol):
     needs_files: bool = False
     """Whether `build` looks at the files stored with a document, `piece.members`."""
     allows_cross_document_attention: bool = False
-    """Whether `data.attend_across_documents` makes sense: tokens of one document tell nothing of another's targets."""
+    """Whether `data.attend_across_documents` makes sense: tokens of a document carry no information on another's
+    targets."""
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Lengths [n], or [n, sides], of the sequences of pieces of `n_tokens` [n] tokens; 0: it makes none.
@@ -144,7 +145,7 @@ class Objective(Protocol):
         """
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        """The fields of one piece's sequence, as long as `lengths` told; a pure function."""
+        """The fields of one piece's sequence, of the lengths by `lengths`; a pure function."""
 
     def for_evaluation(self) -> "Objective":
         """The objective of validation sets, where it is another: images aren't changed at random."""
@@ -169,13 +170,13 @@ class Objective(Protocol):
         return {term: (batch["targets"] != IGNORE).sum() for term in self.loss_weights}
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """How many tokens of a micro-batch go through the model's blocks, padding left out: those of all sides."""
-        known = [batch.get(f"{side}documents") for side in self.field_prefixes]
+        """Count the tokens of a micro-batch that go through the model's blocks, on all sides, without padding."""
+        side_documents = [batch.get(f"{side}documents") for side in self.field_prefixes]
         placed = [batch[f"{side}positions"] for side in self.field_prefixes]
         return torch.stack(
             [
                 (torch.zeros_like(positions) if documents is None else documents).ge(0).sum()
-                for documents, positions in zip(known, placed, strict=True)
+                for documents, positions in zip(side_documents, placed, strict=True)
             ]
         ).sum()
 
@@ -185,7 +186,7 @@ class Objective(Protocol):
 
 
 class ObjectiveWithAuxiliaryLosses:
-    """An objective whose loss has, beside its own terms, those that the model's blocks add."""
+    """An objective with the auxiliary terms of the model's blocks beside its own."""
 
     def __init__(self, objective: Objective, terms: Mapping[str, AuxiliaryLoss]) -> None:
         self._objective, self._terms = objective, terms
@@ -197,11 +198,11 @@ class ObjectiveWithAuxiliaryLosses:
         return getattr(self._objective, name)
 
     def for_evaluation(self) -> "ObjectiveWithAuxiliaryLosses":
-        """The same terms beside those of the objective for evaluation."""
+        """Return the objective for evaluation with the same auxiliary terms."""
         return ObjectiveWithAuxiliaryLosses(self._objective.for_evaluation(), self._terms)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        """The objective's, and the tokens or rows of the micro-batch for each term of the blocks."""
+        """Return the objective's counts, and the tokens or rows of the micro-batch for each auxiliary term."""
         n_tokens, n_rows = (
             self._objective.n_tokens(batch),
             len(batch[f"{self._objective.field_prefixes[0]}positions"]),
@@ -246,7 +247,7 @@ def build_objective(
 
     special: None where there is no tokenizer. row_lengths: data.sequence_length and, where it is set,
     data.target_length. images: `[data.images]`, for objectives of images.
-    Raises UsageError if the model or the tokenizer lacks what it needs.
+    Raises UsageError if the model or the tokenizer lacks a required feature.
     """
     if special is None and reads_text(config.name):
         raise UsageError(
@@ -273,10 +274,10 @@ def build_objective(
             f"tokens of the decoder's, for example data.target_length={max(8, row_lengths[0] // 4)}"
         )
     terms = auxiliary_losses(model)
-    if taken := terms.keys() & objective.loss_weights.keys():
+    if duplicates := terms.keys() & objective.loss_weights.keys():
         raise UsageError(
-            f"a part of the model adds a term {min(taken)!r} to the loss, and objective.name = {config.name!r} has one "
-            "of that name: give the part's another"
+            f"a part of the model adds a term {min(duplicates)!r} to the loss, and objective.name = {config.name!r} "
+            "has one of that name: give the part's another"
         )
     return cast(Objective, ObjectiveWithAuxiliaryLosses(objective, terms)) if terms else objective
 
@@ -290,12 +291,12 @@ def max_piece_tokens(
     """
     n_tokens = np.arange(1, 2 * sum(row_lengths) + 2)
     fits = (lengths(n_tokens).reshape(len(n_tokens), -1) <= np.array(row_lengths)).all(1)
-    most = int(fits.argmin())
-    if not most or not lengths(n_tokens[:most]).any():
+    longest = int(fits.argmin())
+    if not longest or not lengths(n_tokens[:longest]).any():
         raise UsageError(
             f"data.sequence_length = {row_lengths[0]} is too short for objective.name = {objective!r}: choose more"
         )
-    return most
+    return longest
 
 
 def require_head(model: ModelConfig, head: str, objective: str) -> None:

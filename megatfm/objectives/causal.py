@@ -75,8 +75,10 @@ class Causal(Objective):
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         targets, documents = batch["targets"], batch.get("documents")
-        ahead = {f"future_{n}": (shifted_targets(targets, documents, n) != IGNORE).sum() for n in self.future}
-        return {"causal": (targets != IGNORE).sum()} | ahead
+        future_counts = {
+            f"future_{n}": (shifted_targets(targets, documents, n) != IGNORE).sum() for n in self.future
+        }
+        return {"causal": (targets != IGNORE).sum()} | future_counts
 
 
 class EncoderDecoderCausal(Objective):
@@ -110,8 +112,8 @@ def causal(
     special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
 ) -> Objective:
     """Return next-token prediction for the model's family."""
-    chosen = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
-    return chosen(special, config, model, row_lengths)
+    objective_class = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
+    return objective_class(special, config, model, row_lengths)
 
 
 class PrefixLM(Objective):
@@ -178,9 +180,11 @@ class PrefixSeq2Seq(Objective):
         return seq2seq_example(tokens[:cut], tokens[cut:], self.special)
 
     def _cuts(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        least = np.maximum(n_tokens - self.max_targets, 1)
-        most = np.minimum(n_tokens - 1, self.max_inputs)
-        return least + randint_below(np.maximum(most - least + 1, 1), rng.to_unit_interval(keys))
+        min_prefix = np.maximum(n_tokens - self.max_targets, 1)
+        max_prefix = np.minimum(n_tokens - 1, self.max_inputs)
+        return min_prefix + randint_below(
+            np.maximum(max_prefix - min_prefix + 1, 1), rng.to_unit_interval(keys)
+        )
 
 
 @OBJECTIVES.register("prefix")
@@ -188,5 +192,5 @@ def prefix(
     special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: tuple[int, ...]
 ) -> Objective:
     """Return prefix language modelling for the model's family."""
-    chosen = PrefixSeq2Seq if model.family == "encoder_decoder" else PrefixLM
-    return chosen(special, config, model, row_lengths)
+    objective_class = PrefixSeq2Seq if model.family == "encoder_decoder" else PrefixLM
+    return objective_class(special, config, model, row_lengths)

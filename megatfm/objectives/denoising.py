@@ -96,8 +96,8 @@ def corrupted_lengths(n_tokens: Ints, rate: float, mean_span: float, two_sides: 
     for pieces of fewer than two tokens."""
     noise, spans = count_noise_spans(np.maximum(n_tokens, 2), rate, mean_span)
     inputs, target_tokens = n_tokens - noise + spans, noise + spans
-    both = [inputs + 1, target_tokens + 1] if two_sides else [inputs + target_tokens]
-    return np.where(n_tokens[:, None] >= 2, np.stack(both, axis=1), 0)
+    lengths = [inputs + 1, target_tokens + 1] if two_sides else [inputs + target_tokens]
+    return np.where(n_tokens[:, None] >= 2, np.stack(lengths, axis=1), 0)
 
 
 def corrupt_spans(
@@ -114,11 +114,11 @@ def corrupt_spans(
     lengths = np.empty(2 * spans, np.int64)
     lengths[0::2] = random_segmentation(int(stays), int(spans), random[: stays - 1])
     lengths[1::2] = random_segmentation(int(noise), int(spans), random[stays:])
-    goes = np.repeat(np.arange(2 * spans) % 2 == 1, lengths)
+    is_noise = np.repeat(np.arange(2 * spans) % 2 == 1, lengths)
     marks = np.array(sentinels[:spans], np.int64)
     ids = tokens.astype(np.int64)
-    inputs = np.insert(ids[~goes], np.cumsum(lengths[0::2]), marks)
-    target_tokens = np.insert(ids[goes], np.cumsum(lengths[1::2]) - lengths[1::2], marks)
+    inputs = np.insert(ids[~is_noise], np.cumsum(lengths[0::2]), marks)
+    target_tokens = np.insert(ids[is_noise], np.cumsum(lengths[1::2]) - lengths[1::2], marks)
     return inputs, target_tokens
 
 
@@ -204,10 +204,10 @@ class Denoisers(Objective):
         require_sentinels(special, int(max(n for d, n in enumerate([*spans, 0]) if d in used)), config.name)
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        chosen, cuts = self.choose_denoisers(n_tokens, keys)
+        denoisers, cuts = self.choose_denoisers(n_tokens, keys)
         lengths = np.zeros((len(n_tokens), len(self.field_prefixes)), np.int64)
         for number in range(len(DENOISERS)):
-            is_chosen = chosen == number
+            is_chosen = denoisers == number
             lengths[is_chosen] = self.denoiser_lengths(number, n_tokens[is_chosen], cuts[is_chosen])
         return lengths
 
@@ -231,16 +231,16 @@ class Denoisers(Objective):
     def choose_denoisers(self, n_tokens: Ints, keys: NDArray[np.uint64]) -> tuple[Ints, Ints]:
         """Return the denoiser of each piece, and where the sequential one would cut it."""
         first, second = (rng.to_unit_interval(rng.hash_rows((name,), keys)) for name in ("denoiser", "cut"))
-        chosen = np.searchsorted(self.cumulative_probs, first, side="right").astype(np.int64)
+        denoisers = np.searchsorted(self.cumulative_probs, first, side="right").astype(np.int64)
         n_targets = 1 + randint_below(np.maximum(n_tokens // 2, 1), second)
-        return chosen, np.maximum(n_tokens - n_targets, 0)
+        return denoisers, np.maximum(n_tokens - n_targets, 0)
 
     def denoiser_lengths(self, number: int, n_tokens: Ints, cuts: Ints) -> Ints:
         """Return the lengths of sequences that denoiser `number` makes of texts, [texts, 1 or 2]."""
         mode, mean_span, rate = DENOISERS[number]
         if mode == "S":
-            both = [cuts + 1, n_tokens - cuts + 1] if self.is_encoder_decoder else [n_tokens]
-            lengths = np.where(n_tokens[:, None] >= 2, np.stack(both, axis=1), 0)
+            side_lengths = [cuts + 1, n_tokens - cuts + 1] if self.is_encoder_decoder else [n_tokens]
+            lengths = np.where(n_tokens[:, None] >= 2, np.stack(side_lengths, axis=1), 0)
         else:
             lengths = corrupted_lengths(n_tokens, rate, mean_span, self.is_encoder_decoder)
         if self.mode_token[mode] is not None:

@@ -116,9 +116,9 @@ def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
         )
     text = files["cls"].strip()
     if not text.isdigit() or not int(text) < n_classes:
-        shown = text[:20].decode("utf-8", "replace")
+        excerpt = text[:20].decode("utf-8", "replace")
         raise SampleError(
-            f"has the class {shown!r}, and model.extra_heads.{HEAD}.n_classes = {n_classes}: classes are 0 to "
+            f"has the class {excerpt!r}, and model.extra_heads.{HEAD}.n_classes = {n_classes}: classes are 0 to "
             f"{n_classes - 1}"
         )
     return int(text)

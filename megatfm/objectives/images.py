@@ -67,9 +67,10 @@ def image_reader(
         )
     if images.max_patches is None and size % patch_size:
         below = size - size % patch_size
-        near = f"{below} or {below + patch_size}" if below else str(patch_size)
+        alternatives = f"{below} or {below + patch_size}" if below else str(patch_size)
         raise UsageError(
-            f"data.images.size = {size} is not a multiple of model.embedding.patch_size = {patch_size}: choose {near}"
+            f"data.images.size = {size} is not a multiple of model.embedding.patch_size = {patch_size}: "
+            f"choose {alternatives}"
         )
     filter_ = INTERPOLATIONS[images.interpolation]
     transforms = [TRANSFORMS.get(section.name)(section, filter_) for section in images.transforms]
@@ -112,8 +113,8 @@ def random_image_files(random: np.random.Generator, reader: "ImageReader") -> Ma
     from PIL import Image
 
     channels, patch_size = reader.layout.channels, reader.layout.patch_size
-    most = 2 * (reader.size or patch_size * round(reader.max_patches**0.5))
-    height, width = random.integers(1, most + 1, 2).tolist()
+    max_side = 2 * (reader.size or patch_size * round(reader.max_patches**0.5))
+    height, width = random.integers(1, max_side + 1, 2).tolist()
     shape = (height, width, 3) if channels == 3 else (height, width)
     out = io.BytesIO()
     Image.fromarray(random.integers(0, 256, shape).astype(np.uint8)).save(out, "PNG")

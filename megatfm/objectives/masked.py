@@ -53,7 +53,7 @@ class Masking:
 
     @classmethod
     def of(cls, config: MaskedObjective | ReplacedTokenObjective, special: SpecialTokens) -> "Masking":
-        """Return the masking of a config's section. Raises UsageError if the tokenizer lacks what it needs."""
+        """Return the masking of a config's section. Raises UsageError if the tokenizer lacks a required token."""
         mask = special.require_token("mask", config.name)
         if isinstance(config, ReplacedTokenObjective):
             return cls(special, mask, config.mask_rate, config.mask_replace_prob, 0.0)
@@ -69,7 +69,7 @@ class Masking:
         )
 
     def __call__(self, tokens: TokenArray, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
-        """Return what is shown of a text's tokens [n], and the targets [n]."""
+        """Return the inputs [n] after masking, and the targets [n]."""
         n = len(tokens)
         random = rng.uniform(3 * n + 1, *key)
         chosen = self._chosen(tokens, random[: n + 1])
@@ -97,16 +97,16 @@ def choose_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
     order = np.argsort(random, kind="stable")
     total = np.cumsum(lengths[order])
     first = int(np.searchsorted(total, budget, side="right"))
-    chosen, left = order[:first].tolist(), budget - int(total[first - 1] if first else 0)
+    chosen, tokens_left = order[:first].tolist(), budget - int(total[first - 1] if first else 0)
     for word in order[first:]:
-        if left == 0:
+        if tokens_left == 0:
             break
-        if lengths[word] <= left:
+        if lengths[word] <= tokens_left:
             chosen.append(word)
-            left -= int(lengths[word])
-    taken = np.zeros(len(starts), bool)
-    taken[chosen] = True
-    return np.flatnonzero(np.repeat(taken, lengths))
+            tokens_left -= int(lengths[word])
+    is_chosen = np.zeros(len(starts), bool)
+    is_chosen[chosen] = True
+    return np.flatnonzero(np.repeat(is_chosen, lengths))
 
 
 def replace_masked(original: Ints, which: Floats, draw: Floats, masking: Masking) -> Ints:
@@ -155,8 +155,8 @@ class Masked(Objective):
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        shown, targets = self.masking(piece.tokens, masking_key(key, "masked", self.config.static))
-        return single_segment_example(shown, targets, self.cls, self.sep)
+        inputs, targets = self.masking(piece.tokens, masking_key(key, "masked", self.config.static))
+        return single_segment_example(inputs, targets, self.cls, self.sep)
 
 
 IS_NEXT, IS_RANDOM = 0, 1
@@ -197,12 +197,12 @@ class SentencePair(Objective):
     def two_segment_example(self, a: TokenArray, b: TokenArray, label: int, key: PieceKey) -> Example:
         """Return the sequence of two segments; marks are never masked."""
         text = np.concatenate([a, b])
-        shown, wanted = self.masking(text, masking_key(key, self.config.name, self.config.static))
+        inputs, targets = self.masking(text, masking_key(key, self.config.name, self.config.static))
         n, cut = len(text) + 3, len(a) + 1
         fields: Example = {
             name: np.full(n, IGNORE, np.int64) for name in ("tokens", "targets", "sentence_targets")
         }
-        for name, values in (("tokens", shown), ("targets", wanted)):
+        for name, values in (("tokens", inputs), ("targets", targets)):
             fields[name][1:cut], fields[name][cut + 1 : -1] = values[: len(a)], values[len(a) :]
         fields["tokens"][[0, cut, -1]] = self.cls, self.sep, self.sep
         fields["sentence_targets"][0] = label
@@ -216,9 +216,9 @@ class NextSentence(SentencePair):
     """Predict whether B follows A in the text, or is from another document (Devlin et al. 2019, section 3.1; task 2).
 
     A is the start of a piece, and B the rest of it or, half of the time, as many tokens from another document of the
-    block. The place of the cut and the other document are drawn before the label, so that lengths tell nothing of
-    it. In a block with no other document, the label is always 0. Where B is random, the rest of the piece is not read
-    in this epoch; BERT's code reads it later, which would make lengths depend on labels.
+    block. The place of the cut and the other document are drawn before the label, so that lengths don't reveal it. In a
+    block with no other document, the label is always 0. Where B is random, the rest of the piece is not read in this
+    epoch; BERT's code reads it later, which would make lengths depend on labels.
     """
 
     needs_other_documents = True
@@ -231,16 +231,16 @@ class NextSentence(SentencePair):
         if not len(lengths):
             cut = 1 + int(randint_below(n - 1, at))
             return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
-        # A document that could stand for half of the piece, if there is one.
+        # A document that could replace half of the piece, if there is one.
         enough = np.flatnonzero(lengths >= min(int(lengths.max()), n // 2))
-        other = int(enough[randint_below(len(enough), choice)])
-        least = max(1, n - int(lengths[other]))
-        cut = least + int(randint_below(n - least, at))
+        other_document = int(enough[randint_below(len(enough), choice)])
+        min_cut = max(1, n - int(lengths[other_document]))
+        cut = min_cut + int(randint_below(n - min_cut, at))
         if label < 0.5:
             return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
-        first = int(randint_below(int(lengths[other]) - (n - cut) + 1, start))
+        first = int(randint_below(int(lengths[other_document]) - (n - cut) + 1, start))
         return self.two_segment_example(
-            tokens[:cut], partners.tokens(other)[first : first + n - cut], IS_RANDOM, key
+            tokens[:cut], partners.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
         )
 
 
@@ -334,8 +334,10 @@ class SpanBoundary(Objective):
         free = n_words - int(words.sum()) - max(n_spans - 1, 0)
         # Spans and free words in random order: places of the spans are a uniform choice among them.
         places = np.sort(np.argsort(random[n_words : n_words + free + n_spans], kind="stable")[:n_spans])
-        before = np.cumsum(words) - words
-        first = places + before  # `places` counts for each earlier span one word, the one between the two
+        words_before = np.cumsum(words) - words
+        first = (
+            places + words_before
+        )  # `places` counts for each earlier span one word, the one between the two
         return bounds[first], bounds[first + words]
 
 
@@ -370,14 +372,17 @@ class ReplacedToken(Objective):
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens = piece.tokens
-        shown, targets = self.masking(tokens, masking_key(key, "replaced_token"))
-        fields = single_segment_example(shown, targets, self.cls, self.sep)
+        inputs, targets = self.masking(tokens, masking_key(key, "replaced_token"))
+        fields = single_segment_example(inputs, targets, self.cls, self.sep)
         original = fields["tokens"].copy()
         original[1:-1] = tokens
         return fields | {"original": original}
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         documents = batch.get("documents")
-        # Where a row is one document, all are counted.
-        counted = batch["original"] if documents is None else documents
-        return {"generator": (batch["targets"] != IGNORE).sum(), "discriminator": (counted >= 0).sum()}
+        # If a row is one document, all are counted.
+        documents_or_tokens = batch["original"] if documents is None else documents
+        return {
+            "generator": (batch["targets"] != IGNORE).sum(),
+            "discriminator": (documents_or_tokens >= 0).sum(),
+        }

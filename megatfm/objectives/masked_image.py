@@ -60,8 +60,8 @@ class MaskedImage(Objective):
                 f"data.sequence_length = {row_lengths[0]} is too short for the {layout.n_special + self.n_kept} tokens "
                 f"of an image that the encoder sees: choose data.sequence_length={layout.n_special + self.n_kept}"
             )
-        of_encoder = {f"encoder_{name}": field for name, field in layout.fields.items()}
-        self.fields = {**of_encoder, **layout.fields, "source": Field(pad_value=-1)}
+        encoder_fields = {f"encoder_{name}": field for name, field in layout.fields.items()}
+        self.fields = {**encoder_fields, **layout.fields, "source": Field(pad_value=-1)}
         self._for_evaluation = partial(  # which worker processes can be sent
             MaskedImage, special, config, model, row_lengths, images, training=False
         )
@@ -75,12 +75,12 @@ class MaskedImage(Objective):
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         fields, n_special = self.reader.build(piece.files, key), self.reader.layout.n_special
-        kept = np.sort(rng.permutation(self.reader.n_tokens - n_special, *key, "mask")[: self.n_kept])
-        visible = np.concatenate([np.arange(n_special), n_special + kept])
+        kept_patches = np.sort(rng.permutation(self.reader.n_tokens - n_special, *key, "mask")[: self.n_kept])
+        visible = np.concatenate([np.arange(n_special), n_special + kept_patches])
         source = np.full(self.reader.n_tokens, -1)
         source[visible] = np.arange(len(visible))
-        of_encoder = {f"encoder_{name}": values[visible] for name, values in fields.items()}
-        return {**of_encoder, **fields, "source": source}
+        encoder_fields = {f"encoder_{name}": values[visible] for name, values in fields.items()}
+        return {**encoder_fields, **fields, "source": source}
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         files = random_image_files(random, self.reader)

@@ -32,7 +32,7 @@ class Permutation(Objective):
 
     For each span a length L is drawn, uniform from 1 to `max_span`, and the span lies anywhere in a context of
     K · L tokens of its own; contexts follow one another. The first begins before the text, so that every token is as
-    likely as any other, 1 / K; what of a span lies outside of the text is left out.
+    likely as any other, 1 / K; the part of a span outside of the text is left out.
 
     `order` is 0 for what is given (the marks too) and counts from 1 for targets. A and B are a piece cut at a uniform
     place; their segments are 0 and 1, and [CLS] has its own, as in the released code.
@@ -84,16 +84,16 @@ class Permutation(Objective):
         return fields
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """Tokens of the content, and the queries of what is predicted."""
+        """Tokens of the content, and queries of predicted tokens."""
         return super().n_tokens(batch) + (batch["targets"] != IGNORE).sum()
 
     def choose_tokens(self, n: int, random: Floats, u: float) -> Ints:
         """Numbers of the tokens in spans, in a text of n. random [2 × contexts], u: uniform in [0, 1)."""
-        drawn, where = np.split(random, 2)
-        spans = 1 + randint_below(self.config.max_span, drawn)
-        spans[0] = 1 + np.searchsorted(self.cumulative_probs, drawn[0], side="right")
+        lengths_random, places_random = np.split(random, 2)
+        spans = 1 + randint_below(self.config.max_span, lengths_random)
+        spans[0] = 1 + np.searchsorted(self.cumulative_probs, lengths_random[0], side="right")
         contexts = self.config.tokens_per_prediction * spans
         starts = np.cumsum(contexts) - contexts - randint_below(int(contexts[0]), u)
-        firsts = starts + randint_below(contexts - spans + 1, where)
+        firsts = starts + randint_below(contexts - spans + 1, places_random)
         numbers = np.repeat(firsts - np.cumsum(spans) + spans, spans) + np.arange(spans.sum())
         return numbers[(numbers >= 0) & (numbers < n)]

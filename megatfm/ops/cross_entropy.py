@@ -19,7 +19,7 @@ LOGITS_BYTES = 2**30
 """On a GPU, of the logits that are held at once: a gigabyte."""
 
 ROW_ALIGNMENT = 64
-"""Rows of logits begin at multiples of so many elements."""
+"""Rows of logits begin at multiples of this many elements."""
 
 AT_ONCE = 2**20
 """On a CPU, logits that are made into gradients together, which its caches hold (docs/LOG.md, 2026-11-22)."""
@@ -75,11 +75,11 @@ def cross_entropy(
     """
     chunk = chunk or default_chunk(hidden_MD, len(weight_WD))
     # A function knows of a parameter that it requires gradients, and not whether any are wanted.
-    wanted = tuple(
+    needs_grad = tuple(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
     return _ChunkedCrossEntropy.apply(
-        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, wanted, losses_M
+        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, needs_grad, losses_M
     )
 
 
@@ -109,7 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         vocab_start: int,
         all_gather: AllGather | None,
-        wanted: tuple[bool, bool, bool],
+        needs_grad: tuple[bool, bool, bool],
         losses_M: Tensor | None,
     ) -> Tensor:
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
@@ -117,10 +117,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # oneDNN's bf16 products with AMX read on in a row beyond its end, and multiply by zero what is there.
         buffer[:, vocabulary:] = 0
         total = hidden_MD.new_zeros((), dtype=precise)
-        of_hidden, of_weight, of_bias = wanted
-        hidden_gradient = torch.empty_like(hidden_MD) if of_hidden else None
+        needs_hidden_grad, needs_weight_grad, needs_bias_grad = needs_grad
+        hidden_gradient = torch.empty_like(hidden_MD) if needs_hidden_grad else None
         weight_gradient = None
-        bias_gradient = torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and of_bias else None
+        bias_gradient = (
+            torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and needs_bias_grad else None
+        )
         for start in range(0, hidden_MD.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden = hidden_MD[part]
@@ -130,11 +132,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             gradient = logits
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ weight_WD
-            if of_weight:
+            if needs_weight_grad:
                 weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=precise)
-        if of_weight and weight_gradient is None:
+        if needs_weight_grad and weight_gradient is None:
             weight_gradient = torch.zeros_like(weight_WD)
         ctx.save_for_backward(
             hidden_gradient,
@@ -147,9 +149,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # One factor for the whole sum: scaling afterwards is exact up to rounding. Where they lie, unless they are kept
         # for another backward pass: on a CPU, memory for as much again costs more than the product.
-        kept = keeps_graph()
+        is_graph_kept = keeps_graph()
         scaled = (
-            None if saved is None else torch.mul(saved, gradient.to(saved.dtype), out=None if kept else saved)
+            None
+            if saved is None
+            else torch.mul(saved, gradient.to(saved.dtype), out=None if is_graph_kept else saved)
             for saved in ctx.saved_tensors
         )
         return *scaled, None, None, None, None, None, None, None
@@ -167,11 +171,11 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return total.to(_precise(right)).add_(left @ right)
 
 
-def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, into: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, out: Tensor) -> Tensor:
     """They are in the hidden vectors' dtype, as a product leaves them."""
     if bias_W is None:
-        return torch.mm(hidden, weight_WD.T, out=into)
-    return torch.addmm(bias_W, hidden, weight_WD.T, out=into)
+        return torch.mm(hidden, weight_WD.T, out=out)
+    return torch.addmm(bias_W, hidden, weight_WD.T, out=out)
 
 
 def _to_gradient(
@@ -183,7 +187,7 @@ def _to_gradient(
     losses_M: Tensor | None,
 ) -> Tensor:
     """Loss of a chunk; the logits [M, W] become its gradient. On a GPU by one kernel; on a CPU by a few rows at a time,
-    so that what is made on the way stays in its cache. Parts of a vocabulary are joined once a chunk."""
+    so that intermediate results stay in its cache. Parts of a vocabulary are joined once a chunk."""
     if all_gather is None and (in_place := _kernel(logits)):
         losses = in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
@@ -224,7 +228,7 @@ def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
 
 
 def _losses_by_shape(logits: Tensor, targets_M: Tensor, **_: Any) -> Tensor:
-    """Stand for Triton's kernel, which writes gradients in place, where tensors have shapes alone."""
+    """Replace Triton's kernel, which writes gradients in place, for tensors with shapes only."""
     return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
 
 
@@ -239,10 +243,10 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     """Losses [M, 1] of a chunk, and the gradient of their sum with respect to the logits [M, W], which are
     overwritten."""
-    counted = targets_M1 != IGNORE
+    has_target = targets_M1 != IGNORE
     local = targets_M1 - vocab_start
-    held = (local >= 0) & (local < logits.shape[1])
-    local = local.where(held, 0)
+    is_local = (local >= 0) & (local < logits.shape[1])
+    local = local.where(is_local, 0)
     slope = None
     if variant.softcap:
         logits = torch.tanh(logits / variant.softcap)
@@ -250,11 +254,11 @@ def _chunk(
         logits *= variant.softcap
     largest = logits.amax(1, keepdim=True)
     logits -= largest
-    local_statistics = [largest, logits.gather(1, local) * held, held.to(logits.dtype)]
+    local_statistics = [largest, logits.gather(1, local) * is_local, is_local.to(logits.dtype)]
     if variant.smoothing:
         local_statistics += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
     exponentials = logits.exp_()
-    # Each part has taken off its own largest logit, so all that they have to tell each other fits into one message.
+    # Each part has taken off its own largest logit, so one message holds all that the parts exchange.
     largest_P, target_P, held_P, *rest_P, sums_P = all_gather(
         torch.stack([*local_statistics, exponentials.sum(1, keepdim=True)])
     ).unbind(1)
@@ -270,13 +274,13 @@ def _chunk(
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
     # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
     losses = (normaliser.log() - target_logit).where(target_count > 0, torch.nan)
-    gradient = exponentials.mul_(counted * (largest - top).exp() / normaliser)
+    gradient = exponentials.mul_(has_target * (largest - top).exp() / normaliser)
     if variant.smoothing:
-        gradient -= spread * counted
-    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (held & counted).to(gradient.dtype))
+        gradient -= spread * has_target
+    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (is_local & has_target).to(gradient.dtype))
     if slope is not None:
         gradient *= slope
-    return losses.where(counted, 0), gradient
+    return losses.where(has_target, 0), gradient
 
 
 def _precise(tensor: Tensor) -> torch.dtype:
@@ -285,8 +289,8 @@ def _precise(tensor: Tensor) -> torch.dtype:
 
 def shifted_targets(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
     """The targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
-    ahead = torch.full_like(targets_BT, IGNORE)
-    ahead[:, :-n] = targets_BT[:, n:]
+    shifted = torch.full_like(targets_BT, IGNORE)
+    shifted[:, :-n] = targets_BT[:, n:]
     if documents_BT is not None:
-        ahead[:, :-n][documents_BT[:, n:] != documents_BT[:, :-n]] = IGNORE
-    return ahead
+        shifted[:, :-n][documents_BT[:, n:] != documents_BT[:, :-n]] = IGNORE
+    return shifted

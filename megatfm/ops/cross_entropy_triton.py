@@ -53,7 +53,7 @@ def kernel(
         at = start + columns
         x = tl.load(logits + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
         if CAPPED:
-            # tanh by exponentials, of which none overflows; −∞, beyond the vocabulary, stays what it is.
+            # tanh by exponentials, of which none overflows; −∞, beyond the vocabulary, stays −∞.
             e = tl.exp(-2 * tl.abs(x) / softcap)
             capped = tl.where(x >= 0, 1.0, -1.0) * softcap * (1 - e) / (1 + e)
             x = tl.where(at < vocabulary, capped, -float("inf"))

@@ -40,10 +40,10 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 def compute_scales(x: Tensor, rowwise: bool, largest: float) -> Tensor:
     """Powers of two, float32 [M, 1] or [1, 1], that divide x [M, K] into at most `largest`."""
-    most = x.abs().amax(1, keepdim=True) if rowwise else x.abs().amax().view(1, 1)
-    least = most.float() / largest
-    # Whatever is in the mantissa carries into the exponent.
-    power = ((least.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    amax = x.abs().amax(1, keepdim=True) if rowwise else x.abs().amax().view(1, 1)
+    min_scale = amax.float() / largest
+    # A mantissa that isn't zero carries into the exponent.
+    power = ((min_scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
     return power.clamp(min=SMALLEST_SCALE)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, each group with a matrix of its own, by the kernel that serves a device best."""
+"""Matrix products of groups of rows, each group with its own matrix, by the fastest kernel of a device."""
 
 import importlib
 from functools import cache
@@ -47,18 +47,18 @@ def kernel_for(x_MI: Tensor, weight_GOI: Tensor) -> str:
 
 
 def torch_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """The same, by torch's operator."""
+    """Compute `grouped_linear` by torch's operator."""
     return F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
 
 
 def bucketed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """The same, one product after the other, each of a window of rows around its group whose length is one of a few."""
+    """Compute `grouped_linear` group by group, each on a window of rows around it whose length is one of a few."""
     product: Tensor = _Windowed.apply(x_MI, weight_GOI, ends_G)
     return product
 
 
 def looped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """The same, one product after the other: the reference. An empty product gives an empty group's W its gradient."""
+    """Compute `grouped_linear` group by group: the reference. The weight of an empty group gets a zero gradient."""
     sizes = ends_G.diff(prepend=ends_G.new_zeros(1)).tolist()
     *groups, rest_xI = x_MI.split([*sizes, len(x_MI) - sum(sizes)])
     products = [F.linear(rows_xI, weight_OI) for rows_xI, weight_OI in zip(groups, weight_GOI, strict=True)]
@@ -126,7 +126,7 @@ def has_grouped_gemm() -> bool:
 
 
 def megablocks_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """As `grouped_linear`, by MegaBlocks' operator (Gale et al. 2023); 0 beyond the last end.
+    """Compute `grouped_linear` by MegaBlocks' operator (Gale et al. 2023); 0 beyond the last end.
 
     Not run on a GPU yet: a stand-in on the CPU holds its contract. The operator wants bfloat16, contiguous, and the
     groups' sizes as int64 on the host, which has to wait for them.

@@ -47,7 +47,7 @@ def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
 
 
 def keep_at(keys: Tensor, channels: Tensor, threshold: int) -> Tensor:
-    """As `keep`, for the channels with these numbers, which broadcast to the keys."""
+    """Draw `keep` for the channels with these numbers, which broadcast to the keys."""
     hashes = fold_in(keys, channels // 4) >> (16 * (channels % 4))
     return hashes.to(torch.int16) >= threshold - RATE_STEPS // 2
 

@@ -35,8 +35,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 def keeps_graph() -> bool:
     """Whether the backward pass that is under way keeps the graph for another (`retain_graph`)."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
 
 
 def has_amx_tiles() -> bool:

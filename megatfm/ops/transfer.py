@@ -35,9 +35,9 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each of them aligned. Where a part of a buffer is not, none of its parts stays there, so that it can go."""
-    left = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
+    unaligned = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
     return {
-        name: tensor.clone(memory_format=torch.contiguous_format) if _buffer(tensor) in left else tensor
+        name: tensor.clone(memory_format=torch.contiguous_format) if _buffer(tensor) in unaligned else tensor
         for name, tensor in tensors.items()
     }
 
@@ -68,7 +68,7 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
 
 
 def remember_host_copy(tensor: Tensor, host_copy: Tensor) -> Tensor:
-    """A tensor of which the host has a copy that nobody writes."""
+    """A tensor with a read-only copy on the host."""
     if not tensor.is_inference():
         _HOST_COPIES[tensor] = host_copy, tensor._version
     return tensor

@@ -33,7 +33,7 @@ SIDES = {"left": -2, "right": -1}
 """The dims of a matrix, or of those in a stack."""
 
 Update = tuple[Tensor, Tensor, float]
-"""A weight, what it is moved along before that is orthogonalised, and how far."""
+"""A weight, its update before orthogonalisation, and the step size."""
 
 
 @OPTIMIZERS.register("muon")
@@ -61,14 +61,14 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
     single = [name for name in matrices if name not in stacked]
     groups = [OptimizerGroup(single, "whole_tensor", make_muon, options, rates)]
     if stacked:
-        several = [name for name in matrices if name in stacked]
-        groups.append(OptimizerGroup(several, "whole_tensor", make_batched_muon, options, rates))
+        batched = [name for name in matrices if name in stacked]
+        groups.append(OptimizerGroup(batched, "whole_tensor", make_batched_muon, options, rates))
     return [*groups, *adamw(config, remaining)]
 
 
 class BatchedMuon(torch.optim.Optimizer):
     """For matrices [m, n] and stacks of them [E, m, n], of which each is orthogonalised by itself, all of one shape in
-    the same products. On a CPU only those of a stack: there more of them in one product take longer."""
+    the same products. On a CPU only matrices of a stack: there more of them in one product take longer."""
 
     def __init__(self, params: Any, lr: float, momentum: float, *, in_bf16: bool = True) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
@@ -113,11 +113,9 @@ def apply_updates(batch: Sequence[Update], *, in_bf16: bool = True) -> None:
     stacks = [update.view(-1, *update.shape[-2:]) for _, update, _ in batch]
     orthogonal_Emn = newton_schulz(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
     parts = orthogonal_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
-    for by, several in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
-        weights, moved = zip(
-            *((weight, part.view_as(weight)) for (weight, _, _), part in several), strict=True
-        )
-        torch._foreach_add_(weights, moved, alpha=by)
+    for layout, pairs in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
+        weights, moved = zip(*((weight, part.view_as(weight)) for (weight, _, _), part in pairs), strict=True)
+        torch._foreach_add_(weights, moved, alpha=layout)
 
 
 def newton_schulz(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
@@ -139,7 +137,11 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
     def make(groups: list[dict[str, Any]]) -> Soap:
         return Soap(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, every=config.precondition_frequency
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            update_every=config.precondition_frequency,
         )
 
     matrices, remaining = split_block_matrices(parameters)
@@ -162,8 +164,10 @@ class Soap(torch.optim.Optimizer):
     orthogonal iteration.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, every: int) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "every": every, "weight_decay": 0.0}
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float, update_every: int
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "every": update_every, "weight_decay": 0.0}
         super().__init__(params, {**defaults, "rotated": (True, True), "step": 0})
 
     @torch.no_grad()

@@ -112,9 +112,9 @@ class BF16StateAdamW(torch.optim.Optimizer):
         weights = [piece.weight for piece in pieces]
         means = [piece.mean.to(piece.weight.dtype) for piece in pieces]
         squares = [piece.square.to(piece.weight.dtype) for piece in pieces]
-        before = torch.full((), group["step"] - 1, dtype=torch.float32, device=weights[0].device)
+        steps_before = torch.full((), group["step"] - 1, dtype=torch.float32, device=weights[0].device)
         torch_adamw(
-            weights, [piece.gradient for piece in pieces], means, squares, [], [before.clone() for _ in pieces],
+            weights, [piece.gradient for piece in pieces], means, squares, [], [steps_before.clone() for _ in pieces],
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             found_inf=getattr(self, "found_inf", None),
@@ -131,8 +131,8 @@ class BF16StateAdamW(torch.optim.Optimizer):
 def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """Schedule-free AdamW (Defazio et al. 2024), from the authors' package: one group, decay by role.
 
-    The model's parameters hold y, the point at which gradients are taken; what is evaluated and saved is x, the
-    average. Warm-up is the schedule's, as for all optimizers."""
+    The model's parameters hold y, the point at which gradients are taken; the average x is evaluated and saved. Warm-up
+    is the schedule's, as for all optimizers."""
 
     def make(groups: list[dict[str, Any]]) -> AdamWScheduleFree:
         optimizer = AdamWScheduleFree(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -180,7 +180,7 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
 
 @OPTIMIZERS.register("lamb")
 def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """LAMB (You et al. 2020, algorithm 2): one group of whole tensors; those that don't decay aren't scaled either, as
+    """LAMB (You et al. 2020, algorithm 2): one group of whole tensors; weights without decay aren't scaled either, as
     in the paper's BERT."""
 
     def make(groups: list[dict[str, Any]]) -> Lamb:
@@ -210,7 +210,7 @@ class Lamb(torch.optim.Optimizer):
                 if group["scaled"]:
                     norms = weight.norm(), update.norm()
                     ratio = norms[0] / norms[1]
-                    # As a tensor: to look at the norms here would wait for the device, once for each weight.
+                    # Stays a tensor: reading the norms here would wait for the device, once for each weight.
                     update.mul_(torch.where((norms[0] > 0) & (norms[1] > 0), ratio, torch.ones_like(ratio)))
                 weight.add_(update, alpha=-group["lr"])
 

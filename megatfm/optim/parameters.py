@@ -23,14 +23,14 @@ Role = Literal["matrix", "matrices", "embedding", "vector"]
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 MTP_HEAD = re.compile(r"^future\.")
-"""A head that predicts later tokens has blocks of its own, above the stack's."""
+"""A head that predicts later tokens has its own blocks, above the stack's."""
 INPUT_MODULES = re.compile(r"(?:^|\.)(?:embedding|position)\.")
 """Matches names of what lies below a stack's layers."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter of the whole model, whatever the layout.
+    """One parameter of the full model, independent of the layout.
 
     role: embedding: a table whose rows are looked up; vector: a norm's gain, a bias, and whatever else is a number
     for each channel or head, also stacked in more dims; matrices: those of experts, stacked along the first dim, each a
@@ -124,7 +124,7 @@ OPTIMIZERS: Registry[Callable[[Any, Parameters], list[OptimizerGroup]]] = Regist
 
 
 def weight_decays(parameters: Parameters, weight_decay: float) -> dict[str, Mapping[str, Any]]:
-    """The option `weight_decay` of each parameter: 0 for those that don't decay."""
+    """The option `weight_decay` of each parameter: 0 for weights without decay."""
     return {name: {"weight_decay": weight_decay if p.decays else 0.0} for name, p in parameters.items()}
 
 
@@ -160,10 +160,11 @@ def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[Optimiz
             f"optimizer.name = {config.name!r} sizes its updates by the whole tensor, and model.mup scales rates for "
             "Adam's: choose adamw, lion or schedule_free_adamw, or leave model.mup out"
         )
-    taken = [name for group in groups for name in group.names]
+    grouped_names = [name for group in groups for name in group.names]
     for name in parameters:
-        if taken.count(name) != 1:
+        if grouped_names.count(name) != 1:
             raise MegatfmError(
-                f"optimizer {config.name!r} has {name} in {taken.count(name)} groups: each parameter belongs in one"
+                f"optimizer {config.name!r} has {name} in {grouped_names.count(name)} groups: each parameter "
+                "belongs in one"
             )
     return groups

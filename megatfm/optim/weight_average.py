@@ -15,7 +15,7 @@ AVERAGE = "ema"
 
 
 def with_weight_average(group: OptimizerGroup, decay: float, name: str) -> OptimizerGroup:
-    """Return the group with an average ema ← decay · ema + (1 − decay) · weight after each step, which is what is
+    """Return the group with an average ema ← decay · ema + (1 − decay) · weight after each step; the average is
     evaluated and saved. It starts at the weights after the first step. name: the optimizer's.
 
     Raises UsageError for an optimizer that looks at whole tensors, that averages already, or with short moments.

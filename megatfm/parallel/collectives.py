@@ -146,62 +146,69 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Copy.apply(x, group)
 
 
-def all_to_all_no_grad(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+def all_to_all_no_grad(
+    x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup
+) -> Tensor:
     """All-to-all of rows, outside autograd. sent, received: how many go to, and come from, each rank."""
     first = x.contiguous()
     if _functional():
-        arrived: Tensor = _ops.wait_tensor(_ops.all_to_all_single(first, received, sent, group.group_name))
+        arrived: Tensor = _ops.wait_tensor(
+            _ops.all_to_all_single(first, output_splits, input_splits, group.group_name)
+        )
     else:
-        arrived = first.new_empty((sum(received), *first.shape[1:]))
-        group.alltoall_base(arrived, first, received, sent).wait()
+        arrived = first.new_empty((sum(output_splits), *first.shape[1:]))
+        group.alltoall_base(arrived, first, output_splits, input_splits).wait()
     return arrived
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, sent, received, group):  # type: ignore[no-untyped-def]
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return all_to_all_no_grad(x, sent, received, group)
+    def forward(ctx, x, input_splits, output_splits, group):  # type: ignore[no-untyped-def]
+        ctx.sent, ctx.received, ctx.group = input_splits, output_splits, group
+        return all_to_all_no_grad(x, input_splits, output_splits, group)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         return all_to_all_no_grad(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def all_to_all(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+def all_to_all(x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
     """Rows sorted by the rank that they go to → rows sorted by the rank that they come from. sent, received: how many
     go to, and come from, each rank. Adjoint: the same the other way round."""
-    return _ExchangeRows.apply(x, sent, received, group)
+    return _ExchangeRows.apply(x, input_splits, output_splits, group)
 
 
 class _AsyncAllToAll:
     """Rows on their way to other ranks, or their gradients on the way back."""
 
-    def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
-        self._sent, self._received, self._group = sent, received, group
+    def __init__(self, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> None:
+        self._sent, self._received, self._group = input_splits, output_splits, group
         self._buffers: tuple[Tensor, ...] = ()  # rows sent, which must stay as they are, and rows received
         self._work: dist.Work | None = None
 
     def start(self, x: Tensor, *, back: bool = False) -> None:
         """Start to send rows. back: along the way that gradients take."""
-        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        input_splits, output_splits = (self._received, self._sent) if back else (self._sent, self._received)
         first = x.contiguous()
         if _functional():
-            coming, self._work = _ops.all_to_all_single(first, received, sent, self._group.group_name), None
+            output, self._work = (
+                _ops.all_to_all_single(first, output_splits, input_splits, self._group.group_name),
+                None,
+            )
         else:
-            coming = first.new_empty((sum(received), *first.shape[1:]))
-            self._work = self._group.alltoall_base(coming, first, received, sent)
-        self._buffers = first, coming
+            output = first.new_empty((sum(output_splits), *first.shape[1:]))
+            self._work = self._group.alltoall_base(output, first, output_splits, input_splits)
+        self._buffers = first, output
 
     def wait(self) -> Tensor:
-        """Wait for the rows that `start` asked for."""
-        _, coming = self._buffers
+        """Wait for the rows that `start` requested."""
+        _, output = self._buffers
         if self._work is None:
-            coming = _ops.wait_tensor(coming)
+            output = _ops.wait_tensor(output)
         else:
             self._work.wait()
         self._buffers, self._work = (), None
-        return coming
+        return output
 
 
 class _Start(torch.autograd.Function):
@@ -232,16 +239,16 @@ class _Wait(torch.autograd.Function):
 def all_to_all_overlapped(
     meanwhile: Callable[[], None],
     x: Tensor,
-    sent: list[int],
-    received: list[int],
+    input_splits: list[int],
+    output_splits: list[int],
     group: ProcessGroup,
 ) -> Tensor:
     """`all_to_all` that calls `meanwhile` while rows are on their way. The backward pass of what that computed runs
     while their gradients are."""
-    exchange = _AsyncAllToAll(sent, received, group)
-    left = _Start.apply(x, exchange)
+    exchange = _AsyncAllToAll(input_splits, output_splits, group)
+    in_transfer = _Start.apply(x, exchange)
     meanwhile()
-    return _Wait.apply(left, exchange)
+    return _Wait.apply(in_transfer, exchange)
 
 
 class _GatherReplicated(torch.autograd.Function):

@@ -51,25 +51,25 @@ FETCH = "the keys that are looked at are fetched"
 def make_attention_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of an attention core, of which the original one computes it once all keys are there."""
     local_forward: Callable[..., Tensor] = core.forward
-    shown = repr(core.pattern)
+    pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
         core_: Any = core
         keys_of = sequence.memory if core_.pattern.is_cross_attention else sequence
         kv_format = KeyValues(k.shape[-1], v.shape[-1])
-        has_own_attention = not hasattr(core, "seen")
+        has_own_attention = not hasattr(core, "attention_mask")
         if keys_of is not sequence or has_own_attention or (bias is not None and not is_relative(bias)):
             plan = keys_of.cached("everything", lambda: fetch_all_plan(contexts, keys_of.length))
-            _log_once(shown, "all keys are fetched", contexts.size)
+            _log_once(pattern_name, "all keys are fetched", contexts.size)
             all_k, all_v = kv_format.heads(fetch(torch.cat([k, v], -1), plan))
             return local_forward(q, all_k, all_v, sequence, bias)
         fetch_plan = plan_fetch(core_, contexts, sequence)
         if not core_.is_local(sequence.length) and uses_ulysses(
             contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3]), fetch_plan
         ):
-            _log_once(shown, ULYSSES, contexts.size)
+            _log_once(pattern_name, ULYSSES, contexts.size)
             return ulysses_attention(core_, q, k, v, bias, sequence, contexts)
-        _log_once(shown, RING if fetch_plan is None else FETCH, contexts.size)
+        _log_once(pattern_name, RING if fetch_plan is None else FETCH, contexts.size)
         kv = torch.cat([k, v], -1)
         return exchange_and_attend(core_, q, kv, kv_format, bias, sequence, contexts, fetch_plan)
 
@@ -78,7 +78,7 @@ def make_attention_forward(core: nn.Module, contexts: ContextParallel) -> Callab
 
 def make_latent_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a core whose keys and values are made of narrower latents: these are sent."""
-    shown = repr(core.pattern)
+    pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, latent: Tensor, k_weight: Tensor, v_weight: Tensor, sequence: Any) -> Tensor:
         core_: Any = core
@@ -87,10 +87,10 @@ def make_latent_forward(core: nn.Module, contexts: ContextParallel) -> Callable[
             contexts, q, n, len(v_weight) // n, latent.shape[-1], fetch_plan
         ):
             k, v = core_.heads(latent, k_weight, v_weight)
-            _log_once(shown, ULYSSES, contexts.size)
+            _log_once(pattern_name, ULYSSES, contexts.size)
             return ulysses_attention(core_, q, k, v, None, sequence, contexts)
         kv_format = LatentKeyValues(core_.heads, (k_weight, v_weight))
-        _log_once(shown, RING if fetch_plan is None else FETCH, contexts.size)
+        _log_once(pattern_name, RING if fetch_plan is None else FETCH, contexts.size)
         return exchange_and_attend(core_, q, latent, kv_format, None, sequence, contexts, fetch_plan)
 
     return forward
@@ -162,7 +162,7 @@ def exchange_and_attend(
 
 
 def uses_ulysses(
-    contexts: ContextParallel, q_BNTH: Tensor, kv_heads: int, v_width: int, sent: int, fetch_plan: FetchPlan | None
+    contexts: ContextParallel, q_BNTH: Tensor, kv_heads: int, v_width: int, n_sent: int, fetch_plan: FetchPlan | None
 ) -> bool:  # fmt: skip
     """Whether to divide heads: if configured, or in "auto" if heads divide among ranks and it sends less in both passes
     than the ring, or than the fetch. sent: numbers of a token that go round, or are fetched."""
@@ -173,8 +173,8 @@ def uses_ulysses(
         return False
     by_heads = 2 * (n + max(kv_heads, c)) * (h + v_width)  # in units of (c − 1) / c² of a row
     if fetch_plan is None:
-        return by_heads < 3 * c * sent
-    return by_heads * (c - 1) * fetch_plan.length < 2 * sent * fetch_plan.most * c**2
+        return by_heads < 3 * c * n_sent
+    return by_heads * (c - 1) * fetch_plan.length < 2 * n_sent * fetch_plan.most * c**2
 
 
 def ulysses_attention(
@@ -198,7 +198,7 @@ def ulysses_attention(
 
 
 class _SplitRow(NamedTuple):
-    """A row of so many tokens, split over ranks."""
+    """A row of `length` tokens, split over ranks."""
 
     contexts: ContextParallel
     length: int

@@ -1,7 +1,7 @@
 """Global attention under context parallelism: queries that see all keys (Longformer, BigBird) go to the keys.
 
 All ranks get the few global queries. Each computes their attention to its own keys, and the results are merged by the
-logarithms of the sums (Dao et al. 2022). What is sent does not grow with the row.
+logarithms of the sums (Dao et al. 2022). The traffic does not grow with the row.
 """
 
 from collections.abc import Callable, Sequence
@@ -150,8 +150,8 @@ class _AllKeysAttention(torch.autograd.Function):
         (out, lse), *more_parts = (
             part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, contexts.group)
         )
-        for other in more_parts:
-            out, lse = merge_partial(out, lse, *other)
+        for more_part in more_parts:
+            out, lse = merge_partial(out, lse, *more_part)
         out, lse = block_sparse.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
         ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)
         ctx.plan, ctx.contexts = plan, contexts

@@ -2,7 +2,8 @@
 
 Each rank of the `cp` axis has some tokens of every row: one run of them, or in causal attention, whose cost grows with
 the position, one run from the front and its mirror image from the back (zig-zag). Attention that looks at few tokens
-of other ranks fetches the keys of these (`FetchPlan`); `context_attention.py` says who does so and what others do.
+of other ranks fetches the keys of these (`FetchPlan`); `context_attention.py` lists the modules that do so, and the
+alternatives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
-        """How many ranks share a row."""
+        """Number of ranks that share a row."""
         return self.group.size()
 
     @cached_property
@@ -84,25 +85,20 @@ def build_context_parallel(
 
 
 def folding(model: nn.Module) -> Callable[[int], bool]:
-    """Make `is_folded` of a model's patterns, cached by row length."""
+    """Return a function from the length of a row to whether ranks need a zig-zag split of it: whether attention costs
+    later tokens more than earlier ones, also in windows as wide as the row. Cached by length."""
     patterns = dict.fromkeys(
         pattern for module in model.modules() if (pattern := getattr(module, "pattern", None)) is not None
     )
     return lru_cache(LENGTHS)(partial(_grow, [*patterns]))
 
 
-def is_folded(model: nn.Module, length: int) -> bool:
-    """Whether attention costs later tokens of rows of this length more than earlier ones, so that ranks need a zig-zag
-    split: also in windows that are as wide as the row."""
-    return folding(model)(length)
-
-
 def _grow(patterns: Sequence[Any], length: int) -> bool:
     """Whether the cost grows with the position in any of the patterns, of which a plugin's may not say."""
-    within = (
+    in_part = (
         getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns
     )
-    return any(getattr(pattern, "has_uneven_work", False) for pattern in within)
+    return any(getattr(pattern, "has_uneven_work", False) for pattern in in_part)
 
 
 SIDES = ("", "encoder_")
@@ -156,21 +152,21 @@ class P2PExchange:
     """Tensors on their way to and from other ranks; `wait` returns those received."""
 
     def __init__(
-        self, group: ProcessGroup, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, Tensor]]
+        self, group: ProcessGroup, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
         """sent, came: (rank, tensor to send) and (rank, tensor to receive into)."""
-        self._send_buffers = [tensor.contiguous() for _, tensor in sent]
-        self._received = [tensor for _, tensor in came]
+        self._send_buffers = [tensor.contiguous() for _, tensor in sends]
+        self._received = [tensor for _, tensor in receives]
         post: Callable[..., Any] = dist.P2POp
         operations = [
             post(dist.isend, tensor, group=group, group_peer=peer)
-            for (peer, _), tensor in zip(sent, self._send_buffers, strict=True)
+            for (peer, _), tensor in zip(sends, self._send_buffers, strict=True)
         ]
-        operations += [post(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in came]
+        operations += [post(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Wait for all transfers; returns the tensors received, in the order in which they were asked for."""
+        """Wait for all transfers; returns the tensors received, in the order of the requests."""
         for work in self._works:
             work.wait()
         self._send_buffers = []
@@ -203,17 +199,20 @@ class FetchPlan:
         needed_indices: Sequence[Tensor],
     ) -> "FetchPlan":
         """indices_by_rank[r]: the tokens of rank r; needed_indices[r]: sorted, the tokens that rank r looks at."""
-        me, none = contexts.rank, torch.empty(0, dtype=torch.int64)
-        local, ranks = indices_by_rank[me], range(contexts.size)
+        own_rank, no_places = contexts.rank, torch.empty(0, dtype=torch.int64)
+        local, ranks = indices_by_rank[own_rank], range(contexts.size)
         length = sum(map(len, indices_by_rank))
         is_needed = torch.zeros(contexts.size, length, dtype=torch.bool)
         for r in ranks:
             is_needed[r, needed_indices[r]] = True
-        most = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
-        send = [is_needed[r, local].nonzero()[:, 0] if r != me else none for r in ranks]
-        recv = [indices_by_rank[r][is_needed[me, indices_by_rank[r]]] if r != me else none for r in ranks]
+        max_fetched = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
+        send = [is_needed[r, local].nonzero()[:, 0] if r != own_rank else no_places for r in ranks]
+        recv = [
+            indices_by_rank[r][is_needed[own_rank, indices_by_rank[r]]] if r != own_rank else no_places
+            for r in ranks
+        ]
         indices, permutation = torch.cat([local, *recv]).sort()
-        return cls(contexts, send, recv, indices, permutation, most, length)
+        return cls(contexts, send, recv, indices, permutation, max_fetched, length)
 
 
 def fetch_all_plan(contexts: ContextParallel, length: int) -> FetchPlan:
@@ -225,10 +224,10 @@ def is_little(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor
     """Whether no rank needs half of the tokens that the others have. needed_indices[r]: row indices of the tokens that
     rank r looks at, its own among them."""
     ranks, length = len(indices_by_rank), sum(map(len, indices_by_rank))
-    most = max(
+    max_sent = max(
         len(needed) - len(local) for needed, local in zip(needed_indices, indices_by_rank, strict=True)
     )
-    return 2 * most * ranks < (ranks - 1) * length
+    return 2 * max_sent * ranks < (ranks - 1) * length
 
 
 def fetch(x_BKTH: Tensor, plan: FetchPlan) -> Tensor:
@@ -241,9 +240,9 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
         ctx.plan = plan
-        sent = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
-        came = [(r, _empty(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
-        received = P2PExchange(plan.contexts.group, sent, came).wait()
+        sends = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
+        receives = [(r, _empty(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
+        received = P2PExchange(plan.contexts.group, sends, receives).wait()
         return torch.cat([x, *received], 2)[:, :, moved(plan.permutation, x.device)]
 
     @staticmethod
@@ -253,10 +252,10 @@ class _Fetch(torch.autograd.Function):
         by_source = torch.empty_like(g)
         by_source[:, :, moved(plan.permutation, g.device)] = g
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
-        sent = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
+        sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
         users = [(r, at) for r, at in enumerate(plan.send_indices) if len(at)]
-        came = [(r, _empty(g, len(at))) for r, at in users]
-        returned = P2PExchange(plan.contexts.group, sent, came).wait()
+        receives = [(r, _empty(g, len(at))) for r, at in users]
+        returned = P2PExchange(plan.contexts.group, sends, receives).wait()
         local_grad = local_grad.clone()
         for (_, at), part in zip(users, returned, strict=True):
             local_grad.index_add_(2, moved(at, g.device), part)

@@ -1,4 +1,4 @@
-"""The default process group, and how the ranks of a run meet in it, whoever started them.
+"""The default process group, and how the ranks of a run meet in it under any launcher.
 
 torchrun, srun, mpirun and a single process all end in the same process group, so that no other code asks.
 """
@@ -46,11 +46,11 @@ class ProcessInfo:
     launcher: Launcher
     device: torch.device
     address: str | None = None
-    """Where rank 0 can be reached; None in a group that was there already."""
+    """Address of rank 0; None if the process group existed already."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once (rank 0)."""
+        """Whether this process writes the files of the run (rank 0)."""
         return self.rank == 0
 
 
@@ -60,13 +60,13 @@ def init_distributed(
     """Set up the default process group and this process's device.
 
     `timeout` is in seconds, for meeting the others, and for every later collective if `collective_timeout` is not
-    given. A group that is there already is used as it is. Raises UsageError for an environment that contradicts
+    given. An existing group is used unchanged. Raises UsageError for an environment that contradicts
     itself, MegatfmError when the others can't be reached.
     """
     later = timedelta(seconds=collective_timeout or timeout)
     if dist.is_initialized():
-        beside = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % beside))
+        local_ranks = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_ranks))
         _timeout_of_later_groups(later, later)
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _device(env, device))
@@ -77,7 +77,7 @@ def init_distributed(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
-    begun = time.monotonic()
+    start = time.monotonic()
     if env.address and env.launcher != "mpirun":
         check_resolves(env.address, env.rank)
     try:
@@ -87,15 +87,15 @@ def init_distributed(
             else:
                 store = _store(env, timedelta(seconds=timeout))
             if env.world_size > 1:
-                # What rank 0 has waited for the others in torchrun's store is a part of the time that they have.
-                since = begun if env.rank == 0 else time.monotonic()
+                # Rank 0's wait in torchrun's store counts towards the time that the others have.
+                since = start if env.rank == 0 else time.monotonic()
                 _wait_for_all_ranks(store, env, timedelta(seconds=timeout), since)
             dist.init_process_group(store=store, rank=env.rank, world_size=env.world_size, **options)
             _timeout_of_later_groups(later, later)
     except (dist.DistError, RuntimeError) as error:
-        where = f" at {env.address}:{env.port}" if env.address else ""
+        address = f" at {env.address}:{env.port}" if env.address else ""
         raise MegatfmError(
-            f"rank {env.rank} of {env.world_size} could not meet the others{where} within {timeout:g} s: check "
+            f"rank {env.rank} of {env.world_size} could not meet the others{address} within {timeout:g} s: check "
             f"that all ranks run, that the host is reachable and the port free ({_first_line(error)})"
         ) from error
     return ProcessInfo(env.rank, env.world_size, env.local_rank, env.launcher, chosen, env.address)
@@ -134,7 +134,7 @@ def distributed_session(
     After an error on GPUs the group is left to the end of the process: to dismantle NCCL, the others must answer.
     """
     was_there = dist.is_initialized()
-    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    original_timeouts = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     rank = None
     try:
         rank = init_distributed(timeout, device, collective_timeout)
@@ -146,7 +146,7 @@ def distributed_session(
         if not was_there:
             shutdown()
         else:
-            _timeout_of_later_groups(*before)
+            _timeout_of_later_groups(*original_timeouts)
 
 
 def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
@@ -155,8 +155,8 @@ def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
     c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = gloo, nccl
 
 
-def _device(env: ProcessEnvironment, wanted: Device) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def _device(env: ProcessEnvironment, requested: Device) -> torch.device:
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
@@ -187,7 +187,7 @@ def _store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
 def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The part of a store that no other start uses: torchrun's agents keep one over all restarts (torch 2.13).
 
-    What an earlier start left there (who has arrived, where its ranks listen) must not be taken for this one's. The
+    Entries of an earlier start (arrived ranks, their addresses) must not be mistaken for this one's. The
     restart count that torchrun gives doesn't tell starts apart: an agent that restarts because another one did so
     doesn't count it. So rank 0 makes up a name for the start, and the ranks learn it by names that they make up
     themselves. A collective of the ranks of a start. Raises MegatfmError where rank 0 doesn't come; that others don't
@@ -209,21 +209,21 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
     missing, answered = set(range(1, world_size)), dict[int, bytes]()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < deadline:
-        for other in sorted(missing):
-            if part.check([f"megatfm/knows/{other}"]):
-                missing.remove(other)
-            elif store.check([f"megatfm/hello/{other}"]):
-                # It may be an earlier start's, which nobody waits for any more: then another one follows.
-                hello = store.get(f"megatfm/hello/{other}")
-                if answered.get(other) != hello:
+        for peer in sorted(missing):
+            if part.check([f"megatfm/knows/{peer}"]):
+                missing.remove(peer)
+            elif store.check([f"megatfm/hello/{peer}"]):
+                # It may be of an earlier start, for which no rank waits any more: then another one follows.
+                hello = store.get(f"megatfm/hello/{peer}")
+                if answered.get(peer) != hello:
                     store.set(f"megatfm/welcome/{hello.decode()}", name)
-                    answered[other] = hello
+                    answered[peer] = hello
         time.sleep(RESTART_POLL_SECONDS)
     return part
 
 
 def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: timedelta, since: float) -> None:
-    """Wait until all ranks are there. Raises MegatfmError that names those that never came within `timeout` of
+    """Wait until all ranks have arrived. Raises MegatfmError with the ranks that didn't arrive within `timeout` of
     `since`, a time of time.monotonic()."""
     store.set(f"megatfm/here/{env.rank}", socket.gethostname())
     if store.add("megatfm/arrived", 1) == env.world_size:
@@ -307,7 +307,7 @@ def _rendezvous_over_mpi(
 def _own_address(places: Sequence[tuple[str, str]]) -> str:
     """The address at which the others reach rank 0, this one. places: machine and host name of each rank.
 
-    The address under which this host is seen from another, which need not be what its own name resolves to. Raises
+    Return the address of this host as another host sees it; its own name may resolve to another address. Raises
     MegatfmError where it can't be found and MASTER_ADDR isn't set.
     """
     (own_machine, name), *_ = places
@@ -315,16 +315,18 @@ def _own_address(places: Sequence[tuple[str, str]]) -> str:
     if not other_hosts:
         return "127.0.0.1"
     reason = ""
-    for other in sorted(other_hosts - {name}):
+    for other_host in sorted(other_hosts - {name}):
         try:
-            for family, kind, _, _, socket_address in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
+            for family, kind, _, _, socket_address in socket.getaddrinfo(
+                other_host, 9, type=socket.SOCK_DGRAM
+            ):
                 with socket.socket(family, kind) as probe:
                     probe.connect(socket_address)  # UDP: picks the route, sends nothing
                     address = str(probe.getsockname()[0])
                 if not address.startswith("fe80:"):  # which is of one cable, and needs an interface with it
                     return address
         except OSError as error:
-            reason = reason or f"{other}: {error.strerror or error}"
+            reason = reason or f"{other_host}: {error.strerror or error}"
     if master_address := os.environ.get("MASTER_ADDR"):
         return master_address
     raise MegatfmError(

@@ -54,30 +54,30 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
     ) -> Tensor:
         leaving_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         arriving_PE = all_to_all(leaving_PE, [1] * ranks, [1] * ranks, group)
-        sent, received = _read_splits(leaving_PE, arriving_PE, len(rows_MD))
-        leaving_MD = rows_MD[: sum(sent)]
+        input_splits, output_splits = _read_splits(leaving_PE, arriving_PE, len(rows_MD))
+        leaving_MD = rows_MD[: sum(input_splits)]
         if meanwhile:
-            arrived_RD = all_to_all_overlapped(meanwhile, leaving_MD, sent, received, group)
+            arrived_RD = all_to_all_overlapped(meanwhile, leaving_MD, input_splits, output_splits, group)
         else:
-            arrived_RD = all_to_all(leaving_MD, sent, received, group)
-        order_R, inverse_R = expert_order(arriving_PE, sum(received))
+            arrived_RD = all_to_all(leaving_MD, input_splits, output_splits, group)
+        order_R, inverse_R = expert_order(arriving_PE, sum(output_splits))
         expert_ends = arriving_PE.sum(0).cumsum(0, dtype=torch.int32)
         output_RD = expert_function(arrived_RD[order_R], expert_ends)[inverse_R]
-        output_MD = all_to_all(output_RD, received, sent, group)
+        output_MD = all_to_all(output_RD, output_splits, input_splits, group)
         return F.pad(output_MD, (0, 0, 0, len(rows_MD) - len(output_MD)))
 
     return dispatch_run_combine
 
 
 def _read_splits(leaving_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank, and come from each: the host's one read, as it has to allocate what is received.
+    """Return the rows that go to each rank and come from each: the host's one read, as it allocates the receive buffer.
     Of shapes without values: as many to each."""
     counts_2P = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)]).cpu()
     if is_fake(leaving_PE):
         even = [rows // len(leaving_PE)] * len(leaving_PE)
         return even, even
-    sent, received = counts_2P.tolist()
-    return sent, received
+    input_splits, output_splits = counts_2P.tolist()
+    return input_splits, output_splits
 
 
 def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -91,8 +91,8 @@ def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
-    """Cut by experts over their own axis first; tensor parallelism cuts what is left. Where the data ranks don't divide
-    that, ZeRO cuts within each expert: of 2 experts on 8 ranks it would fill 6 ranks up with nothing."""
+    """Cut by experts over their own axis first; tensor parallelism cuts the remaining weights. Where the data ranks
+    don't divide that, ZeRO cuts within each expert: of 2 experts on 8 ranks it would fill 6 ranks up with nothing."""
     if (parts := mesh.size(EXPERT)) > 1:
         shard = Shard(EXPERT, 0, mesh.rank(EXPERT), parts)
         layout = replace(layout, shards=(shard, *layout.shards), data_axes=EXPERT_DATA_AXES)
@@ -148,15 +148,15 @@ LOCAL_TOKENS = register_style(ParallelStyle("no_communication", communication=()
 """A module that takes each rank's own tokens."""
 
 register_style(replace(ENTER, name="gather_expert_input", expert_tp_overrides={"folded": LOCAL_TOKENS}))
-"""As "gather_input", where experts are cut."""
+"""Style "gather_input" for cut experts."""
 
 register_style(
     replace(PARTIAL_OUTPUT, name="reduce_expert_output", expert_tp_overrides={"folded": LOCAL_TOKENS})
 )
-"""As "reduce_output", where experts are cut."""
+"""Style "reduce_output" for cut experts."""
 
 register_style(replace(SPLIT_OUTPUT, name="split_kept_choices", expert_tp_overrides={"folded": LOCAL_TOKENS}))
-"""As "split_output", where experts are cut."""
+"""Style "split_output" for cut experts."""
 
 register_style(
     replace(
@@ -178,9 +178,9 @@ OWNERS_OF_ROW_SEAMS = ("experts", "router")
 def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
     """Have a mixture's capacity, expert choice and counts by row be of whole rows.
 
-    A capacity takes a row's choices in the order of its tokens, wherever these are. So ranks gather the router's output
-    for the row (K integers a token; of experts that choose, a probability of each expert), and each keeps its own
-    tokens' part. No gradient goes back.
+    A capacity takes a row's choices in the order of its tokens, on whichever rank they are. So ranks gather the
+    router's output for the row (K integers a token; of experts that choose, a probability of each expert), and each
+    keeps its own tokens' part. No gradient goes back.
     """
     for owner in OWNERS_OF_ROW_SEAMS:
         module: Any = moe.get_submodule(owner)
@@ -214,7 +214,7 @@ def install_soft_moe(mixture: nn.Module, contexts: ContextParallel) -> None:
 
 
 def slots_per_rank(slots: int, ranks: int) -> int:
-    """How many of a row's slots a rank takes; the last ranks have some that are padding."""
+    """Return the number of a row's slots that a rank takes; the last ranks have some that are padding."""
     return -(-slots // ranks)
 
 

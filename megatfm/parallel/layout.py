@@ -109,7 +109,7 @@ class ModelLayout(Mapping[str, TensorLayout]):
         self.state = {name: self.buffers[name] for name in state}
         """Layouts of the buffers that a checkpoint holds: state of modules, which doesn't follow from the config."""
         self.context_parallel = contexts
-        """How rows are split over ranks; None where they are not."""
+        """Split of rows over ranks; None if they are not split."""
         self.table = table
         """The plan as it was applied, for people."""
 

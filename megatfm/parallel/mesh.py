@@ -35,8 +35,7 @@ ALL_AXES = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
 class DataAxes:
     """The axes over which ranks hold the same block of a parameter and see other rows, or other parts of rows.
 
-    ZeRO cuts the block over `shard`; copies of what is left are on the ranks of `replicate` and of `context`, if there
-    are such axes.
+    ZeRO cuts the block over `shard`; copies are on the ranks of `replicate` and of `context`, if there are such axes.
     """
 
     shard: str
@@ -113,7 +112,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_ranks` shares of a global batch is read here, from 0; replicas are the slower axis."""
+        """Index of this rank's share among the `data_ranks` of a global batch, from 0; replicas are the slower axis."""
         return self.rank(REPLICATE) * self.size(SHARD) + self.rank(SHARD)
 
     @property
@@ -166,12 +165,12 @@ class Mesh:
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
         """One process group over several axes, made once. If only one axis has more than one rank, that axis's group.
-        Expert axes combined with the axes that they are folded from stand for all of these."""
-        outer, of_experts = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
-        if of_experts and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
+        Expert axes combined with the axes that they are folded from mean all of these."""
+        outer, expert_axes = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
+        if expert_axes and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
             outer |= set(axes_folded_into_ep(self.expert_tp))
         else:
-            outer |= of_experts
+            outer |= expert_axes
         nontrivial = [axis for axis in sort_axes(outer) if self.size(axis) > 1]
         if len(nontrivial) <= 1:
             return self.group(nontrivial[0] if nontrivial else sort_axes(outer)[0])
@@ -179,8 +178,8 @@ class Mesh:
         return self._mesh_with(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
     def new_group_along(self, axis: str) -> ProcessGroup:
-        """The ranks of `group(axis)` once more, with a communicator of their own: what is sent over it doesn't queue
-        behind what is sent over the other. Made anew at each call, by all ranks together."""
+        """The ranks of `group(axis)` once more, with a communicator of their own: its collectives don't queue behind
+        those of the other group. Made anew at each call, by all ranks together."""
         mesh = self._mesh_with(axis)
         dim = (mesh.mesh_dim_names or ()).index(axis)
         lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
@@ -224,8 +223,8 @@ class Mesh:
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """Axes in the mesh's own order, the slowest first."""
-    wanted = set(axes)
-    return tuple(axis for axis in ALL_AXES if axis in wanted)
+    axis_set = set(axes)
+    return tuple(axis for axis in ALL_AXES if axis in axis_set)
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
@@ -245,12 +244,14 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
     sizes = dict(zip(AXES, (config.pp, config.dp_replicate, shard, config.cp, config.tp), strict=True))
     if math.prod(sizes.values()) != world_size:
-        wanted = describe_sizes({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
+        requested_sizes = describe_sizes(
+            {k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1}
+        )
         step = fixed if config.dp_shard == -1 else fixed * shard
         nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
         raise UsageError(
-            f"the layout {wanted} does not fit {world_size} process{'es' * (world_size > 1)}: start {nearest}, "
-            "or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
+            f"the layout {requested_sizes} does not fit {world_size} process{'es' * (world_size > 1)}: start "
+            f"{nearest}, or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
         )
     n_ranks = math.prod(sizes[axis] for axis in axes_folded_into_ep(config.expert_tp))
     if n_ranks % config.ep:
@@ -269,8 +270,8 @@ def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mes
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     if config.ep == 1:
         return Mesh(mesh, expert_tp=config.expert_tp)
-    without = axes_folded_into_ep(config.expert_tp)
-    sizes |= {EXPERT_SHARD: math.prod(sizes[axis] for axis in without) // config.ep, EXPERT: config.ep}
-    axes = tuple(axis for axis in ALL_AXES if axis not in without)
+    folded_axes = axes_folded_into_ep(config.expert_tp)
+    sizes |= {EXPERT_SHARD: math.prod(sizes[axis] for axis in folded_axes) // config.ep, EXPERT: config.ep}
+    axes = tuple(axis for axis in ALL_AXES if axis not in folded_axes)
     experts = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
     return Mesh(mesh, experts, config.expert_tp)

@@ -3,8 +3,8 @@
 **`tp_plan`**: a module's class says how it and the modules in it are cut, in rows of (pattern relative to the module,
 "" for itself; name of a style), such as `tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo",
 "rowwise"))`. They are
-strings, so that layers know nothing of parallelism. A pattern matches names segment by segment: `*` stays within one
-segment, `**` stands for any number of segments. A row that matches nothing is for a part that not every model has.
+strings, so that layers know nothing of parallelism. A pattern matches names segment by segment: `*` matches within one
+segment, `**` matches any number of segments. A row that matches nothing is for a part that not every model has.
 
 **`cp_plan`**: a module's class says how it computes on some tokens of rows. A module without it is refused.
 
@@ -205,8 +205,8 @@ def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module's name matches a pattern segment by segment: `*`, `?` and `[…]` stay within a segment, and `**`
-    stands for any number of segments, also none."""
+    """Whether a module's name matches a pattern segment by segment: `*`, `?` and `[…]` match within a segment, and `**`
+    matches any number of segments, also none."""
     return _matches_segments(name.split(".") if name else [], pattern.split(".") if pattern else [])
 
 
@@ -220,8 +220,8 @@ def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _missing(model: nn.Module, path: str, key: str) -> str:
-    """Say how to give a module a style: by a row in its class, or in that of the first module around it that is no mere
-    layer."""
+    """Say how to give a module a style: by a row in its class, or in the class of the nearest enclosing module that
+    isn't a plain layer."""
     owner, inner = path, ""
     while owner and type(model.get_submodule(owner)).__module__.startswith(GENERIC_PACKAGES):
         owner, _, last = owner.rpartition(".")
@@ -244,13 +244,13 @@ def _table(
     for path, style in styles.items():
         plan_rows = rows_by_module.get(model.get_submodule(path))
         rows.setdefault((plan_rows[0].modules if plan_rows else path, style), []).append(path)
-    width = 2 + max(len(shown) for shown, _ in rows)
+    width = 2 + max(len(name) for name, _ in rows)
     lines = [
         f"mesh  {mesh.describe()}",
         "",
         f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient",
     ]
-    for (shown, style), paths in rows.items():
+    for (name, style), paths in rows.items():
         tensors = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
         if not (tensors or style.is_listed):
             continue
@@ -259,7 +259,7 @@ def _table(
         )
         partial = ", ".join(dict.fromkeys(axis for p in tensors for axis in p.partial_axes))
         shown_shapes = f"{f'{len(tensors)} × ' if tensors else ''}{', '.join(shapes):<36}"
-        lines.append(f"{shown:<{width}}{style.name:<26}{shown_shapes}{partial}".rstrip())
+        lines.append(f"{name:<{width}}{style.name:<26}{shown_shapes}{partial}".rstrip())
     return "\n".join(lines) + "\n"
 
 

@@ -51,19 +51,19 @@ def stage_to_rank(schedule: str, ranks: int, virtual: int) -> list[int]:
 def build_schedule(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     """The order of forward and backward passes on each rank."""
     if schedule == "gpipe":
-        both: tuple[Kind, Kind] = ("F", "B")
-        return [[Action(r, kind, i) for kind in both for i in range(microbatches)] for r in range(ranks)]
+        kinds: tuple[Kind, Kind] = ("F", "B")
+        return [[Action(r, kind, i) for kind in kinds for i in range(microbatches)] for r in range(ranks)]
     if schedule == "1f1b":
         return [_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)]
     return _torch_orders(schedule, ranks, virtual, microbatches)
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    ahead = min(ranks - 1 - rank, microbatches)
-    order = [Action(rank, "F", i) for i in range(ahead)]
+    n_warmup = min(ranks - 1 - rank, microbatches)
+    order = [Action(rank, "F", i) for i in range(n_warmup)]
     for i in range(microbatches):
-        if ahead + i < microbatches:
-            order.append(Action(rank, "F", ahead + i))
+        if n_warmup + i < microbatches:
+            order.append(Action(rank, "F", n_warmup + i))
         order.append(Action(rank, "B", i))
     return order
 
@@ -130,13 +130,13 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
     """Add sends and receives: each receive stands where its sender sends if all ranks go step by step, so that two
     ranks meet the transfers between them in the same order, which NCCL needs.
 
-    Raises ValueError for orders in which a pass waits for ever.
+    Raises ValueError for orders that deadlock.
     """
-    left, done = [deque(order) for order in actions_by_rank], set[tuple[int, str, int]]()
+    pending, done = [deque(order) for order in actions_by_rank], set[tuple[int, str, int]]()
     planned: Schedule = [[] for _ in actions_by_rank]
-    while any(left):
+    while any(pending):
         moved = False
-        for rank, queue in enumerate(left):
+        for rank, queue in enumerate(pending):
             if not queue or not done.issuperset(_needs(queue[0], len(rank_of))):
                 continue
             action, moved = queue.popleft(), True
@@ -152,7 +152,7 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
                 planned[rank_of[target]].append(Action(target, receive, action.microbatch))
         if not moved:
             raise ValueError(
-                f"the order of a schedule waits for ever: {[queue[0] for queue in left if queue]}"
+                f"the order of a schedule waits for ever: {[queue[0] for queue in pending if queue]}"
             )
     return planned
 

@@ -115,7 +115,7 @@ def split_into_stages(
     if not at and len(starts) < len(rank_of):
         raise UsageError(
             f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
-            f"cut into {len(starts)} at most: choose {_fewer(schedule, ranks, virtual, len(starts))}"
+            f"cut into {len(starts)} at most: choose {_suggest_layout(schedule, ranks, virtual, len(starts))}"
         )
     trained = _trained(model, points)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
@@ -164,8 +164,10 @@ def _trained(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[s
             p.requires_grad for path in point.modules for p in model.get_submodule(path).parameters()
         )
         depends = trains or bool(trained[-1].intersection(point.reads))
-        now = {name for name, field in point.writes.items() if depends and field.d_model is not None}
-        trained.append((trained[-1] - frozenset(point.writes)) | now)
+        written_hidden = {
+            name for name, field in point.writes.items() if depends and field.d_model is not None
+        }
+        trained.append((trained[-1] - frozenset(point.writes)) | written_hidden)
     return trained
 
 
@@ -186,13 +188,13 @@ def _named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: int) ->
     return bounds
 
 
-def _fewer(schedule: str, ranks: int, virtual: int, most: int) -> str:
-    """The nearest layout of at most so many stages."""
-    if schedule.startswith("interleaved") and most // ranks > 1:
-        return f"parallel.virtual_stages = {most // ranks}"
-    if most // virtual > 1:
-        return f"parallel.pp = {most // virtual}"
-    return f"parallel.pp = {min(ranks, most)} and parallel.pp_schedule = '1f1b'"
+def _suggest_layout(schedule: str, ranks: int, virtual: int, max_stages: int) -> str:
+    """The nearest layout of at most `max_stages` stages."""
+    if schedule.startswith("interleaved") and max_stages // ranks > 1:
+        return f"parallel.virtual_stages = {max_stages // ranks}"
+    if max_stages // virtual > 1:
+        return f"parallel.pp = {max_stages // virtual}"
+    return f"parallel.pp = {min(ranks, max_stages)} and parallel.pp_schedule = '1f1b'"
 
 
 def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> list[int]:
@@ -261,19 +263,19 @@ def prune_to_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
     """
     used = _used(model, stages)
     paths = {path for stage in stages for point in stage.split_points for path in point.modules}
-    kept = {module for path in paths for module in model.get_submodule(path).modules()}
+    kept_modules = {module for path in paths for module in model.get_submodule(path).modules()}
     owners = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter in used}
 
     def prune(module: nn.Module, path: str) -> None:
-        if path in owners and module not in kept:
+        if path in owners and module not in kept_modules:
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter not in used:
                     setattr(module, key, None)
         for key, child in list(module.named_children()):
             inner = f"{path}.{key}" if path else key
-            if child in kept:
+            if child in kept_modules:
                 continue
-            if any(other == inner or other.startswith(f"{inner}.") for other in (*owners, *paths)):
+            if any(needed == inner or needed.startswith(f"{inner}.") for needed in (*owners, *paths)):
                 prune(child, inner)
             else:
                 vars(module)["_modules"][key] = None

@@ -13,7 +13,7 @@ Launcher = Literal["none", "torchrun", "srun", "mpirun"]
 # Below the kernel's range for outgoing connections (32768 up), so no connection sits on the port by accident.
 FIRST_PORT, N_PORTS = 12_000, 20_000
 
-# Rank, world size and local rank as the two families of mpirun tell them (Intel MPI is of MPICH's).
+# Rank, world size and local rank under the two families of mpirun (Intel MPI is of MPICH's).
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
@@ -49,7 +49,7 @@ def read_process_environment(environment: Mapping[str, str]) -> ProcessEnvironme
 
 
 def ranks_here(environment: Mapping[str, str]) -> int | None:
-    """How many ranks of this run are on this machine; None where the launcher doesn't say."""
+    """Number of this run's ranks on this machine; None if the launcher doesn't say."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if (text := environment.get(name, "")).isdecimal():
             return int(text)
@@ -111,10 +111,10 @@ def _head_node(nodes: str) -> str:
     if re.fullmatch(r"[\w.-]+", nodes):
         return nodes
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
         )
-        (first, *_) = done.stdout.split()
+        (first, *_) = result.stdout.split()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise MegatfmError(
             f"scontrol can't expand SLURM_STEP_NODELIST={nodes} ({error}): set MASTER_ADDR to the first node's name"
@@ -150,7 +150,7 @@ def _text(environment: Mapping[str, str], name: str) -> str:
             "SLURM_STEP_ID",
             "OMPI_COMM_WORLD_RANK",
         )
-        hints_set = ", ".join(other for other in hints if other in environment)
+        hints_set = ", ".join(hint for hint in hints if hint in environment)
         raise UsageError(
             f"{name} is not set, although the environment speaks of several processes ({hints_set}): "
             "start with torchrun, srun, mpirun or `megatfm launch`, or unset those"

@@ -31,11 +31,12 @@ def block_attention_plan(
     key_indices = moved(key_indices, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
     shard = sequence.with_keys_at(key, key_indices)
-    seen = core.seen(shard, n_heads)
-    size = min(block_sparse.block_size(seen), -(-max(queries, len(key_indices)) // 4) * 4)
+    mask = core.attention_mask(shard, n_heads)
+    size = min(block_sparse.block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)
     grid = BlockGrid(batch, queries, len(key_indices), size)
-    visits = seen.cached(
-        ("pieces", size), lambda: plan_blocks(seen, grid, core.seen(shard.on_host(), n_heads), q_BNTH.device)
+    visits = mask.cached(
+        ("pieces", size),
+        lambda: plan_blocks(mask, grid, core.attention_mask(shard.on_host(), n_heads), q_BNTH.device),
     )
     return BlockAttentionPlan.build(
         visits,
@@ -83,7 +84,7 @@ def bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
 
 
 class KeyValueFormat(Protocol):
-    """How keys and values are made of what is sent."""
+    """Function from the sent tensor to keys and values."""
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -93,7 +94,7 @@ class KeyValueFormat(Protocol):
         """Keys and values."""
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-        """Gradients of what is sent, in the dtype of `dk`, and of the weights."""
+        """Gradients of the sent tensor, in the dtype of `dk`, and of the weights."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class KeyValues:
         return k, v
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-        """Gradient of what is sent."""
+        """Gradient of the sent tensor."""
         return (torch.cat([dk, dv], -1),)
 
 
@@ -239,6 +240,6 @@ def _shift(x: Tensor, contexts: ContextParallel, next_plans: Sequence[BlockAtten
         return P2PExchange(contexts.group, [], [])
     (plan,) = next_plans
     assert plan.places is not None
-    after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
-    came = x.new_empty(*x.shape[:2], len(plan.places), x.shape[3])
-    return P2PExchange(contexts.group, [(after, x)], [(before, came)])
+    next_rank, previous_rank = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
+    received = x.new_empty(*x.shape[:2], len(plan.places), x.shape[3])
+    return P2PExchange(contexts.group, [(next_rank, x)], [(previous_rank, received)])

@@ -2,8 +2,8 @@
 
 Meeting waits inside torch's or MPI's own code, where only the end of the process interrupts it. Two watch: a thread in
 each rank (`StartupWatch`) sees the ranks on its machine, and a small process beside each rank (the sentinel), forked
-before torch is imported, sees that one where it is alone on its machine. The sentinel tells the others in the store
-where they meet, then ends the rank, which its launcher sees.
+before torch is imported, sees that one where it is alone on its machine. The sentinel informs the others through the
+store, then ends the rank, which its launcher sees.
 """
 
 import contextlib
@@ -25,17 +25,18 @@ import psutil
 from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError
 from megatfm.parallel.process_environment import ProcessEnvironment, read_process_environment
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 STOPPED_POLLS = 100
-"""Looks in a row that find a rank stopped until it counts as lost: twenty seconds in which this process ran itself."""
+"""Consecutive polls that find a rank stopped until it counts as lost: twenty seconds in which this process ran
+itself."""
 SIGNALLED_POLLS = 50
-"""The same for a signal that asks this rank to stop, while the others are still missing: they may be just behind."""
+"""Polls after a signal that asks this rank to stop, while others are still missing: the signal may reach them later."""
 SENTINEL_POLLS = 125
-"""The same for a sentinel: five seconds more than ranks on the same machine wait, which can say it themselves."""
+"""Polls of a sentinel: five seconds more than ranks of the same machine wait, which can report it themselves."""
 SERVE_SECONDS = 20.0
-"""For rank 0, at whose address the others try to meet: they try again every few seconds."""
+"""How long rank 0 keeps its address open: the others retry every few seconds."""
 STOPPED_KEY = "megatfm/stopped"
-"""Key in the store under which it stands which rank is stopped."""
+"""Key in the store that names the stopped rank."""
 WORLD_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 ASKS_TO_STOP = {signal.SIGUSR1, signal.SIGTERM}
 
@@ -65,17 +66,17 @@ class StartupWatch:
         end_sentinel()
 
     def _watch(self) -> None:
-        stopped, asked = Counter[int](), 0
-        while not self._over.wait(LOOK_SECONDS):
+        stopped, n_stop_signals = Counter[int](), 0
+        while not self._over.wait(POLL_SECONDS):
             stopped = Counter({rank: stopped[rank] + 1 for rank in stopped_here(self._env)})
-            if gone := [rank for rank, looks in stopped.items() if looks > STOPPED_POLLS]:
+            if stopped_ranks := [rank for rank, n_polls in stopped.items() if n_polls > STOPPED_POLLS]:
                 self._end(
                     EXIT_FAILED,
-                    f"error: rank {gone[0]} of {self._env.world_size} on {socket.gethostname()} is stopped "
+                    f"error: rank {stopped_ranks[0]} of {self._env.world_size} on {socket.gethostname()} is stopped "
                     "(SIGSTOP), and was not continued while the others waited to meet it",
                 )
-            asked += bool(signal.sigpending() & ASKS_TO_STOP)
-            if asked > SIGNALLED_POLLS:
+            n_stop_signals += bool(signal.sigpending() & ASKS_TO_STOP)
+            if n_stop_signals > SIGNALLED_POLLS:
                 self._end(
                     EXIT_REQUEUE, "stopped by a signal before all ranks had come: there is nothing to save"
                 )
@@ -94,9 +95,9 @@ def stopped_here(env: ProcessEnvironment) -> list[int]:
         for process in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error, MegatfmError):
                 if process.status() == psutil.STATUS_STOPPED:
-                    other = read_process_environment(process.environ())
-                    if (other.launcher, other.world_size) == (env.launcher, env.world_size):
-                        ranks.append(other.rank)
+                    environment = read_process_environment(process.environ())
+                    if (environment.launcher, environment.world_size) == (env.launcher, env.world_size):
+                        ranks.append(environment.rank)
     return ranks
 
 
@@ -138,11 +139,11 @@ def is_stopped(process: int) -> bool:
 
 def _run_sentinel(rank: int, line: int, env: ProcessEnvironment) -> None:
     """Watch until the rank closes its end of the line, as its death does, too."""
-    looks = 0
-    while looks <= SENTINEL_POLLS:
-        if env.world_size == 1 or select.select([line], [], [], LOOK_SECONDS)[0]:
+    n_polls = 0
+    while n_polls <= SENTINEL_POLLS:
+        if env.world_size == 1 or select.select([line], [], [], POLL_SECONDS)[0]:
             return
-        looks = looks + 1 if is_stopped(rank) else 0
+        n_polls = n_polls + 1 if is_stopped(rank) else 0
     text = (
         f"rank {env.rank} of {env.world_size} on {socket.gethostname()} is stopped (SIGSTOP), and was not "
         "continued while the others waited to meet it"

@@ -83,7 +83,7 @@ class ParallelStyle:
     expert_tp_overrides: "Mapping[str, ParallelStyle] | None" = field(default=None, hash=False)
 
     def cut_dim(self, key: str, dims: int) -> int | None:
-        """The dim that is cut of a tensor with so many dims; None where none is."""
+        """The dim that is cut of a tensor with `dims` dims; None where none is."""
         dim = self.dim if self.dims is None else self.dims.get(key)
         return None if dim is None or not -dims <= dim < dims else dim % dims
 
@@ -244,9 +244,9 @@ def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int
     """Rows of the tokens on this rank, from `vocab_start` on, and zeros for the others: a partial [..., D]
     (Shoeybi et al. 2019, section 3)."""
     local = tokens - vocab_start
-    held = (local >= 0) & (local < weight_WD.shape[0])
-    rows = F.embedding(local.where(held, 0), weight_WD)
-    return rows * held[..., None].to(rows.dtype)
+    is_local = (local >= 0) & (local < weight_WD.shape[0])
+    rows = F.embedding(local.where(is_local, 0), weight_WD)
+    return rows * is_local[..., None].to(rows.dtype)
 
 
 def vocab_parallel_cross_entropy(
@@ -302,7 +302,7 @@ ENTER = register_style(
 """A module without parameters of its own whose input is gathered once for all the columns in it."""
 
 register_style(replace(ENTER, name="gather_input_shard_heads", dim=-2))
-"""The same, with vectors for each head, the heads last but one."""
+"""Style "gather_input" of a module whose input has a vector for each head, with heads in dim -2."""
 
 register_style(
     ParallelStyle("gather_output", apply=_gather_output, is_listed=True, communication=("output gathered",))

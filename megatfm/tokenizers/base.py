@@ -65,19 +65,21 @@ def reserved_names(sentinels: int, modes: bool, without: tuple[str, ...] = ()) -
     return [*roles, *(SENTINEL.format(number) for number in range(sentinels)), *mode_names]
 
 
-def find_special_tokens(tokens: Mapping[str, int], named: Mapping[str, str], where: str) -> Special:
-    """The roles of a file's special tokens (text → id); `named` says for some roles which token has them.
+def find_special_tokens(tokens: Mapping[str, int], role_names: Mapping[str, str], source: str) -> Special:
+    """The roles of a file's special tokens (text → id); `role_names` says for some roles which token has them.
 
     A role without a token of its own goes to the one that does its work elsewhere: documents begin with `cls` or `eos`
     and end with `sep` or `bos`, as BERT's and GPT-2's do, and `eos` pads. Raises UsageError if nothing can end a text.
     """
-    roles = {role: _first_present(tokens, (named.get(role, ""), *usual)) for role, usual in ROLES.items()}
+    roles = {
+        role: _first_present(tokens, (role_names.get(role, ""), *usual)) for role, usual in ROLES.items()
+    }
     bos, eos = roles["bos"], roles["eos"]
     bos = _first_known(bos, roles["cls"], eos)
     eos = _first_known(eos, roles["sep"], bos)
     if bos is None or eos is None:
         raise UsageError(
-            f"{where}: no special token that could end a text, such as </s>, <|endoftext|> or [SEP]: give a tokenizer "
+            f"{source}: no special token that could end a text, such as </s>, <|endoftext|> or [SEP]: give a tokenizer "
             "that has one, or train one with `megatfm prep`"
         )
     pad = _first_known(roles["pad"], eos)
@@ -97,8 +99,8 @@ def special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
     return [p for p in pieces if p in usual or SENTINEL_PATTERN.fullmatch(p.removeprefix(SPACE_MARK))]
 
 
-def _first_present(tokens: Mapping[str, int], wanted: tuple[str, ...]) -> int | None:
-    return next((tokens[name] for name in wanted if name in tokens), None)
+def _first_present(tokens: Mapping[str, int], names: tuple[str, ...]) -> int | None:
+    return next((tokens[name] for name in names if name in tokens), None)
 
 
 def _first_known(*tokens: int | None) -> int | None:
@@ -120,8 +122,8 @@ def _sentinels(tokens: Mapping[str, int]) -> tuple[int, ...]:
 def _modes(tokens: Mapping[str, int]) -> dict[str, int]:
     """Return all three mode tokens, or none."""
     mode_tokens = {letter: _first_present(tokens, usual) for letter, usual in MODES.items()}
-    named = {letter: token for letter, token in mode_tokens.items() if token is not None}
-    return named if len(named) == len(MODES) else {}
+    mode_token_of = {letter: token for letter, token in mode_tokens.items() if token is not None}
+    return mode_token_of if len(mode_token_of) == len(MODES) else {}
 
 
 class Tokenizer(Protocol):
@@ -181,9 +183,9 @@ class Tokenizer(Protocol):
         return self.encode_batch([text], threads=1)[0]
 
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """How many bytes of text each id stands for [vocab_size]; None unless `lossless`."""
-        spelled = self.token_bytes()
-        return None if spelled is None else np.array(list(map(len, spelled)), np.int64)
+        """Bytes of text that each id stands for [vocab_size]; None unless `lossless`."""
+        token_bytes = self.token_bytes()
+        return None if token_bytes is None else np.array(list(map(len, token_bytes)), np.int64)
 
     def describe(self) -> dict[str, Any]:
         """The facts for programs that don't load it. What most have alike is left out: lossless, no modes."""
@@ -202,13 +204,13 @@ class Tokenizer(Protocol):
 
     def validate_ids(self, ids: Iterable[int]) -> list[int]:
         """The ids as a list. Raises MegatfmError for one beyond the vocabulary."""
-        listed = [int(token) for token in ids]
-        beyond = [token for token in listed if not 0 <= token < self.vocab_size]
+        token_ids = [int(token) for token in ids]
+        beyond = [token for token in token_ids if not 0 <= token < self.vocab_size]
         if beyond:
             raise MegatfmError(
                 f"token id {beyond[0]} is not in this tokenizer's vocabulary of {self.vocab_size}"
             )
-        return listed
+        return token_ids
 
     @property
     def token_dtype(self) -> Literal["uint16", "uint32"]:
@@ -232,7 +234,7 @@ class Tokenizer(Protocol):
 
     @property
     def unk(self) -> int | None:
-        """Stands for what can't be spelled; None if everything can be."""
+        """Placeholder for text that can't be encoded; None if everything can be."""
         return self.special.unk
 
     @property

@@ -42,7 +42,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, data: bytes, config: bytes | None = None, name: str = "tokenizer") -> None:
         self._tokenizer = _read(data, name)
-        self._file = json.loads(self._tokenizer.to_str())  # spelled out, whatever version wrote it
+        self._file = json.loads(
+            self._tokenizer.to_str()
+        )  # normalised, independent of the version that wrote it
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.special, extra_state = self._find_special(_roles_from_config(config, name), name)
         self.hash = blake3(data + extra_state).hexdigest()
@@ -72,8 +74,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return [encoded[number % share][number // share] for number in range(len(texts))]
 
     def decode(self, ids: Iterable[int]) -> str:
-        shown = [token for token in self.validate_ids(ids) if token not in self._skipped_ids]
-        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+        tokens = [token for token in self.validate_ids(ids) if token not in self._skipped_ids]
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def id_to_piece(self, token: int) -> str:
         return self._tokenizer.id_to_token(token) or ""
@@ -94,7 +96,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def reserved_spellings(self) -> list[str]:
-        """How special tokens are spelled, in texts that are read by `encode_with_offsets`."""
+        """Spellings of special tokens in texts for `encode_with_offsets`."""
         return list(self._special_tokens())
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
@@ -132,23 +134,23 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._escape_reserved(np.array(encoding.ids, np.int32)) for encoding in encodings]
 
-    def _find_special(self, named: Mapping[str, str], name: str) -> tuple[Special, bytes]:
+    def _find_special(self, role_names: Mapping[str, str], name: str) -> tuple[Special, bytes]:
         """The reserved ids, and what of them is known from elsewhere than the file, to be hashed with it."""
         frame = self._post_processor_roles()
         try:
             from_file = find_special_tokens(self._special_tokens(), frame, name)
         except UsageError:
             from_file = None
-            if not named:
+            if not role_names:
                 raise
-        for role, piece in named.items():
+        for role, piece in role_names.items():
             if self._tokenizer.token_to_id(piece) is None:
                 raise UsageError(
                     f"{name}: has no {piece!r}, which {CONFIG} beside it calls its {role}_token: load both with "
                     "transformers' AutoTokenizer and save them again"
                 )
-        self._tokenizer.add_special_tokens(list(named.values()))
-        special = find_special_tokens(self._special_tokens(), {**frame, **named}, name)
+        self._tokenizer.add_special_tokens(list(role_names.values()))
+        special = find_special_tokens(self._special_tokens(), {**frame, **role_names}, name)
         return special, b"" if special == from_file else json.dumps(vars(special), sort_keys=True).encode()
 
     def _special_tokens(self) -> dict[str, int]:
@@ -209,7 +211,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return result
 
     def _word_start(self) -> Callable[[str], bool] | None:
-        """Tells of a piece whether it begins a word; None if pieces don't show it."""
+        """Whether a piece begins a word; None if pieces don't show it."""
         model = self._file["model"]
         if model["type"] == "WordLevel":
             return lambda piece: True
@@ -278,9 +280,9 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 def _byte_characters() -> list[str]:
     """The character that stands for each byte: itself if it can be seen in Latin-1, else one from 256 on
     (Radford et al. 2019, section 2.2; the table is that of their code)."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = iter(range(256, 512))
-    return [chr(byte) if byte in seen else chr(next(hidden)) for byte in range(256)]
+    return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]
 
 
 _BYTE_CHARACTERS = _byte_characters()

@@ -73,8 +73,10 @@ def tokenizer_files(path: str | Path) -> dict[str, bytes]:
         return {SP_MODEL: data}
     config = _read_config_for(place)
     template = place.with_name(CHAT_TEMPLATE)
-    beside = {CHAT_TEMPLATE: _read(template)} if config is not None and template.is_file() else {}
-    return {TOKENIZER_JSON: data} if config is None else {**beside, CONFIG: config, TOKENIZER_JSON: data}
+    template_file = {CHAT_TEMPLATE: _read(template)} if config is not None and template.is_file() else {}
+    return (
+        {TOKENIZER_JSON: data} if config is None else {**template_file, CONFIG: config, TOKENIZER_JSON: data}
+    )
 
 
 def _without_blanks(place: Path, data: bytes) -> bytes:
@@ -123,7 +125,7 @@ def _not_found_message(folder: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    if path.exists() and not path.is_file():  # a FIFO would wait for who writes into it
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
         raise UsageError(f"{path}: no regular file, and so no tokenizer: make one with `megatfm prep`")
     try:
         return path.read_bytes()

@@ -43,7 +43,7 @@ def encode_between_metaspaces(
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A `tokenizer.model`. Those that were trained here are lossless; one that normalises its text, adds a space in
+    """A `tokenizer.model`. Models trained by megatfm are lossless; one that normalises its text, adds a space in
     front of it or lacks byte pieces is not."""
 
     def __init__(self, model: bytes, name: str = "tokenizer") -> None:
@@ -62,13 +62,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.hash = blake3(model).hexdigest()
         self.vocab_size = self._sp.vocab_size()
         ids = {role: getattr(self._sp, f"{role}_id")() for role in ("unk", "bos", "eos", "pad")}
-        named = {role: self.id_to_piece(token) for role, token in ids.items() if token >= 0}
+        role_names = {role: self.id_to_piece(token) for role, token in ids.items() if token >= 0}
         special = {
             self.id_to_piece(token): token for token in range(self.vocab_size) if self._is_silent(token)
         }
-        special |= {piece: ids[role] for role, piece in named.items()}
+        special |= {piece: ids[role] for role, piece in role_names.items()}
         defined = self._user_defined(settings["user_defined_symbols"])
-        self.special = find_special_tokens({**special, **defined}, named, name)
+        self.special = find_special_tokens({**special, **defined}, role_names, name)
         bytes_ = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in range(256)]
         self.lossless = all(map(self._sp.is_byte, bytes_)) and not settings["changes_text"]
         self._space_mark = np.array([bytes_[byte] for byte in SPACE_MARK.encode()], np.int32)
@@ -122,7 +122,8 @@ class SentencePieceTokenizer(Tokenizer):
         return bool(self._sp.is_control(token) or self._sp.is_unknown(token))
 
     def _user_defined(self, symbols: Iterable[str]) -> Mapping[str, int]:
-        """Reserved names that SentencePiece would find in text: ids of pieces that it was told to keep whole."""
+        """Reserved names that SentencePiece would find in text: ids of its user-defined symbols, which are never
+        split."""
         return {
             piece: token
             for piece in special_token_names(list(symbols))
@@ -134,8 +135,8 @@ class SentencePieceTokenizer(Tokenizer):
         ids: list[int] = []
         for character in piece:
             token = self._sp.piece_to_id(character)
-            spelled = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in character.encode()]
-            ids += [token] if token != self._sp.unk_id() else spelled
+            byte_tokens = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in character.encode()]
+            ids += [token] if token != self._sp.unk_id() else byte_tokens
         return ids
 
 

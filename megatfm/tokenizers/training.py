@@ -111,8 +111,8 @@ def _with_spaces(model: bytes) -> bytes:
         if tag == _FIELD_1:
             text_size, text_start = read_varint(payload, 1)
             text = payload[text_start : text_start + text_size]
-            for mark, spelled in _MARKS_TO_PIECE.items():
-                text = text.replace(mark.encode(), spelled.encode())
+            for mark, piece_text in _MARKS_TO_PIECE.items():
+                text = text.replace(mark.encode(), piece_text.encode())
             payload = bytes([_FIELD_1, *as_varint(len(text)), *text, *payload[text_start + text_size :]])
         changed += bytes([tag, *as_varint(len(payload))]) + payload
     return bytes(changed)
@@ -138,8 +138,8 @@ def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
-    """Yield the training texts. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a Ctrl-C,
-    so the cause is kept in `failures`."""
+    """Yield the training texts. SentencePiece turns errors of the iterator into its own RuntimeError, even a Ctrl-C, so
+    the cause is kept in `failures`."""
     try:
         yield from sentences
     except BaseException as error:
@@ -149,15 +149,15 @@ def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> I
 
 def _readable(error: RuntimeError, vocab_size: int) -> MegatfmError:
     message = str(error)
-    if most := _TOO_LARGE.search(message):
+    if max_match := _TOO_LARGE.search(message):
         return UsageError(
-            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {most[1]} "
-            f"pieces: set tokenizer.vocab_size={most[1]} or less, or add text"
+            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {max_match[1]} "
+            f"pieces: set tokenizer.vocab_size={max_match[1]} or less, or add text"
         )
-    if least := _TOO_SMALL.search(message):
+    if min_match := _TOO_SMALL.search(message):
         return UsageError(
             f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
-            f"tokenizer.vocab_size={least[1]} or more"
+            f"tokenizer.vocab_size={min_match[1]} or more"
         )
     if "sentences_.empty()" in message:
         return UsageError("no text to train a tokenizer on: every document is empty")
@@ -207,7 +207,7 @@ def train_byte_bpe(
         special_tokens=reserved,
         initial_alphabet=alphabet,
     )
-    _train(tokenizer, trainer, texts, vocab_size, least=len(reserved) + len(alphabet))
+    _train(tokenizer, trainer, texts, vocab_size, min_vocab_size=len(reserved) + len(alphabet))
     return tokenizer.to_str(pretty=True).encode()
 
 
@@ -246,8 +246,8 @@ def train_wordpiece(
         limit_alphabet=len(alphabet),
         continuing_subword_prefix=CONTINUING_PREFIX,
     )
-    least = len(reserved) + len(continuing) + len(alphabet)
-    _train(learner, trainer, normal, vocab_size, least)
+    min_vocab_size = len(reserved) + len(continuing) + len(alphabet)
+    _train(learner, trainer, normal, vocab_size, min_vocab_size)
     vocabulary = learner.get_vocab(with_added_tokens=True)
     tokenizer = Tokenizer(
         models.WordPiece(vocab=vocabulary, unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX)
@@ -259,23 +259,27 @@ def train_wordpiece(
 
 
 def _train(
-    tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], vocab_size: int, least: int
+    tokenizer: Tokenizer,
+    trainer: trainers.Trainer,
+    texts: Iterable[str],
+    vocab_size: int,
+    min_vocab_size: int,
 ) -> None:
-    if vocab_size < least:
+    if vocab_size < min_vocab_size:
         raise UsageError(
             f"tokenizer.vocab_size = {vocab_size}: too small for the characters of this text: set "
-            f"tokenizer.vocab_size={least} or more"
+            f"tokenizer.vocab_size={min_vocab_size} or more"
         )
-    seen = Counter[bool]()
+    has_text = Counter[bool]()
     with _unicode():
-        tokenizer.train_from_iterator(_counted(texts, seen), trainer)
-    if not seen[True]:
+        tokenizer.train_from_iterator(_counted(texts, has_text), trainer)
+    if not has_text[True]:
         raise UsageError("no text to train a tokenizer on: every document is empty")
-    most = tokenizer.get_vocab_size()
-    if most < vocab_size:
+    max_vocab_size = tokenizer.get_vocab_size()
+    if max_vocab_size < vocab_size:
         raise UsageError(
-            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {most} "
-            f"pieces: set tokenizer.vocab_size={most} or less, or add text"
+            f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most "
+            f"{max_vocab_size} pieces: set tokenizer.vocab_size={max_vocab_size} or less, or add text"
         )
 
 
@@ -289,9 +293,9 @@ def _unicode() -> Iterator[None]:
         ) from None
 
 
-def _counted(texts: Iterable[str], seen: Counter[bool]) -> Iterator[str]:
+def _counted(texts: Iterable[str], has_text: Counter[bool]) -> Iterator[str]:
     for text in texts:
-        seen[bool(text.strip())] += 1
+        has_text[bool(text.strip())] += 1
         yield text
 
 
@@ -302,11 +306,11 @@ def _alphabet(texts: list[str]) -> list[str]:
         counts.update(text)
     for space in [character for character in counts if character.isspace()]:
         del counts[space]
-    left = CHARACTER_COVERAGE * counts.total()
-    kept = []
+    uncovered = CHARACTER_COVERAGE * counts.total()
+    characters = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if left <= 0:
+        if uncovered <= 0:
             break
-        kept.append(character)
-        left -= count
-    return sorted(kept)
+        characters.append(character)
+        uncovered -= count
+    return sorted(characters)

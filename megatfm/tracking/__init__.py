@@ -1,1 +1,1 @@
-"""Experiment tracking: what a run leaves on disk and shows to people, and who may write there."""
+"""Experiment tracking: the files of a run, its console output, and its lock."""

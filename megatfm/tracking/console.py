@@ -23,10 +23,10 @@ log = logging.getLogger("megatfm")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Lines for whoever reads along. When they have gone (`megatfm train … | head`), the run goes on without them."""
+    """Progress lines on the console. When they have gone (`megatfm train … | head`), the run goes on without them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Stop writing to a screen that nobody reads; other errors are reported as `logging` does."""
+        """Stop writing to a closed screen; other errors are reported as `logging` does."""
         if not isinstance(sys.exception(), BrokenPipeError):
             super().handleError(record)
             return
@@ -82,7 +82,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and kind is not None:
-            # What the user asked wrongly is said in a line, and no stack tells more.
+            # A usage error is one line; a stack would add nothing.
             stack = None if isinstance(error, UsageError) else (kind, error, traceback)
             record = log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), stack)
             self._to_file.handle(record)

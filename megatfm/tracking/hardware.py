@@ -93,10 +93,10 @@ def commit(root: Path) -> dict[str, str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
     )
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 def processor() -> dict[str, str]:
@@ -136,9 +136,9 @@ def started(launcher: str) -> dict[str, str]:
 
 
 def libraries() -> dict[str, str]:
-    """Return versions of torch and what it was built with, and the environment's settings for them."""
-    built = torch.__config__.show()
-    matches = {name: re.search(pattern, built) for name, pattern in LIBRARIES.items()}
+    """Return versions of torch and its libraries, and the environment's settings for them."""
+    build_config = torch.__config__.show()
+    matches = {name: re.search(pattern, build_config) for name, pattern in LIBRARIES.items()}
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     return {
         "torch": str(torch.__version__),  # with its build, as in 2.13.0+cpu
@@ -155,9 +155,9 @@ def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
     return {"kinds": kinds, "of_rank": [kinds.index(facts) for facts in ranks]}
 
 
-def diff_hardware(before: HardwareByRank, now: HardwareByRank) -> list[str]:
+def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
     """List what changed on the ranks that there were before and are now, as `threads: 1 → 2`."""
-    pairs = list(zip(_by_rank(before), _by_rank(now), strict=False))
+    pairs = list(zip(_by_rank(saved), _by_rank(current), strict=False))
     ranks_by_change: dict[str, list[int]] = defaultdict(list)
     for rank, (was, now_is) in enumerate(pairs):
         for key in dict.fromkeys([*was, *now_is]):
@@ -173,10 +173,10 @@ def _by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:
     return [machines["kinds"][number] for number in machines["of_rank"]]
 
 
-def _change(key: str, was: str, now: str) -> str:
+def _change(key: str, was: str, current: str) -> str:
     if key != "instruction sets":
-        return f"{key}: {was} → {now}"
-    before, after = set(was.split()), set(now.split())
+        return f"{key}: {was} → {current}"
+    before, after = set(was.split()), set(current.split())
     less = [f"without {' '.join(sorted(before - after))}"] if before - after else []
     more = [f"with {' '.join(sorted(after - before))}"] if after - before else []
     return f"{key}: {', '.join(less + more)}"
@@ -235,8 +235,11 @@ class Utilization:
 
     def mfu(self, tokens_per_second: float) -> dict[str, float]:
         """`mfu` and, without the masked half of attention, `mfu_causal`, each at a speed."""
-        reached = tokens_per_second / (self.peak.flops * self.devices)
-        return {"mfu": reached * self.flops_per_token, "mfu_causal": reached * self.causal_flops_per_token}
+        utilisation = tokens_per_second / (self.peak.flops * self.devices)
+        return {
+            "mfu": utilisation * self.flops_per_token,
+            "mfu_causal": utilisation * self.causal_flops_per_token,
+        }
 
 
 def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
@@ -244,10 +247,10 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     bits = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = from_data_sheet(name, dtype)
+        data_sheet_flops = from_data_sheet(name, dtype)
         return (
-            Peak(known, f"{name}, {bits}: data sheet")
-            if known
+            Peak(data_sheet_flops, f"{name}, {bits}: data sheet")
+            if data_sheet_flops
             else measure_peak_flops(device, dtype, f"{name}, {bits}")
         )
     return measure_peak_flops(device, dtype, f"CPU, {bits}, {torch.get_num_threads()} threads")
@@ -260,13 +263,13 @@ def from_data_sheet(name: str, dtype: torch.dtype) -> float | None:
     words = name.replace("-", " ").split()
     if OTHER_CHIPS.intersection(words):
         return None
-    for known, flops in PEAK_FLOPS.items():
-        if all(word in words for word in known.split()):
+    for device_name, flops in PEAK_FLOPS.items():
+        if all(word in words for word in device_name.split()):
             return flops
     return None
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, where: str) -> Peak:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, device_name: str) -> Peak:
     """Return the rate of the fastest of several products of square matrices; on a CPU by its threads' own time, so that
     other processes don't lower the peak."""
     a, b = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2))
@@ -281,7 +284,9 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, where: str) -> 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, clock() - start)
-    return Peak(2 * MATMUL_SIZE**3 / best, f"{where}: measured, products of {MATMUL_SIZE} × {MATMUL_SIZE}")
+    return Peak(
+        2 * MATMUL_SIZE**3 / best, f"{device_name}: measured, products of {MATMUL_SIZE} × {MATMUL_SIZE}"
+    )
 
 
 def time_matmul(dtype: torch.dtype, device: torch.device) -> float:

@@ -38,7 +38,7 @@ _log = logging.getLogger("megatfm")
 
 
 class StepTimes:
-    """Seconds of a step from now on, by what they went to: "data", "passes", "optimizer"; the remainder is "other"."""
+    """Measures the seconds of a step by their use: "data", "passes", "optimizer"; the remainder is "other"."""
 
     def __init__(self) -> None:
         self._start, self._parts = time.perf_counter(), dict[str, float]()
@@ -250,7 +250,7 @@ class TensorBoard:
     """TensorBoard event files under RUN/tensorboard; on resume the steps after the checkpoint are purged.
 
     Written in the caller's thread: with tensorboardX's SummaryWriter, a writer thread that dies of a full disk
-    leaves a queue that fills up and blocks training for ever.
+    leaves a queue that fills up and blocks training.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -287,7 +287,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run per run directory, under an id that is kept there, so that a resume goes on in it.
 
-    WANDB_MODE=offline and the like are respected. W&B can't take back what it was told: steps repeated after
+    WANDB_MODE=offline and the like are respected. W&B can't remove logged steps: steps repeated after
     a resume appear twice, at the same place of the step axis. While it can't be reached, the run goes on offline.
     """
 
@@ -301,7 +301,7 @@ class WeightsAndBiases:
             raise UsageError(
                 "log.sinks asks for 'wandb', which is not installed: pip install 'megatfm[wandb]'"
             ) from error
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "project": run.wandb_project,
             "name": run.folder.name,
             "id": _wandb_run_id(run.folder / "wandb-id"),
@@ -311,7 +311,7 @@ class WeightsAndBiases:
             "settings": wandb.Settings(console="off"),  # the terminal belongs to the progress bar
         }
         try:
-            self._run = wandb.init(**how, **({"mode": "offline"} if self.is_away else {}))
+            self._run = wandb.init(**options, **({"mode": "offline"} if self.is_away else {}))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(f"W&B: {reason}; run `wandb login`, or set WANDB_MODE=offline") from error
@@ -321,7 +321,7 @@ class WeightsAndBiases:
                 " ".join(str(error).split()), run.folder / "wandb",
             )  # fmt: skip
             WeightsAndBiases.is_away = True
-            self._run = wandb.init(**how, mode="offline")
+            self._run = wandb.init(**options, mode="offline")
         # Our steps are the axis: W&B's own would drop, with a mere warning, every step repeated after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

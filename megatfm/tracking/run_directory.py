@@ -129,7 +129,7 @@ class RunDirectory:
         Rank 0 removes the lock as its last file: before that, other ranks may still be starting there.
         """
         if not self.new_paths.is_new(self.folder):
-            self.new_paths.files.clear()  # its log tells the reason there
+            self.new_paths.files.clear()  # the log has the reason
             return
         self.new_paths.remove_files()
         if not self._lock.path.exists():
@@ -156,7 +156,7 @@ class RunDirectory:
             log_event(self.folder, event, detail, step)
 
     def log_failure(self, text: str, step: int, ranks: list[int], hosts: list[str]) -> None:
-        """Note why the run ends and which ranks are to blame, for whoever restarts it; by one rank, not always 0."""
+        """Record why the run ends and which ranks are to blame, for the launcher; by one rank, not always 0."""
         self.check_not_moved()
         self.will_write(self.folder / EVENTS)
         log_event(self.folder, "failed", text, step, ranks=ranks, hosts=hosts)

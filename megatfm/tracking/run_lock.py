@@ -1,4 +1,4 @@
-"""The lock on a run directory, by which one job at a time writes there: it dies with its holder, wherever it lies.
+"""The lock on a run directory, by which one job at a time writes there: it ends with its holder, on any file system.
 
 The kernel's lock (flock) ends with the process, on one machine and on filesystems that know locks across machines.
 Where they don't, the file's time of change says whether its holder lives: it moves every few seconds.
@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
-    """The lock on a run directory: `RUN/lock`, which says in JSON who holds it."""
+    """The lock on a run directory: `RUN/lock`, which names its holder in JSON."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class RunLock:
         return file
 
     def _is_at_path(self, file: int) -> bool:
-        """Return whether an open file is still the one under the lock's name, as far as its server tells."""
+        """Return whether an open file is still the one under the lock's name, as far as its server reports."""
         status = os.fstat(file)
         try:
             return self._file_id() == (status.st_dev, status.st_ino)
@@ -119,7 +119,7 @@ class RunLock:
         return status.st_dev, status.st_ino
 
     def release(self) -> None:
-        """Give the lock back, and leave the file empty: nobody needs to wait for a sign of life."""
+        """Give the lock back, and leave the file empty: there is no need to wait for a sign of life."""
         if self._file is None:
             return
         self._released.set()
@@ -140,7 +140,7 @@ class RunLock:
                     os.utime(self._file)
 
     def _mtime_advances(self, holder: dict[str, Any]) -> bool:
-        """Return whether somebody on another machine still touches the file; compares no clocks."""
+        """Return whether a process on another machine still touches the file; compares no clocks."""
         _log.warning(
             "%s names process %s on %s: looking for up to %.0f s whether that still trains",
             self.path, holder["pid"], holder["host"], STALE_SECONDS,
@@ -156,9 +156,9 @@ class RunLock:
 
     def _refusal(self, holder: dict[str, Any]) -> str:
         job = f", job {holder['job']}" if holder.get("job") else ""
-        who = f" (process {holder['pid']} on {holder['host']}{job})" if holder else ""
+        holder_name = f" (process {holder['pid']} on {holder['host']}{job})" if holder else ""
         return (
-            f"{self.path.parent}: another process is training in this run directory{who}: wait for it or give "
+            f"{self.path.parent}: another process is training in this run directory{holder_name}: wait for it or give "
             "another name"
         )
 
@@ -173,15 +173,15 @@ def _holder_info() -> dict[str, Any]:
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return who holds the lock, or held it last and died; empty where it was released."""
+    """Return the holder of the lock, or the last one, if it died; empty where it was released."""
     try:
         holder = json.loads(os.pread(file, 4096, 0))
     except (ValueError, RecursionError):  # empty, or torn by a kill
         return {}
-    known = (
+    holder_fields = (
         isinstance(holder, dict) and isinstance(holder.get("host"), str) and type(holder.get("pid")) is int
     )
-    return holder if known and 0 < holder["pid"] < 2**31 else {}
+    return holder if holder_fields and 0 < holder["pid"] < 2**31 else {}
 
 
 def _try_lock(file: int) -> bool:

@@ -1,1 +1,1 @@
-"""Training: the trainer, and what it needs besides model, data, engine, optimizers and tracking."""
+"""Training: the trainer, and its parts besides model, data, engine, optimizers and tracking."""

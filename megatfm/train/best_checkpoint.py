@@ -36,7 +36,7 @@ class BestCheckpoint:
         return None if self.step is None else self._folder / f"step-{self.step:08d}"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state that a checkpoint stores."""
         if self._task is None or self.step is None:
             return {}
         return {"best": {"step": self.step, "metric": self._task.best_by, "value": self.value}}

@@ -53,7 +53,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
 
 
 def build_model(config: Config) -> nn.Module:
-    """The whole model, on the current default device, with what is frozen marked so. Raises UsageError."""
+    """The full model, on the current default device, with frozen weights marked. Raises UsageError."""
     model = build(config.model)
     freeze(model, config.train.freeze)
     return model

@@ -27,7 +27,7 @@ from megatfm.version import __version__
 FEW_STREAMS = 16
 """Fewest streams with which batches are varied."""
 NO_TOKENIZER = "none"
-"""Stands for a tokenizer's hash where there is none."""
+"""Placeholder for a tokenizer's hash if there is none."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Corpora:
 
     @property
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of text that each id stands for; None where rows are no text, or ids don't tell."""
+        """Bytes of text that each id stands for; None if rows are no text, or lengths of ids are unknown."""
         return self.tokenizer.byte_lengths() if self.tokenizer else None
 
     @property
     def warnings(self) -> list[str]:
-        """List for the log what of the corpora is not read as one would expect."""
+        """List notes for the log on data of the corpora that is left out or cut."""
         notes = [note for rows in (self.train, *self.validation.values()) for note in rows.warnings]
         return [*notes, *filter(None, [self.stream_note])]
 
@@ -118,7 +118,7 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
-    """Open all corpora of a config. Raises UsageError or MegatfmError that names the folder and what is wrong."""
+    """Open all corpora of a config. Raises UsageError or MegatfmError with the folder and the fault."""
     data = config.data
     row_lengths = tuple(n for n in (data.sequence_length, data.target_length) if n is not None)
     special = special_tokens(tokenizer) if tokenizer else None
@@ -164,7 +164,7 @@ def note_few_streams(config: Config) -> str:
 
 
 def open_corpus(config: Config, path: str) -> Corpus:
-    """One corpus, with the config's cache. Raises UsageError or MegatfmError that names what is wrong."""
+    """One corpus, with the config's cache. Raises UsageError or MegatfmError with the fault."""
     data = config.data
     return Corpus.open(
         path,

@@ -102,8 +102,8 @@ def loss_by_position(
                     on_batch()
                     for batch in microbatches:
                         targets = batch["targets"]
-                        of_bucket = np.arange(targets.shape[1]) * n_buckets // targets.shape[1] == bucket
-                        yield {**batch, "targets": np.where(of_bucket, targets, IGNORE_INDEX)}
+                        in_bucket = np.arange(targets.shape[1]) * n_buckets // targets.shape[1] == bucket
+                        yield {**batch, "targets": np.where(in_bucket, targets, IGNORE_INDEX)}
 
             result = engine.evaluate(batches(), objective)
         count = result.target_counts[term]
@@ -126,8 +126,8 @@ def _loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_positio
 def summary(result: Mapping[str, Any]) -> str:
     """A result in words: loss 1.2345, 1.650 bits per byte."""
     words = [f"loss {result['loss']:.4f}"]
-    named = {**result.get("terms", {}), **result.get("metrics", {})}
-    words += [f"{name} {value:.4f}" for name, value in named.items()]
+    terms = {**result.get("terms", {}), **result.get("metrics", {})}
+    words += [f"{name} {value:.4f}" for name, value in terms.items()]
     if "bits_per_byte" in result:
         words.append(f"{result['bits_per_byte']:.3f} bits per byte")
     return ", ".join(words)

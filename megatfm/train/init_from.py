@@ -60,7 +60,7 @@ def origin_of(source: Path, tokenizer: str) -> JsonValue:
     return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
 
-def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> "LoadReport":
+def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ()) -> "LoadReport":
     """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision.
 
     only: patterns over names, such as "decoder.*", of the weights that are taken over; the others stay as they are.
@@ -74,38 +74,39 @@ def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> 
         for name, (_, shape) in run_on_rank_0_raising(lambda: checkpoint.names(source)).items()
         if name.startswith("model.")
     }
-    wanted = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}
-    report = match_weights(wanted, stored, only, source)
+    shapes = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}
+    report = match_weights(shapes, stored, patterns, source)
     weights = {f"model.{name}": box for name, box in engine.weights().items() if name in report.loaded}
     checkpoint.load(source, weights, cast=True)
     engine.weights_changed()
     return report
 
 
-def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: Path) -> LoadReport:
+def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source: Path) -> LoadReport:
     """Match a model's weights with a checkpoint's: all, or those whose names match a pattern of `only`.
 
     Raises UsageError that says what of them is not there, and which patterns would do.
     """
-    chosen = {name for name in wanted if not only or any(fnmatchcase(name, pattern) for pattern in only)}
+    selected = {name for name in expected if not only or any(fnmatchcase(name, pattern) for pattern in only)}
     for pattern in only:
-        if not any(fnmatchcase(name, pattern) for name in wanted):
+        if not any(fnmatchcase(name, pattern) for name in expected):
+            loadable = ", ".join(map(repr, _loadable_patterns(expected, stored) or ["decoder.*"]))
             raise UsageError(
-                f"train.init_include: {pattern!r} matches none of the model's weights{did_you_mean(pattern, wanted)}; "
-                f"patterns are such as {', '.join(map(repr, _loadable_patterns(wanted, stored) or ['decoder.*']))}"
+                f"train.init_include: {pattern!r} matches none of the model's weights"
+                f"{did_you_mean(pattern, expected)}; patterns are such as {loadable}"
             )
-    unfit = [name for name in wanted if name in chosen and stored.get(name) != wanted[name]]
+    unfit = [name for name in expected if name in selected and stored.get(name) != expected[name]]
     if unfit:
         mismatches = [
-            f"{name} is {list(stored[name])} there and {list(wanted[name])} here"
+            f"{name} is {list(stored[name])} there and {list(expected[name])} here"
             if name in stored
             else f"it has no {name}"
             for name in unfit[:3]
         ]
         more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
-        patterns = _loadable_patterns(wanted, stored)
-        source_checkpoint, model = _top_modules(stored), _top_modules(wanted)
-        experts_there, experts_here = ({n for n in s if ".ffn.experts." in n} for s in (stored, wanted))
+        patterns = _loadable_patterns(expected, stored)
+        source_checkpoint, model = _top_modules(stored), _top_modules(expected)
+        experts_there, experts_here = ({n for n in s if ".ffn.experts." in n} for s in (stored, expected))
         if experts_there and not experts_here:
             advice = (
                 "these are the weights of a mixture of experts, and the model is dense, which can't have them: set "
@@ -130,9 +131,9 @@ def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: P
         raise UsageError(f"train.init_from = {source}: {'; '.join(mismatches)}{more}: {advice}")
     return LoadReport(
         source,
-        {name: shape for name, shape in wanted.items() if name in chosen},
-        {name: shape for name, shape in wanted.items() if name not in chosen},
-        {name: shape for name, shape in stored.items() if name not in chosen},
+        {name: shape for name, shape in expected.items() if name in selected},
+        {name: shape for name, shape in expected.items() if name not in selected},
+        {name: shape for name, shape in stored.items() if name not in selected},
     )
 
 
@@ -140,13 +141,13 @@ def _top_modules(shapes: Shapes) -> set[str]:
     return {name.partition(".")[0] for name in shapes}
 
 
-def _loadable_patterns(wanted: Shapes, stored: Shapes) -> list[str]:
+def _loadable_patterns(expected: Shapes, stored: Shapes) -> list[str]:
     """Return patterns of a model's modules that are completely in a checkpoint, with the same shapes."""
     modules: dict[str, bool] = {}
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         module = name.partition(".")[0]
         modules[module] = modules.get(module, True) and stored.get(name) == shape
-    return [f"{module}.*" for module, fits in modules.items() if fits]
+    return [f"{module}.*" for module, is_loadable in modules.items() if is_loadable]
 
 
 def _count(shapes: Shapes) -> str:
@@ -154,6 +155,6 @@ def _count(shapes: Shapes) -> str:
 
 
 def _list_names(shapes: Shapes) -> str:
-    named = [f"{name} {list(shape)}" for name, shape in list(shapes.items())[:MAX_LISTED]]
+    listed_shapes = [f"{name} {list(shape)}" for name, shape in list(shapes.items())[:MAX_LISTED]]
     more = [f"{len(shapes) - MAX_LISTED} more"] if len(shapes) > MAX_LISTED else []
-    return f": {', '.join(named + more)}" if shapes else ""
+    return f": {', '.join(listed_shapes + more)}" if shapes else ""

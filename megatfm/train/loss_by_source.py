@@ -21,7 +21,7 @@ class MixtureSources:
             self.note = f"log.loss_by_source: the loss is not told by corpus, since {reason}"
 
     def of_rows(self, loader: DataLoader) -> RowSources | None:
-        """The corpora of the rows that the loader gave last; None where they are not asked for."""
+        """The corpora of the rows that the loader gave last; None if they are not requested."""
         if not self._mixture:
             return None
         sources = [self._mixture.row_sources(positions) for positions in loader.row_positions]
@@ -29,7 +29,7 @@ class MixtureSources:
 
 
 def _conflict(config: Config, corpora: Corpora) -> str:
-    """Return why losses can't be told apart by rows; "" if they can."""
+    """Return why losses can't be separated by rows; "" if they can."""
     engine = config.parallel.engine
     if not corpora.objective.predicts_tokens:
         return (

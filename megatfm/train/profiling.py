@@ -41,14 +41,14 @@ def keep_freed_memory(device: torch.device) -> None:
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def should_record_allocations(folder: Path, asked: bool) -> bool:
+def should_record_allocations(folder: Path, requested: bool) -> bool:
     """Return whether to record where allocations come from: on request, and once a run has run out of memory."""
-    return asked or (folder / SNAPSHOT_DIR).is_dir()
+    return requested or (folder / SNAPSHOT_DIR).is_dir()
 
 
-def record_allocations_if_asked(folder: Path, device: torch.device, asked: bool) -> None:
-    """Record allocations on a GPU where `should_record_allocations` says so."""
-    if device.type == "cuda" and should_record_allocations(folder, asked):
+def record_allocations_if_asked(folder: Path, device: torch.device, requested: bool) -> None:
+    """Record allocations on a GPU if `should_record_allocations` is true."""
+    if device.type == "cuda" and should_record_allocations(folder, requested):
         record_allocations()
 
 
@@ -61,7 +61,7 @@ def record_allocations() -> None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process held on the GPU, or what it holds now on the CPU."""
+    """Return the peak memory of this process on the GPU, or its current memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
@@ -69,7 +69,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Turn running out of memory into one line, and on a GPU leave a snapshot of what is in it.
+    """Turn an out-of-memory error into one line, and on a GPU write a snapshot of the memory.
 
     The snapshot is memory/rank-K.pickle of the run directory, for https://pytorch.org/memory_viz; what
     `record_allocations` remembers is in it. Raises MegatfmError.
@@ -77,14 +77,14 @@ def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iter
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        wanted = _requested_memory(error)
-        if wanted is None:
+        requested_bytes = _requested_memory(error)
+        if requested_bytes is None:
             raise
-        held = memory_bytes(device)
+        allocated_bytes = memory_bytes(device)
         snapshot = _snapshot(folder, rank) if device.type == "cuda" else ""
         raise MegatfmError(
-            f"rank {rank} is out of memory: it held {held / 2**30:.3g} GiB{wanted}{snapshot}. Lower "
-            "train.micro_batch, set train.recompute = 'full', or spread the model out: a higher parallel.zero, "
+            f"rank {rank} is out of memory: it held {allocated_bytes / 2**30:.3g} GiB{requested_bytes}{snapshot}. "
+            "Lower train.micro_batch, set train.recompute = 'full', or spread the model out: a higher parallel.zero, "
             "parallel.dp_shard, parallel.tp or parallel.pp"
         ) from error
 
@@ -122,7 +122,7 @@ FLIGHT_RECORDER_VARS = {
 
 
 def start_flight_recorder(folder: Path, device: str) -> None:
-    """Switch on NCCL's flight recorder of collectives, before the process group is made. What is set already stays.
+    """Switch on NCCL's flight recorder of collectives, before the process group is made. Existing settings stay.
 
     A rank whose collective times out leaves `logs/nccl-RANK`, a pickle for torch's flight recorder analyzer.
     """
@@ -182,9 +182,9 @@ class StepProfile:
         if self._profile:
             self._profile.stop()
             self._path.parent.mkdir(exist_ok=True)
-            path, again = self._path, 1
+            path, suffix = self._path, 1
             while path.exists():
-                again += 1
-                path = self._path.with_stem(f"{self._path.stem}-{again}")
+                suffix += 1
+                path = self._path.with_stem(f"{self._path.stem}-{suffix}")
             self._profile.export_chrome_trace(str(path))
             self._profile = None

@@ -67,8 +67,8 @@ Report = Callable[[str, int, list[int], list[str]], None]
 class RankMonitor:
     """While entered, this rank is watched by the others. Entering is a collective.
 
-    hang_timeout: seconds without progress after which a rank counts as hung. Leaving with an error tells the others;
-    where that error only comes from a lost peer, a MegatfmError that names the cause replaces it."""
+    hang_timeout: seconds without progress after which a rank counts as hung. Leaving with an error notifies the other
+    ranks; where that error only comes from a lost peer, a MegatfmError that names the cause replaces it."""
 
     def __init__(self, rank: ProcessInfo, hang_timeout: float) -> None:
         self._rank, self._hang_timeout = rank, hang_timeout
@@ -86,10 +86,10 @@ class RankMonitor:
         isn't hung."""
         self._progress = 0
         self.save_thread_id: Callable[[], int | None] = lambda: None
-        """Returns the background save thread, whose stack tells during a save where the work is done."""
+        """Returns the background save thread, whose stack shows during a save where the work is done."""
         self._lock = threading.Lock()
         self._leaving = threading.Event()
-        self._finished = threading.Event()  # a diagnosis, or that everybody has left
+        self._finished = threading.Event()  # a diagnosis, or the end of all ranks
         self._diagnosis: Diagnosis | None = None
         self._server: RankMonitorServer | None = None
 
@@ -211,28 +211,28 @@ class RankMonitor:
             elif "bye" in message:
                 self._finished.set()
 
-    def _diagnose_server_loss(self, what: str, hung: bool) -> None:
-        text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {what}"
+    def _diagnose_server_loss(self, reason: str, hung: bool) -> None:
+        text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {reason}"
         self._diagnosis = self._diagnosis or Diagnosis(
             [0], [self._hosts[0]], self._step, text, hung, reporter=1
         )
 
     def _terminate(self, diagnosis: Diagnosis) -> None:
         """Log stacks and report the diagnosis, then end this process if its main thread doesn't."""
-        me = self._rank.rank
+        own_rank = self._rank.rank
         if diagnosis.hung:
             self._write(
-                f"\n{diagnosis.text}\nThe stacks of rank {me}, at step {self._step}, {self._phase}:\n"
+                f"\n{diagnosis.text}\nThe stacks of rank {own_rank}, at step {self._step}, {self._phase}:\n"
             )
             faulthandler.dump_traceback(self._file(), all_threads=True)
-            dump_flight_recorder(self._file(), me)
-        if me == diagnosis.reporter and self._report:
+            dump_flight_recorder(self._file(), own_rank)
+        if own_rank == diagnosis.reporter and self._report:
             with contextlib.suppress(MegatfmError, OSError):  # a full disk must not keep us from ending
                 self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts)
         self._finished.set()
         if self._leaving.wait(EXIT_GRACE_SECONDS / 4 if diagnosis.hung else EXIT_GRACE_SECONDS):
             return
-        if me not in diagnosis.ranks:
+        if own_rank not in diagnosis.ranks:
             time.sleep(EXIT_DELAY_OF_OTHERS_SECONDS)
         self._write(f"{diagnosis.text}\n")
         os.write(2, f"error: {diagnosis.text}\n".encode())
@@ -244,8 +244,8 @@ class RankMonitor:
             self._progress, self._last_progress = progress, now
         working = self.save_thread_id() if self._phase == "save" else None
         frames = sys._current_frames()
-        waiting, place = _describe_thread(frames.get(working or self._main) or frames.get(self._main))
-        return Heartbeat(self._step, self._phase, self._ticks, now - self._last_progress, waiting, place)
+        is_waiting, place = _describe_thread(frames.get(working or self._main) or frames.get(self._main))
+        return Heartbeat(self._step, self._phase, self._ticks, now - self._last_progress, is_waiting, place)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -278,35 +278,40 @@ def _listen(single_host: bool) -> socket.socket:
 
 
 def _describe_thread(frame: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread waits in torch.distributed or for its device, and the innermost line of ours."""
-    waiting, depth = False, 0
+    """Return whether a thread waits in torch.distributed or for its device, and the innermost line of megatfm."""
+    is_waiting, depth = False, 0
     if frame is not None:
         # Between two lines Python may not know which one a thread is at.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
-        waiting = WAITING_CALLS.search(line) is not None
+        is_waiting = WAITING_CALLS.search(line) is not None
     while frame is not None:
         name, depth = frame.f_globals.get("__name__", ""), depth + 1
-        waiting = waiting or (depth <= MAX_TORCH_FRAMES and name.startswith("torch.distributed"))
+        is_waiting = is_waiting or (depth <= MAX_TORCH_FRAMES and name.startswith("torch.distributed"))
         if name.startswith("megatfm."):
-            return waiting, f"{name.replace('.', '/')}.py:{frame.f_lineno or '?'}, in {frame.f_code.co_name}"
+            return (
+                is_waiting,
+                f"{name.replace('.', '/')}.py:{frame.f_lineno or '?'}, in {frame.f_code.co_name}",
+            )
         frame = frame.f_back
-    return waiting, ""
+    return is_waiting, ""
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, is a collective's that broke off: somebody else's failure, then.
+    """Return whether an error, or what caused it, is a collective's that broke off: the failure of another rank, then.
 
     An error of this rank's own GPU comes out of NCCL as well, and a plugin's may speak of connections: neither is one.
     """
     while error is not None:
         text = str(error)
         if isinstance(error, RuntimeError) and "NCCL error" in text:
-            lost = any(word in text for word in LOST_BY_NCCL)
+            is_connection_lost = any(word in text for word in LOST_BY_NCCL)
         elif isinstance(error, RuntimeError):  # as dist.DistError is
-            lost = isinstance(error, dist.DistError) or any(word in text for word in LOST_BY_GLOO)
+            is_connection_lost = isinstance(error, dist.DistError) or any(
+                word in text for word in LOST_BY_GLOO
+            )
         else:
-            lost = False
-        if lost:
+            is_connection_lost = False
+        if is_connection_lost:
             return True
         error = error.__cause__ or error.__context__
     return False

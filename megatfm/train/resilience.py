@@ -55,7 +55,7 @@ class DecisionLog:
         return cls(run.folder / DECISIONS, run.is_main)
 
     def read(self) -> None:
-        """Take up what was decided before; all ranks together. Raises MegatfmError for a file that can't be read."""
+        """Restore earlier decisions; all ranks together. Raises MegatfmError for a file that can't be read."""
         self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
         for record in run_on_rank_0_raising(lambda: _read(self.path)):
             self._apply(record)
@@ -73,7 +73,7 @@ class DecisionLog:
 
     def retry_after(self, step: int) -> list[int]:
         """Skip none of the steps after this one any more, as they may go well with other settings; returns them."""
-        dropped = sorted(other for other in self.skips if other > step)
+        dropped = sorted(skipped_step for skipped_step in self.skips if skipped_step > step)
         if dropped:
             self._write({"decision": "retry", "step": step})
         return dropped
@@ -81,7 +81,7 @@ class DecisionLog:
     def left_behind(self, step: int, position: int) -> int | None:
         """Return the step that the run went back to, if a state of a step and a position is of the future that it
         left."""
-        rollback_steps = [other for other in self.data_resume_positions if other < step]
+        rollback_steps = [resume_step for resume_step in self.data_resume_positions if resume_step < step]
         latest = max(rollback_steps, default=None)
         return latest if latest is not None and position <= self.data_resume_positions[latest] else None
 
@@ -111,12 +111,12 @@ class DecisionLog:
             self.skips.add(step)
             return
         if record["decision"] == "retry":
-            self.skips = {other for other in self.skips if other <= step}
+            self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
             return
-        # What was decided about later steps was decided about other data.
-        self.skips = {other for other in self.skips if other <= step}
+        # Decisions about later steps were about other data.
+        self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
         self.data_resume_positions = {
-            other: at for other, at in self.data_resume_positions.items() if other < step
+            skipped_step: at for skipped_step, at in self.data_resume_positions.items() if skipped_step < step
         }
         self.data_resume_positions[step] = int(record["position"])
         self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
@@ -127,7 +127,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise MegatfmError(f"can't read {path}: {error.strerror}") from error
-    if b"}" in torn[:-1]:  # a whole line, but for its end
+    if b"}" in torn[:-1]:  # a full line without its end
         lines.append(torn)
     records = []
     for number, line in enumerate(lines):  # what a kill tore was never carried out
@@ -188,15 +188,15 @@ class LossGuard:
         be halved."""
         was_skipped = step in self.decisions.skips
         scale = loss_scale_of(engine)
-        before, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
+        scale_before, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
         norm = engine.step(lr, self.clip, skip=was_skipped)
         if math.isfinite(norm):
             return norm, None
         loss = stats.loss
         if scale and could_fall and not was_skipped and math.isfinite(loss):
             return math.nan, (
-                f"gradients overflow float16, whose loss scale falls from {before:g} to {scale.value:g}: the weights "
-                "stay as they are"
+                f"gradients overflow float16, whose loss scale falls from {scale_before:g} to {scale.value:g}: the "
+                "weights stay as they are"
             )
         self.consecutive_skips += 1
         self.skipped += 1
@@ -207,10 +207,10 @@ class LossGuard:
                 "run ends (resilience.max_skipped). Resume with a lower optimizer.lr, or another train.precision"
             )
         self.decisions.skip(step)
-        why = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
+        reason = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
         return (
             math.nan,
-            f"{why}: not finite, so the weights stay as they are ({self.consecutive_skips} in a row)",
+            f"{reason}: not finite, so the weights stay as they are ({self.consecutive_skips} in a row)",
         )
 
     def record_rollback(self, spike: int, step: int, position: int) -> None:
@@ -234,7 +234,7 @@ class LossGuard:
         if self.config.spike == "off" or len(self.losses) < self.config.spike_window // 4:
             return None
         median = statistics.median(self.losses)
-        mad = 1.4826 * statistics.median(abs(other - median) for other in self.losses)
+        mad = 1.4826 * statistics.median(abs(past_loss - median) for past_loss in self.losses)
         score = (loss - median) / max(mad, MIN_RELATIVE_MAD * abs(median), 1e-12)
         return score if score > self.config.spike_score else None
 
@@ -252,8 +252,8 @@ def forward_backward_with_replay(
     """Run the engine's `forward_backward`; every so many steps (0: never) twice, to compare. A collective.
 
     Raises MegatfmError on all ranks that names the ranks and parameters where one bit differs. Dropout is keyed by
-    step and sample, and global generators, which plugins may draw from, are set back, so the two agree wherever the
-    kernels are deterministic.
+    step and sample, and global generators, which plugins may draw from, are set back, so the two agree if the kernels
+    are deterministic.
     """
     options: dict[str, Any] = {"record_activations": collect_statistics}
     if sources:  # an engine without the feature knows no such keyword
@@ -262,15 +262,17 @@ def forward_backward_with_replay(
         return engine.forward_backward(microbatches, objective, **options)
     rng_state = rng_state_dict(0, engine.device)
     stats = engine.forward_backward(microbatches, objective, **options)
-    before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+    first_gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
-    again = engine.forward_backward(microbatches, objective, **options)
-    differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
-    if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
+    replayed = engine.forward_backward(microbatches, objective, **options)
+    differ = [
+        name for name, gradient in engine.gradients().items() if not _same(first_gradients[name], gradient)
+    ]
+    if stats.sums != replayed.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")
     raise_together(differ, f"step {step}, computed twice, differs")
-    return again
+    return replayed
 
 
 def compare_replicas(engine: Engine, step: int, every: int) -> None:
@@ -285,12 +287,14 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     local_hashes = hashes(engine.state_dict())
     all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
     differ = []
-    for (name, place), mine in local_hashes.items():
-        # Of what one rank keeps for all, as the state of a whole tensor, there may be no other copy.
-        votes = Counter(other[name, place] for other in all_hashes if (name, place) in other)
+    for (name, place), local_hash in local_hashes.items():
+        # State that one rank keeps for all, such as that of a full tensor, may have no other copy.
+        votes = Counter(
+            rank_hashes[name, place] for rank_hashes in all_hashes if (name, place) in rank_hashes
+        )
         best, count = votes.most_common(1)[0]
         tie = list(votes.values()).count(count) > 1
-        if len(votes) > 1 and (tie or mine != best):
+        if len(votes) > 1 and (tie or local_hash != best):
             differ.append(name)
     raise_together(differ, f"after step {step}, replicas of one parameter differ")
 
@@ -317,13 +321,13 @@ def _same(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def raise_together(differ: list[str], what: str) -> None:
+def raise_together(differ: list[str], subject: str) -> None:
     """Raise one error on every rank if any rank has names in `differ`."""
     if names_by_rank := gather_errors(differ):
-        where = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
+        ranks_text = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
         raise MegatfmError(
-            f"{what}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
-            "without that machine"
+            f"{subject}: {ranks_text}. A processor, its memory or a kernel is at fault: nothing was saved since, so "
+            "resume without that machine"
         )
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: which one, and what of the run may differ from when it was saved."""
+"""The checkpoint that a run continues from: which one, and which settings may differ from the saved ones."""
 
 import contextlib
 import logging
@@ -66,7 +66,7 @@ class ResumePoint:
     local: LocalCheckpoint | None = None
 
     def __post_init__(self) -> None:
-        """Raise MegatfmError for a state that no run of ours has written, though its hash may be right."""
+        """Raise MegatfmError for a state that megatfm didn't write, though its hash may be right."""
         data = self.state.get("data")
         counts = {
             "step": self.state.get("step"),
@@ -93,7 +93,7 @@ class ResumePoint:
 def current_config(stored: Any) -> Any:
     """Return a stored config with today's keys, and the defaults of those that its version didn't have.
 
-    What this version can't read stays as it was stored, so that the differences can be listed.
+    Values that this version can't read stay as stored, so that the differences can be listed.
     """
     migrated = migrate(stored)
     try:
@@ -143,13 +143,13 @@ def branch_point(words: str) -> ResumePoint:
 
     def look() -> Path:
         run, _, step = words.rpartition("@")
-        kept = list_checkpoints(Path(run) / "checkpoints")
+        checkpoints = list_checkpoints(Path(run) / "checkpoints")
         path = next(
-            (path for path in kept if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
+            (path for path in checkpoints if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
         )
         if path is None:
             source_checkpoint = (
-                ", ".join(str(int(path.name.removeprefix("step-"))) for path in kept) or "none"
+                ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoints) or "none"
             )
             raise UsageError(
                 f"train.branch_from = {words!r}: give RUN@STEP, with a step of which the run has a checkpoint; there "
@@ -214,12 +214,12 @@ def check_compatible(
             f"{point.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
             f"or {instead}, and start from these weights with train.init_from={point.path}"
         ) from None
-    saved, after = _flat(point.state), _flat(current)
-    for facts in (saved, after):
+    saved, current_values = _flat(point.state), _flat(current)
+    for facts in (saved, current_values):
         _put_numbers(facts)
-        for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
+        for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is compared separately
             facts.pop(moving, None)
-    was, now_is = (facts.get("config.optimizer.name") for facts in (saved, after))
+    was, now_is = (facts.get("config.optimizer.name") for facts in (saved, current_values))
     if was != now_is:
         raise UsageError(
             f"{point.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: {instead}, "
@@ -232,30 +232,30 @@ def check_compatible(
         if not any(key.startswith(prefixes[0]) and saved[key] is not None for key in saved)
     }
     changed: dict[str, list[str]] = {}
-    for key in sorted(saved.keys() | after.keys()):
+    for key in sorted(saved.keys() | current_values.keys()):
         group = next((name for name, prefixes in ALLOWABLE_CHANGES.items() if key.startswith(prefixes)), None)
-        if group is None or saved.get(key) == after.get(key):
+        if group is None or saved.get(key) == current_values.get(key):
             continue
         if group in unknown:
             changed[group] = [f"{group}: none there"]
         else:
             name = KEY_OF_FACT.get(key, key).removeprefix("config.")
-            line = f"{name}: {saved.get(key)!s:.200} → {after.get(key)!s:.200}"
+            line = f"{name}: {saved.get(key)!s:.200} → {current_values.get(key)!s:.200}"
             changed.setdefault(group, []).append(line)
     allowed = [line for group, lines in changed.items() if group in allow for line in lines]
-    refused = {group: lines for group, lines in changed.items() if group not in allow}
+    refused_changes = {group: lines for group, lines in changed.items() if group not in allow}
     if unfit:
-        changes = "; ".join([*(line for lines in refused.values() for line in lines), *allowed])
+        changes = "; ".join([*(line for lines in refused_changes.values() for line in lines), *allowed])
         raise UsageError(
             f"{point.path}: was saved by a run that differs: {changes}, so that its weights don't fit ({unfit}), and "
             f"no resume.allow makes them: {instead}"
         )
-    if refused:
-        changes = "; ".join(line for lines in refused.values() for line in lines)
+    if refused_changes:
+        changes = "; ".join(line for lines in refused_changes.values() for line in lines)
         raise UsageError(
             f"{point.path}: was saved by a run that differs: {changes}. "
             f"{'Give the run another name, or accept' if same_run else 'Accept'} the change with "
-            f"resume.allow={','.join(sorted([*allow, *refused]))}"
+            f"resume.allow={','.join(sorted([*allow, *refused_changes]))}"
         )
     return [*allowed, *precision]
 
@@ -282,7 +282,8 @@ def settings_of_skips_changed(allowed: Sequence[str]) -> list[str]:
 
 
 def stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return a checkpoint's tensors by name. A collective: rank 0 tells the others, whose machines may see it later."""
+    """Return a checkpoint's tensors by name. A collective: rank 0 sends it to the others, whose machines may see it
+    later."""
     if point.local:
         return point.local.metadata(point.path).names()
     return run_on_rank_0_raising(lambda: checkpoint.names(point.path))
@@ -296,18 +297,18 @@ def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
         for name, (_, shape) in stored_tensors(point).items()
         if name.startswith("model.")
     }
-    all_shapes = {name: shape for of_rank in all_gather(shapes) for name, shape in of_rank.items()}
+    all_shapes = {name: shape for rank_shapes in all_gather(shapes) for name, shape in rank_shapes.items()}
     return first_shape_mismatch(stored, all_shapes)
 
 
-def first_shape_mismatch(stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
+def first_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str:
     """Describe the first tensor whose shapes differ, or that only one of the two has; empty if all fit."""
-    for name in [*wanted, *stored]:
-        model, source_checkpoint = wanted.get(name), stored.get(name)
+    for name in [*expected, *stored]:
+        model, source_checkpoint = expected.get(name), stored.get(name)
         if model is None or source_checkpoint is None or list(model) != list(source_checkpoint):
             shapes = [
-                f"{list(shape)} {where}"
-                for shape, where in ((source_checkpoint, "there"), (model, "here"))
+                f"{list(shape)} {place}"
+                for shape, place in ((source_checkpoint, "there"), (model, "here"))
                 if shape is not None
             ]
             return f"{name} is {' and '.join(shapes)}" + (" alone" if len(shapes) == 1 else "")

@@ -20,7 +20,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def rng_state_dict(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of this rank's generators, as tensors under names of its own. Integers below 2⁵³ are exact in
+    """Return the state of this rank's generators, as tensors under rank-specific names. Integers below 2⁵³ are exact in
     float64."""
     _, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
@@ -42,8 +42,8 @@ def empty_rng_state_dict(
     """Return tensors to load this rank's state into; empty if the checkpoint has none, or that of another world
     size."""
     current = rng_state_dict(rank, device)
-    same = f"rng.{world - 1}.torch" in names and f"rng.{world}.torch" not in names
-    return current if same and current.keys() <= set(names) else {}
+    has_same_world_size = f"rng.{world - 1}.torch" in names and f"rng.{world}.torch" not in names
+    return current if has_same_world_size and current.keys() <= set(names) else {}
 
 
 def load_rng_state_dict(stored: Mapping[str, Tensor], rank: int, device: torch.device) -> None:

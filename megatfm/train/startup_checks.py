@@ -1,7 +1,7 @@
 """Checks before the first step: can this run write, save, hold its state, and talk on every axis; does its layout fit
 the processes that there are; and do restarts gain anything?
 
-What is broken ends the run, with the rank and host that it is broken on; what is merely slow is named in the log.
+A fault ends the run, with its rank and host; a slow rank is named in the log.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def _preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTop
 def checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:
     """Return the bytes of a checkpoint: as much as the last one, or weights and two moments in their precision."""
     for path in reversed(list_checkpoints(run.checkpoints)):
-        with contextlib.suppress(OSError):  # one that can't be read tells nothing
+        with contextlib.suppress(OSError):  # an unreadable file gives no information
             if size := sum(file.stat().st_size for file in path.iterdir()):
                 return size
     elements = sum(torch.Size(p.shape).numel() for p in engine.layout.values())
@@ -114,10 +114,10 @@ def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, ad
     """Raise MegatfmError unless there is room for the checkpoints that are kept and the one being written, less those
     that are there."""
     n_to_write = max(1, keep + 1 - len(list_checkpoints(checkpoints)))
-    free = shutil.disk_usage(folder).free
-    if free < n_to_write * state_bytes:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < n_to_write * state_bytes:
         raise MegatfmError(
-            f"{folder}: {_size(free)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} of "
+            f"{folder}: {_size(free_bytes)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} of "
             f"{_size(state_bytes)} will be "
             f"written: make room, {advice}"
         )
@@ -133,10 +133,10 @@ def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
         ) from error
     probe_disk(nodes.folder, nodes.rank)
     (nodes.folder / f".probe-{nodes.rank}").unlink()
-    mine = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank])) + (nodes.n_nodes > 1) * len(
+    n_own = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank])) + (nodes.n_nodes > 1) * len(
         nodes.ranks_on(nodes.replicated_node)
     )
-    share, advice = state_bytes * mine // len(nodes.node_of_rank), "or give another checkpoint.local_dir"
+    share, advice = state_bytes * n_own // len(nodes.node_of_rank), "or give another checkpoint.local_dir"
     check_space(nodes.folder, nodes.folder, share, KEEP, advice)
 
 
@@ -148,10 +148,10 @@ def check_memory(config: Config, engine: Engine) -> None:
     needed = engine.memory_needed(
         microbatches, block_input_bytes(config, engine.precision.compute_dtype.itemsize)
     )
-    free = free_memory(engine.device)
-    if needed.total > free:
+    free_bytes = free_memory(engine.device)
+    if needed.total > free_bytes:
         raise MegatfmError(
-            f"{_size(free)} of memory are free for this rank, but gradients and optimizer state need "
+            f"{_size(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
             f"{_size(needed.gradients + needed.optimizer_state)}, gathered weights {_size(needed.gathered)} "
             "and the inputs of "
             f"blocks {_size(needed.block_inputs)} besides the weights: lower train.micro_batch, or shard over "
@@ -173,14 +173,14 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this rank may still take: of its GPU, or its share of this machine's (or this container's) memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
+    free_bytes = int(psutil.virtual_memory().available)
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):  # "max", or not this version of control groups
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return free // max(1, ranks_here(os.environ) or 1)
+            free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free_bytes // max(1, ranks_here(os.environ) or 1)
 
 
 def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
@@ -245,7 +245,7 @@ def _unseen_probes(run: RunDirectory) -> list[str]:
 
 def raise_together(problems: list[str]) -> None:
     """Raise the same error on all ranks if any has a problem."""
-    ranks: dict[str, list[str]] = {}  # problem → those who have it
+    ranks: dict[str, list[str]] = {}  # problem → ranks that have it
     for rank, texts in gather_errors(problems).items():
         for text in texts:
             ranks.setdefault(text, []).append(rank)
@@ -273,11 +273,11 @@ def elastic_config(config: Config, world_size: int) -> Config:
 
 
 def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
-    """Return the config itself where it fits, else the nearest that does, and what was changed.
+    """Return the config itself if it fits, else the nearest fitting one, and the changes.
 
-    Kept: the global batches, those of the warm-up too, and the axes that cut the model (tp, pp, cp). The data axes
-    take what is left, and the micro-batch and `ep` become smaller where they must: none of it changes what is computed.
-    Raises UsageError where nothing fits, naming numbers of processes that would.
+    Kept: the global batches, those of the warm-up too, and the axes that cut the model (tp, pp, cp). The data axes take
+    the remaining ranks, and micro-batch and `ep` shrink if needed: none of these changes the result. Raises UsageError
+    where nothing fits, naming numbers of processes that would.
     """
     try:
         sizes = axis_sizes(config.parallel, world_size)
@@ -288,9 +288,9 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
         return config, None
     if world_size % model_parallel_size(config) or common % data_ranks:
-        asked = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
+        batch_settings = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
         raise UsageError(
-            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {asked} and "
+            f"no layout fits {world_size} process{'es' * (world_size > 1)}: {batch_settings} and "
             f"{model_parallel_size(config)} ranks a "
             f"model go with {_valid_world_sizes(config, common)} processes"
         )
@@ -313,7 +313,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
 
 
 def layout_changes(requested: Config, fitted: Config) -> list[str]:
-    """List what of a layout was changed to fit the processes that are there."""
+    """List the changes of a layout to fit the number of processes."""
     pairs = [
         (f"{section}.{key}", was, getattr(getattr(fitted, section), key))
         for section in ("parallel", "train")
@@ -366,10 +366,10 @@ def _count(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
     path = run.folder / ATTEMPTS
     first = None
     try:
-        before = json.loads(path.read_bytes())
-        if (before["agent"], before["step"]) == (run_id, step):
-            first = int(before["restarts"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or not what was written here
+        previous = json.loads(path.read_bytes())
+        if (previous["agent"], previous["step"]) == (run_id, step):
+            first = int(previous["restarts"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or not written by megatfm
         pass
     # An agent that was started anew counts from 0 again, under the same name if the user gave one.
     if first is None or first > restarts:

@@ -200,7 +200,7 @@ class Trainer:
     def train_step(self, loader: DataLoader) -> dict[str, Any]:
         """One optimizer step: forward and backward of a global batch, clip, update. Returns its line of metrics."""
         config, engine, checks = self.config, self.engine, self.config.resilience
-        times, waited = StepTimes(), loader.wait_seconds
+        times, wait_seconds = StepTimes(), loader.wait_seconds
         self.monitor.tick(self.step, "step")
 
         # Forward and backward of the step's micro-batches; gradients are summed over them and over the data ranks.
@@ -222,7 +222,7 @@ class Trainer:
 
         # Clip to `optimizer.max_grad_norm` and update, unless loss or gradient is not finite.
         lr = config.optimizer.lr * schedule_factor(config.lr_schedule, self.step, config.train.steps)
-        self.saver.wait_for_staging()  # until here nothing of what is being saved was modified: the update does it
+        self.saver.wait_for_staging()  # until here no tensor of the running save was modified: the update does it
         with times.measure("optimizer"):
             grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, stats, lr)
         if skipped:
@@ -230,9 +230,9 @@ class Trainer:
         compare_replicas(engine, self.step, checks.compare_replicas_every)
 
         self.tokens += loader.step_tokens
-        seconds = times.stop(loader.wait_seconds - waited)
+        seconds = times.stop(loader.wait_seconds - wait_seconds)
         speed = loader.step_tokens / seconds["step_seconds"]
-        of_some_steps = {
+        periodic_metrics = {
             "save_seconds": self._save_seconds,
             "terms": stats.terms,
             "loss_by_source": stats.loss_by_source,
@@ -251,7 +251,7 @@ class Trainer:
             "padding": loader.padding,
             "memory_bytes": memory_bytes(engine.device),
             "time": time.time(),
-            **{key: value for key, value in of_some_steps.items() if value},
+            **{key: value for key, value in periodic_metrics.items() if value},
             **({"skipped": True} if skipped else {}),
         }
 
@@ -263,7 +263,7 @@ class Trainer:
         return MetricsLog.of_config(self.config, folder, self.step, self.is_branch) if is_main else None
 
     def _is_due(self, every: int) -> bool:
-        """Return whether something that is done every so many steps, and at the last one, is to be done now."""
+        """Return whether work due every `every` steps, and at the last step, is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _log_event(self, event: str, detail: str) -> None:
@@ -291,8 +291,8 @@ class Trainer:
             self.run.write_run_files(self.requested_config, layout.table, device, facts)
             checkpoint.remove_leftovers(self.run.checkpoints)
         self.run.announce_links()
-        what = f"{describe_size(self.engine)}, {self.precision}"
-        log.info("%s: %s, step %d of %d", self.run.folder, what, self.step, config.train.steps)
+        description = f"{describe_size(self.engine)}, {self.precision}"
+        log.info("%s: %s, step %d of %d", self.run.folder, description, self.step, config.train.steps)
         peak = f"utilization (MFU) is of {self.utilization.peak}" if self.utilization else ""
         for note in filter(None, [peak, *self.corpora.warnings, self.mixture_sources.note]):
             log.info("%s", note)

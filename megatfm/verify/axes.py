@@ -33,8 +33,8 @@ def single_sizes(parallel: ParallelConfig) -> dict[str, int]:
 def sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Axis, or axes joined by ` × ` → ranks."""
     single = single_sizes(parallel)
-    several = [axes for count in (2, 3) for axes in combinations(ORDER, count)]
-    return single | {" × ".join(axes): prod(single[axis] for axis in axes) for axes in several}
+    axis_groups = [axes for count in (2, 3) for axes in combinations(ORDER, count)]
+    return single | {" × ".join(axes): prod(single[axis] for axis in axes) for axes in axis_groups}
 
 
 def joined(axis_sizes: Mapping[str, int], *axes: str) -> str:

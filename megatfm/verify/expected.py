@@ -29,8 +29,8 @@ def unpredicted(config: Config) -> dict[str, str]:
     """Axis → why there is no closed form for what it sends."""
     parallel, engine = config.parallel, config.parallel.engine
     if engine != "native":
-        why = f"the engine {engine!r} is not ours, and only its authors know what it sends"
-        return {axis: why for axis, size in sizes(parallel).items() if size > 1}
+        reason = f"the engine {engine!r} is not ours, and only its authors know what it sends"
+        return {axis: reason for axis, size in sizes(parallel).items() if size > 1}
     with torch.device("meta"):
         model = build_model(config)
     reasons = {}
@@ -95,13 +95,13 @@ class _Step:
             [call for call in self.calls_of[place.cp][i] if call.stage in stages] for i in my_microbatches
         ]
         ledger = ExpectedTraffic(sizes(parallel), groups_of_the_same_ranks(config))
-        for of_one in calls if parallel.tp > 1 else ():
-            add_activations(ledger, config, self.model, self.cuts, of_one)
+        for microbatch_calls in calls if parallel.tp > 1 else ():
+            add_activations(ledger, config, self.model, self.cuts, microbatch_calls)
         for i in range(self.microbatches) if parallel.ep > 1 else ():
             add_experts(ledger, config, place, self._among(place, i, stages), self.rows_cut)
         if self.rows_cut:
-            for i, of_one in zip(my_microbatches, calls, strict=True):
-                self.rows_cut.add_context_traffic(ledger, i, place.cp, of_one)
+            for i, microbatch_calls in zip(my_microbatches, calls, strict=True):
+                self.rows_cut.add_context_traffic(ledger, i, place.cp, microbatch_calls)
         if self.stages:
             add_pipeline(ledger, config, self.stages, place.pp, self.batches[place.cp], my_microbatches)
         rank_params = RankParameters(self.model, self.cuts, self.stages, place, parallel)

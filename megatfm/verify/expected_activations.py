@@ -70,8 +70,8 @@ def add_activations(
 def forwards(call: Call, recompute: str) -> tuple[int, int]:
     """Number of forward collectives before and after a call: 2 if recomputation repeats it. Recomputation stops after
     the last tensor that the block saves; "selective" keeps sums."""
-    again = call.in_layer and recompute in ("full", "selective")
-    return 1 + again, 1 + (again and recompute == "full" and call.saves_tensors_after)
+    is_recomputed = call.in_layer and recompute in ("full", "selective")
+    return 1 + is_recomputed, 1 + (is_recomputed and recompute == "full" and call.saves_tensors_after)
 
 
 def _vocabulary(
@@ -113,24 +113,27 @@ def add_experts(
     Dispatch and combine are an all-to-all each, forward and backward. If tensor parallelism deals the experts of a rank
     out, each part's rows go to a rank of its own.
     """
-    size, parts, me = PRECISIONS[config.train.precision].compute_dtype.itemsize, len(among), place.ep
-    dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, place.peers
+    size, parts, own_part = PRECISIONS[config.train.precision].compute_dtype.itemsize, len(among), place.ep
+    n_dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, place.peers
     for calls in zip(*among, strict=True):
-        call, experts = calls[me], calls[me].n_experts // parts
-        local_experts = experts // dealt
-        chosen = [_rows_by_expert(config, one, at, cut) for one, at in zip(calls, peers, strict=True)]
+        call, experts = calls[own_part], calls[own_part].n_experts // parts
+        local_experts = experts // n_dealt
+        rows_by_expert = [
+            _rows_by_expert(config, peer_call, peer, cut)
+            for peer_call, peer in zip(calls, peers, strict=True)
+        ]
 
-        def rows(source: int, target: int, chosen: list[list[int]] = chosen, n: int = experts) -> int:
-            first = target * n + (place.tp * (n // dealt) if dealt > 1 else 0)
-            return sum(chosen[source][first : first + n // dealt])
+        def rows(source: int, target: int, chosen: list[list[int]] = rows_by_expert, n: int = experts) -> int:
+            first = target * n + (place.tp * (n // n_dealt) if n_dealt > 1 else 0)
+            return sum(chosen[source][first : first + n // n_dealt])
 
-        other_ranks = [rank for rank in range(parts) if rank != me]
+        other_ranks = [rank for rank in range(parts) if rank != own_part]
         width = call.input_numel // call.n_tokens * size
-        sent = sum(rows(me, other) for other in other_ranks) * width
-        received = sum(rows(other, me) for other in other_ranks) * width
+        n_sent = sum(rows(own_part, peer) for peer in other_ranks) * width
+        received = sum(rows(peer, own_part) for peer in other_ranks) * width
         forward, _ = forwards(call, config.train.recompute)
         ledger.all_to_all(EXPERT, (parts - 1) * local_experts * 8, times=forward)  # how many rows will come
-        ledger.all_to_all(EXPERT, sent, times=forward + call.has_gradient)
+        ledger.all_to_all(EXPERT, n_sent, times=forward + call.has_gradient)
         ledger.all_to_all(EXPERT, received, times=forward + call.given_has_gradient)
 
 

@@ -92,8 +92,8 @@ class ContextShards:
             ]
         ranks, slots = self._config.parallel.cp, chosen_BTK.shape[1]
         share = -(-slots // ranks)
-        none: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
-        padded = F.pad(chosen_BTK, (0, 0, 0, share * ranks - slots), value=none)
+        no_expert: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
+        padded = F.pad(chosen_BTK, (0, 0, 0, share * ranks - slots), value=no_expert)
         return padded[:, rank * share :][:, :share]
 
     def add_context_traffic(
@@ -107,8 +107,9 @@ class ContextShards:
                     add(self, ledger, microbatch, rank, call, module)
                     break
             if call.path.endswith(".counted"):
-                again = self._config.train.recompute == "full" and call.in_layer and call.saves_tensors_after
-                ledger.all_reduce(CONTEXT, call.output_numel * self._at_least_float32, times=1 + again)
+                recompute = self._config.train.recompute
+                times = 1 + (recompute == "full" and call.in_layer and call.saves_tensors_after)
+                ledger.all_reduce(CONTEXT, call.output_numel * self._at_least_float32, times=times)
 
     def _core(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -116,40 +117,39 @@ class ContextShards:
         """Keys and values, or the latents that they are made of."""
         latents = is_a(module, "LatentCore")
         qkv = qkv_of_latents(call) if latents else known_shapes(call.inputs[:3])
-        sent = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
-        side, numel_per_token = self._side(call), self._numel_per_token(sent)
-        dealt = self._positions_by_rank[side]
+        sent_shapes = known_shapes(call.inputs[1:2]) if latents else qkv[1:]
+        side, numel_per_token = self._side(call), self._numel_per_token(sent_shapes)
+        by_rank = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
         if is_cross_attention(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
-            self._point_to_point(
-                ledger, rank, call, dealt, [np.sort(np.concatenate(dealt))] * len(dealt), numel_per_token
-            )
+            everywhere = [np.sort(np.concatenate(by_rank))] * len(by_rank)
+            self._point_to_point(ledger, rank, call, by_rank, everywhere, numel_per_token)
             return
-        needs = self._needs_of(microbatch, call, module)
-        if sees_runs_alone(pattern, sum(map(len, dealt)), causal=causal):
+        needed = self._needs_of(microbatch, call, module)
+        if sees_runs_alone(pattern, sum(map(len, by_rank)), causal=causal):
             if not is_a(module, "LocalAttention"):  # what sees all is computed apart there
                 self._wide_queries(ledger, microbatch, call, qkv)
-            self._point_to_point(ledger, rank, call, dealt, needs, numel_per_token)
+            self._point_to_point(ledger, rank, call, by_rank, needed, numel_per_token)
             return
-        share = self._fetched_share(dealt, needs)
+        share = self._fetched_share(by_rank, needed)
         is_ring = 2 * share >= 1
         if self._by_heads(qkv, numel_per_token, None if is_ring else share):
-            self._exchange(ledger, rank, call, qkv, dealt)
+            self._exchange(ledger, rank, call, qkv, by_rank)
         elif is_ring:
-            self._ring(ledger, rank, call, [len(places) for places in dealt], numel_per_token)
+            self._ring(ledger, rank, call, [len(places) for places in by_rank], numel_per_token)
         else:
-            self._point_to_point(ledger, rank, call, dealt, needs, numel_per_token)
+            self._point_to_point(ledger, rank, call, by_rank, needed, numel_per_token)
 
     @staticmethod
-    def _fetched_share(dealt: Sequence[Places], needs: Sequence[Places]) -> Fraction:
+    def _fetched_share(by_rank: Sequence[Places], needed: Sequence[Places]) -> Fraction:
         """Most keys that a rank needs of others, as a share of what a ring brings it."""
-        c, length = len(dealt), sum(map(len, dealt))
-        most = max(
+        c, length = len(by_rank), sum(map(len, by_rank))
+        max_fetched = max(
             len(np.setdiff1d(need, local_positions))
-            for need, local_positions in zip(needs, dealt, strict=True)
+            for need, local_positions in zip(needed, by_rank, strict=True)
         )
-        return Fraction(most * c, (c - 1) * length)
+        return Fraction(max_fetched * c, (c - 1) * length)
 
     def _ring(
         self, ledger: ExpectedTraffic, rank: int, call: Call, tokens: Sequence[int], numel_per_token: int
@@ -168,16 +168,16 @@ class ContextShards:
         ledger: ExpectedTraffic,
         rank: int,
         call: Call,
-        dealt: list[Places],
-        needs: Sequence[Places],
+        by_rank: list[Places],
+        needed: Sequence[Places],
         numel_per_token: int,
     ) -> None:
         """One message to each rank that needs tokens held here, and one back with gradients of what was needed here."""
-        for other, held in enumerate(dealt):
-            if other == rank:
+        for peer, held in enumerate(by_rank):
+            if peer == rank:
                 continue
             n_sent, n_received = (
-                len(np.intersect1d(*both)) for both in ((dealt[rank], needs[other]), (held, needs[rank]))
+                len(np.intersect1d(*pair)) for pair in ((by_rank[rank], needed[peer]), (held, needed[rank]))
             )
             for _ in range(self._forwards(call) if n_sent else 0):
                 ledger.send(CONTEXT, n_sent * numel_per_token * self._computed)
@@ -197,13 +197,13 @@ class ContextShards:
         return self._needs[key]
 
     def _exchange(
-        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], dealt: list[Places]
+        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], by_rank: list[Places]
     ) -> None:  # fmt: skip
         """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
-        c, (n, k) = len(dealt), self._heads(*qkv[:2])
+        c, (n, k) = len(by_rank), self._heads(*qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
-        local_rows = rows * len(dealt[rank]) * (c - 1)
-        remote_rows = rows * sum(len(places) for i, places in enumerate(dealt) if i != rank)
+        local_rows = rows * len(by_rank[rank]) * (c - 1)
+        remote_rows = rows * sum(len(places) for i, places in enumerate(by_rank) if i != rank)
         for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
             for _ in range(self._forwards(call)):
                 ledger.all_to_all(CONTEXT, (local_rows if to_heads else remote_rows) * width * self._computed)
@@ -234,9 +234,9 @@ class ContextShards:
         logarithms of the sums, in float32 or better, and back go gradients of both."""
         (rows, n, _, h), (*_, v) = qkv[0], qkv[2]
         side, size = self._side(call), self._computed
-        dealt = self._positions_by_rank[side]
-        rank_of = np.zeros(sum(map(len, dealt)), np.int64)
-        for rank, places in enumerate(dealt):
+        by_rank = self._positions_by_rank[side]
+        rank_of = np.zeros(sum(map(len, by_rank)), np.int64)
+        for rank, places in enumerate(by_rank):
             rank_of[places] = rank
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         count = count_wide(pattern, self._rows(microbatch, side), rank_of, causal=causal)
@@ -282,21 +282,21 @@ class ContextShards:
         (rows, _, d), (slots, _) = call.inputs[0] or (0, 0, 0), mixture.weight.shape  # type: ignore[misc]
         documents = self._rows(microbatch, self._side(call)).documents
         slots *= 1 if documents is None else int(documents.max()) + 1
-        of_rank = rows * -(-slots // ranks) * d * self._computed
-        for gathered in (rows * slots * self._at_least_float32, of_rank):
+        rank_bytes = rows * -(-slots // ranks) * d * self._computed
+        for gathered in (rows * slots * self._at_least_float32, rank_bytes):
             ledger.all_gather(CONTEXT, gathered, times=self._forwards(call))
             ledger.reduce_scatter(CONTEXT, gathered * ranks, times=call.has_gradient)
-        ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=self._sums_forward(call))
-        ledger.all_gather(CONTEXT, of_rank, times=call.has_gradient)
+        ledger.reduce_scatter(CONTEXT, rank_bytes * ranks, times=self._sums_forward(call))
+        ledger.all_gather(CONTEXT, rank_bytes, times=call.has_gradient)
 
     def _keys(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """All keys and values of whole rows, for attention of two streams."""
-        dealt = self._positions_by_rank[""]
-        everywhere = [np.sort(np.concatenate(dealt))] * len(dealt)
+        by_rank = self._positions_by_rank[""]
+        everywhere = [np.sort(np.concatenate(by_rank))] * len(by_rank)
         self._point_to_point(
-            ledger, rank, call, dealt, everywhere, self._numel_per_token(known_shapes(call.inputs[:2]))
+            ledger, rank, call, by_rank, everywhere, self._numel_per_token(known_shapes(call.inputs[:2]))
         )
 
     def _around(
@@ -304,19 +304,19 @@ class ContextShards:
     ) -> None:
         """Hidden states of the tokens around spans of which another rank has masked tokens; on each tensor-parallel
         rank."""
-        count, dealt = self._config.train.micro_batch, self._positions_by_rank[""]
+        count, by_rank = self._config.train.micro_batch, self._positions_by_rank[""]
         first = microbatch * count
         left, right = (self._batch[name][first : first + count] for name in ("span_left", "span_right"))
-        needs = []
-        for positions in dealt:
-            wanted: set[int] = set()
+        needed = []
+        for positions in by_rank:
+            boundary_places: set[int] = set()
             for row in range(len(left)):
                 for place in positions.tolist():
                     if left[row, place] > 0:
-                        wanted |= {place - int(left[row, place]), place + int(right[row, place])}
-            needs.append(np.array(sorted(wanted), np.int64))
+                        boundary_places |= {place - int(left[row, place]), place + int(right[row, place])}
+            needed.append(np.array(sorted(boundary_places), np.int64))
         (hidden,) = known_shapes(call.inputs[:1])
-        self._point_to_point(ledger, rank, call, dealt, needs, hidden[0] * hidden[2])
+        self._point_to_point(ledger, rank, call, by_rank, needed, hidden[0] * hidden[2])
 
     def _image_sums(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -364,8 +364,8 @@ class ContextShards:
 
     def _side(self, call: Call) -> str:
         """Prefix of the fields of the rows whose keys are looked at."""
-        of_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
-        return "encoder_" if of_encoder and "encoder_" in self._positions_by_rank else ""
+        is_in_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
+        return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
 
     def _rows(self, microbatch: int, side: str) -> Rows:
         count = self._config.train.micro_batch
@@ -376,10 +376,10 @@ class ContextShards:
         tp = self._config.parallel.tp
         return q[1] // tp, max(1, k[1] // tp)
 
-    def _numel_per_token(self, sent: Sequence[Shape]) -> int:
+    def _numel_per_token(self, sent_shapes: Sequence[Shape]) -> int:
         """Numbers that are sent for a token, in all rows, on one tensor-parallel rank; a single head is on all."""
         tp = self._config.parallel.tp
-        return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent)
+        return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent_shapes)
 
     _WAYS: dict[str, Callable[["ContextShards", ExpectedTraffic, int, int, Call, nn.Module], None]] = {  # noqa: RUF012
         "GlobalAttention": _wide,

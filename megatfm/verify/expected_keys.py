@@ -139,13 +139,13 @@ def _of_bigbird(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: b
     if not causal and length <= drawn_from * size:
         return ((0, length),)
     begin = q - q % size
-    ahead = max(pattern.n_global_tokens or size, drawn_from * size if pattern.n_random_blocks else 0)
+    n_first = max(pattern.n_global_tokens or size, drawn_from * size if pattern.n_random_blocks else 0)
     if causal:
-        return (begin - size, q + 1), (0, min(ahead, q + 1))
+        return (begin - size, q + 1), (0, min(n_first, q + 1))
     last = (length - 1) // size * size
     return (
         (begin - size, begin + 2 * size),
-        (0, ahead),
+        (0, n_first),
         *(() if pattern.n_global_tokens else ((last, length),)),
     )
 
@@ -172,24 +172,24 @@ def needed(
 ) -> NDArray[Any]:
     """Boolean [S]: tokens in any of the rows that queries at `query_positions` need, by the closed form or by the mask.
     Padding needs nothing."""
-    wanted = np.zeros(rows.length, np.bool_)
+    is_needed = np.zeros(rows.length, np.bool_)
     for row, begin, end in rows.bounds():
         length = end - begin
         queries = query_positions[(query_positions >= begin) & (query_positions < end)] - begin
         if not len(queries) or rows.is_padding(row, begin):
             continue
-        seen = np.zeros(length, np.bool_)
+        is_seen = np.zeros(length, np.bool_)
         for q in queries.tolist():
             for first, beyond in runs_of_query(pattern, q, length, causal=causal):
-                seen[max(first, 0) : max(beyond, 0)] = True
+                is_seen[max(first, 0) : max(beyond, 0)] = True
         narrow = np.ones(length, np.bool_)
         for first, beyond in wide_queries(pattern, length, causal=causal):
             narrow[first:beyond] = False
-        seen |= dense_mask(module, length)[queries[narrow[queries]]].any(0)
+        is_seen |= dense_mask(module, length)[queries[narrow[queries]]].any(0)
         if rows.opened is not None:
-            seen |= rows.opened[row, begin:end]
-        wanted[begin:end] |= seen
-    return wanted
+            is_seen |= rows.opened[row, begin:end]
+        is_needed[begin:end] |= is_seen
+    return is_needed
 
 
 def dense_mask(module: nn.Module, length: int) -> NDArray[Any]:
@@ -202,8 +202,8 @@ def _dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
     n_heads = n_heads if pattern.differs_by_head else 1
     places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
     q, k = places[None, None, :, None], places[None, None, None, :]
-    seen = pattern.mask_mod_for_lengths(q, k, heads, torch.full((1, 1, 1, 1), length))
-    mask: NDArray[Any] = seen.expand(1, n_heads, length, length).flatten(0, 1).any(0).numpy()
+    is_seen = pattern.mask_mod_for_lengths(q, k, heads, torch.full((1, 1, 1, 1), length))
+    mask: NDArray[Any] = is_seen.expand(1, n_heads, length, length).flatten(0, 1).any(0).numpy()
     return mask
 
 

@@ -81,10 +81,10 @@ def add_pipeline(
     for i in microbatches:
         inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
         for stage in stages.stages[1:]:
-            before = stages.stages[stage.index - 1].rank
-            for name, field_ in stage.takes.items() if before != stage.rank else ():
+            previous_rank = stages.stages[stage.index - 1].rank
+            for name, field_ in stage.takes.items() if previous_rank != stage.rank else ():
                 elements = _elements(field_, inputs, stages.sequence_parts)
-                if before == pp:
+                if previous_rank == pp:
                     ledger.send(PIPELINE, elements * (8 if field_.d_model is None else computed))
                 if stage.rank == pp and name in stage.returns:
                     ledger.send(PIPELINE, elements * computed)
@@ -125,13 +125,13 @@ def _cheapest(starts: Sequence[int], costs: Sequence[float], stages: int) -> tup
 
 def _handed_on(points: Sequence[Any], first: int) -> dict[str, Any]:
     """Values that split points from `first` on read before they write them, and earlier ones write."""
-    wanted: set[str] = set()
-    written: set[str] = set()
+    read_names: set[str] = set()
+    written_names: set[str] = set()
     for point in points[first:]:
-        wanted |= set(point.reads) - written
-        written |= set(point.writes)
+        read_names |= set(point.reads) - written_names
+        written_names |= set(point.writes)
     fields = {name: field_ for point in points[:first] for name, field_ in point.writes.items()}
-    return {name: fields[name] for name in sorted(wanted & fields.keys())}
+    return {name: fields[name] for name in sorted(read_names & fields.keys())}
 
 
 def _trained(model: nn.Module, points: Sequence[Any]) -> set[str]:

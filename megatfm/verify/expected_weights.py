@@ -88,11 +88,11 @@ class RankParameters:
 
     @property
     def zero(self) -> int:
-        """The stage; 0 where there is nobody to share with."""
+        """The stage; 0 if no other rank shares it."""
         return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
 
     def block(self, name: str, place: MeshPosition) -> tuple[int, ...]:
-        """Which of a parameter's blocks a rank holds: the same for all that hold the same one."""
+        """Identify the block of a parameter that a rank holds: equal for ranks with the same block."""
         part = place.edp if self.is_expert(name) else place.shard
         return (
             place.ep if self.is_expert(name) else 0,
@@ -130,7 +130,8 @@ class RankParameters:
         return ranks * -(-size // ranks) * (prod(shape) // size)
 
     def _data_dim(self, name: str) -> int:
-        """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
+        """Dimension that the data axes cut: within experts under ZeRO 2 and 3 if the number of experts isn't
+        divisible."""
         if not self._cut(name).are_experts or self.zero < 2:
             return 0
         (experts, *inner), ranks = self.shape_at(name, self.position), self.shards(name)
@@ -148,50 +149,55 @@ BUCKET = 2**24
 
 
 def weights_and_gradients(
-    ledger: ExpectedTraffic, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
+    ledger: ExpectedTraffic,
+    config: Config,
+    parameters: RankParameters,
+    microbatches: Sequence[Sequence[Call]],
 ) -> None:
     """Add the traffic of one rank in one step. microbatches: the calls of its stages."""
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
-    if held.zero == 0:
-        _replicated(ledger, config, held)
-    elif held.zero == 1:
-        _sharded_optimizer(ledger, config, held)
+    if parameters.zero == 0:
+        _replicated(ledger, config, parameters)
+    elif parameters.zero == 1:
+        _sharded_optimizer(ledger, config, parameters)
     else:
-        _fully_sharded(ledger, config, held, microbatches)
-    for ranks, tied in _tied_parameters(held).items():
-        ledger.all_reduce(PIPELINE, sum(held.local_numel(name) for name in tied) * size, among=len(ranks))
-    partial = sum(held.local_numel(name) for name in held.trained if held.is_partial(name))
+        _fully_sharded(ledger, config, parameters, microbatches)
+    for ranks, tied in _tied_parameters(parameters).items():
+        ledger.all_reduce(
+            PIPELINE, sum(parameters.local_numel(name) for name in tied) * size, among=len(ranks)
+        )
+    partial = sum(parameters.local_numel(name) for name in parameters.trained if parameters.is_partial(name))
     ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
-    _whole_tensors(ledger, config, held)
-    _metric_reductions(ledger, config, held)
-    _module_state(ledger, held)
+    _whole_tensors(ledger, config, parameters)
+    _metric_reductions(ledger, config, parameters)
+    _module_state(ledger, parameters)
 
 
-def _replicated(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
+def _replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
-    for shard, names in _by_shard_axis(held, held.trained).items():
+    for shard, names in _by_shard_axis(parameters, parameters.trained).items():
         axis = joined(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
-        for bucket in _buckets(held, names):
-            ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in bucket) * size)
+        for bucket in _buckets(parameters, names):
+            ledger.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
 
 
-def _sharded_optimizer(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
+def _sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     precision = PRECISIONS[config.train.precision]
-    for axis, names in _by_shard_axis(held, held.trained).items():
-        for bucket in _buckets(held, names):
-            everything, ranks = sum(map(held.padded_numel, bucket)), ledger.sizes[axis]
-            ledger.reduce_scatter(axis, everything * precision.param_dtype.itemsize)
+    for axis, names in _by_shard_axis(parameters, parameters.trained).items():
+        for bucket in _buckets(parameters, names):
+            n_elements, ranks = sum(map(parameters.padded_numel, bucket)), ledger.sizes[axis]
+            ledger.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
             for copies in _replica_axes(axis):
-                ledger.all_reduce(copies, everything // ranks * precision.param_dtype.itemsize)
-            ledger.all_gather(axis, everything // ranks * precision.compute_dtype.itemsize)
+                ledger.all_reduce(copies, n_elements // ranks * precision.param_dtype.itemsize)
+            ledger.all_gather(axis, n_elements // ranks * precision.compute_dtype.itemsize)
 
 
-def _buckets(held: RankParameters, names: Sequence[str]) -> list[list[str]]:
+def _buckets(parameters: RankParameters, names: Sequence[str]) -> list[list[str]]:
     """Neighbours that go in one message: of at most `BUCKET` elements together, or one alone."""
     buckets: list[list[str]] = []
     filled = BUCKET
     for name in names:
-        size = prod(held.shapes[name])
+        size = prod(parameters.shapes[name])
         if filled + size > BUCKET or not buckets:
             buckets.append([])
             filled = 0
@@ -205,20 +211,23 @@ def _replica_axes(shard: str) -> tuple[str, ...]:
     return (REPLICATE, CONTEXT) if shard == SHARD else (REPLICATE,)
 
 
-def _by_shard_axis(held: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
+def _by_shard_axis(parameters: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
     names_by_axis: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        names_by_axis[held.shard_axis(name)].append(name)
+        names_by_axis[parameters.shard_axis(name)].append(name)
     return names_by_axis
 
 
 def _fully_sharded(
-    ledger: ExpectedTraffic, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
+    ledger: ExpectedTraffic,
+    config: Config,
+    parameters: RankParameters,
+    microbatches: Sequence[Sequence[Call]],
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
-    for path, names in _groups(held).items():
-        elements = sum(map(held.padded_numel, names))
-        trained = sum(held.padded_numel(name) for name in names if name in held.trained)
+    for path, names in _groups(parameters).items():
+        elements = sum(map(parameters.padded_numel, names))
+        trained = sum(parameters.padded_numel(name) for name in names if name in parameters.trained)
         # A block that a stack runs several times (ALBERT's) is given back after each.
         uses = sum(call.path == path for call in microbatches[0]) if path else 1
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
@@ -226,11 +235,13 @@ def _fully_sharded(
         elif path:
             gathers = sum(_block_gathers(path, calls) for calls in microbatches)
         else:
-            gathers = len(microbatches) if parallel.pp == 1 else _root_all_gathers(held, len(microbatches))
+            gathers = (
+                len(microbatches) if parallel.pp == 1 else _root_all_gathers(parameters, len(microbatches))
+            )
         reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
         if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
             reductions += 1  # what was accumulated of its gradients is reduced after the first use
-        axis = held.shard_axis(names[0])
+        axis = parameters.shard_axis(names[0])
         ledger.all_gather(
             axis, elements // ledger.sizes[axis] * precision.compute_dtype.itemsize, times=gathers
         )
@@ -245,93 +256,99 @@ def _block_gathers(path: str, calls: Sequence[Call]) -> int:
     frozen block that lies before the first of those is gathered with it, in vain: FSDP2 looks one block ahead."""
     is_block = any(call.is_layer_output for call in calls if call.path == path)
     order = [call for call in calls if call.is_layer_output or (call.path == path and not is_block)]
-    mine = [i for i, call in enumerate(order) if call.path == path]
-    ahead = [
-        i for i in mine if not order[i].has_gradient and i + 1 < len(order) and order[i + 1].has_gradient
+    own_calls = [i for i, call in enumerate(order) if call.path == path]
+    prefetched = [
+        i for i in own_calls if not order[i].has_gradient and i + 1 < len(order) and order[i + 1].has_gradient
     ]
-    return len(mine) + sum(order[i].has_gradient for i in mine) + len(ahead) * is_block
+    return len(own_calls) + sum(order[i].has_gradient for i in own_calls) + len(prefetched) * is_block
 
 
-def _groups(held: RankParameters) -> dict[str, list[str]]:
+def _groups(parameters: RankParameters) -> dict[str, list[str]]:
     """Module that gathers parameters → these: a block, or in it experts; "" is the whole model, for all that lies in
     no block."""
-    paths = block_paths(held.model)
+    paths = block_paths(parameters.model)
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in held.shapes:
+    for name in parameters.shapes:
         block = next((path for path in paths if name.startswith(f"{path}.")), "")
-        groups[name.rpartition(".")[0] if held.is_expert(name) else block].append(name)
+        groups[name.rpartition(".")[0] if parameters.is_expert(name) else block].append(name)
     return groups
 
 
-def _root_all_gathers(held: RankParameters, microbatches: int) -> int:
-    """How often what lies in no block is gathered: for the first pass, and again after each backward pass, which gives
-    it back, but after the last of all: that is the backward pass of the rank's first stage."""
-    assert held.pipeline is not None
-    stages = held.pipeline.of_rank(held.position.pp)
-    go_back = [bool(stage.returns) or _trains(held, stage) for stage in stages]
+def _root_all_gathers(parameters: RankParameters, microbatches: int) -> int:
+    """Count the all-gathers of parameters outside blocks: for the first pass, and again after each backward pass, which
+    gives it back, but after the last of all: that is the backward pass of the rank's first stage."""
+    assert parameters.pipeline is not None
+    stages = parameters.pipeline.of_rank(parameters.position.pp)
+    go_back = [bool(stage.returns) or _trains(parameters, stage) for stage in stages]
     return 1 + microbatches * sum(go_back) - go_back[0]
 
 
-def _trains(held: RankParameters, stage: Stage) -> bool:
-    modules = (held.model.get_submodule(path) for point in stage.split_points for path in point.modules)
+def _trains(parameters: RankParameters, stage: Stage) -> bool:
+    modules = (parameters.model.get_submodule(path) for point in stage.split_points for path in point.modules)
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
-def _tied_parameters(held: RankParameters) -> dict[tuple[int, ...], list[str]]:
+def _tied_parameters(parameters: RankParameters) -> dict[tuple[int, ...], list[str]]:
     """Pipeline ranks → the parameters that these and no others hold."""
     names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name in held.trained if held.pipeline else ():
-        assert held.pipeline is not None
-        if len(ranks := held.pipeline.holders[name]) > 1:
+    for name in parameters.trained if parameters.pipeline else ():
+        assert parameters.pipeline is not None
+        if len(ranks := parameters.pipeline.holders[name]) > 1:
             names_by_ranks[ranks].append(name)
     return names_by_ranks
 
 
-def _whole_tensors(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
+def _whole_tensors(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     """Optimizers that need whole tensors: blocks of gradients go to a tensor's owner, and blocks of weights back.
 
     Of the tensors that a pipeline rank holds, the largest goes first, to the rank that owns least.
     """
     parallel, size = config.parallel, PRECISIONS[config.train.precision].param_dtype.itemsize
     ranks = [
-        replace(held.position, shard=shard, cp=cp, tp=tp)
+        replace(parameters.position, shard=shard, cp=cp, tp=tp)
         for shard in range(parallel.dp_shard)
-        for cp in (range(parallel.cp) if parallel.ep > 1 else (held.position.cp,))
+        for cp in (range(parallel.cp) if parallel.ep > 1 else (parameters.position.cp,))
         for tp in range(parallel.tp)
     ]
     axis = joined(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
-    me = ranks.index(held.position)
-    for group in optimizer_groups(config.optimizer, held.model):
-        names = [name for name in group.names if name in held.shapes]
+    own_index = ranks.index(parameters.position)
+    for group in optimizer_groups(config.optimizer, parameters.model):
+        names = [name for name in group.names if name in parameters.shapes]
         if group.granularity != "whole_tensor" or not names:
             continue
-        sizes = {name: held.model.get_parameter(name).numel() for name in names}
+        sizes = {name: parameters.model.get_parameter(name).numel() for name in names}
         load, to_owners, from_owner = [0] * len(ranks), 0, 0
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
             owner = load.index(min(load))
             load[owner] += sizes[name]
-            if owner == me:
-                from_owner += sum(held.local_numel(name, other) for i, other in enumerate(ranks) if i != me)
+            if owner == own_index:
+                from_owner += sum(
+                    parameters.local_numel(name, peer) for i, peer in enumerate(ranks) if i != own_index
+                )
             elif (
-                next(rank for rank in ranks if held.block(name, rank) == held.block(name, held.position))
-                == held.position
+                next(
+                    rank
+                    for rank in ranks
+                    if parameters.block(name, rank) == parameters.block(name, parameters.position)
+                )
+                == parameters.position
             ):
-                to_owners += held.local_numel(name)
+                to_owners += parameters.local_numel(name)
         ledger.all_to_all(axis, to_owners * size)
         ledger.all_to_all(axis, from_owner * size)
 
 
-def _metric_reductions(ledger: ExpectedTraffic, config: Config, held: RankParameters) -> None:
+def _metric_reductions(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     """Once a step: each term's sum and count, and the gradient's norm, of what is cut over tp and of what is not."""
     terms = len(objective_for(config).loss_weights) * 8
     for axis in (SHARD, REPLICATE):
         ledger.all_reduce(axis, terms, times=2)
     ledger.all_reduce(CONTEXT, terms)  # of sums: all that share a row count it whole
     ledger.all_reduce(PIPELINE, terms)
-    names = [name for name, _ in held.model.named_parameters()]
-    kinds = {(held.is_expert(name), held.is_cut(name)) for name in names}
+    names = [name for name, _ in parameters.model.named_parameters()]
+    kinds = {(parameters.is_expert(name), parameters.is_cut(name)) for name in names}
     experts, cut = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
-    if held.zero:
+    if parameters.zero:
         ledger.all_reduce(SHARD, len(kinds) * 8 - experts)
         ledger.all_reduce(EXPERT_SHARD, experts, times=experts > 0)
     ledger.all_reduce(PIPELINE, len(kinds) * 8)
@@ -339,13 +356,17 @@ def _metric_reductions(ledger: ExpectedTraffic, config: Config, held: RankParame
     ledger.all_reduce(TENSOR, cut)
 
 
-def _module_state(ledger: ExpectedTraffic, held: RankParameters) -> None:
+def _module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> None:
     """Once a step: what stateful modules observed, those together that are summed over the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
-    for path, module in held.model.named_modules():
-        ranks = held.pipeline.module_holders.get(path, ()) if held.pipeline else (held.position.pp,)
-        if isinstance(module, Stateful) and held.position.pp in ranks:
-            key = held.is_partial_style(held.cuts[path]), ranks
+    for path, module in parameters.model.named_modules():
+        ranks = (
+            parameters.pipeline.module_holders.get(path, ())
+            if parameters.pipeline
+            else (parameters.position.pp,)
+        )
+        if isinstance(module, Stateful) and parameters.position.pp in ranks:
+            key = parameters.is_partial_style(parameters.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
         for axis in (SHARD, REPLICATE, CONTEXT, *([TENSOR] if is_partial else [])):

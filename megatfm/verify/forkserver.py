@@ -1,6 +1,6 @@
 """The process that rank processes are forked from, which imports for all of them.
 
-This file imports nothing of ours, so that the server can start before the process that asks imports torch: both then
+This file imports nothing of megatfm, so that the server can start before the process that asks imports torch: both then
 import at the same time.
 """
 

@@ -75,18 +75,21 @@ class ModuleCallRecorder:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._kept += 1
-        return tensor.detach()  # a tensor kept by its own node would form a cycle that nobody frees
+        return tensor.detach()  # a tensor kept by its own node would form a cycle that is never freed
 
     def _enter(self) -> None:
         self._inside = len(self._calls)
 
     def _leave(self) -> None:
         for i in range(self._inside or 0, len(self._calls)):
-            call, kept = self._calls[i]
-            self._calls[i] = replace(call, in_layer=True, saves_tensors_after=self._kept > kept), kept
+            call, references = self._calls[i]
+            self._calls[i] = (
+                replace(call, in_layer=True, saves_tensors_after=self._kept > references),
+                references,
+            )
         if self._calls:
-            call, kept = self._calls[-1]
-            self._calls[-1] = replace(call, is_layer_output=True), kept
+            call, references = self._calls[-1]
+            self._calls[-1] = replace(call, is_layer_output=True), references
         self._inside = None
 
     def _record(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -114,8 +117,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,12 @@ def record_module_calls(
 
 def known_shapes(shapes: Sequence[Shape | None]) -> list[Shape]:
     """Shapes of arguments, each of which is a tensor."""
-    known = [shape for shape in shapes if shape is not None]
-    assert len(known) == len(shapes)
-    return known
+    present = [shape for shape in shapes if shape is not None]
+    assert len(present) == len(shapes)
+    return present
 
 
 def qkv_of_latents(call: Call) -> list[Shape]:
     """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
-    q, of_values = known_shapes([call.inputs[0], call.inputs[3]])
-    return [q, q, (*q[:3], of_values[0] // q[1])]
+    q, values = known_shapes([call.inputs[0], call.inputs[3]])
+    return [q, q, (*q[:3], values[0] // q[1])]

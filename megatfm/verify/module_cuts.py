@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts modules and what that sends, by class: a table of its own, beside the classes' plans.
+"""Table of how tensor parallelism cuts modules and of what that sends, by class, independent of the classes' plans.
 
 After Korthikanti et al. 2022: the input of column-cut weights is gathered, the output of row-cut ones is summed, once
 each a sub-layer. A class that isn't listed, as a plugin's, counts by the rows of its own `plan`.
@@ -82,7 +82,7 @@ OTHERWISE: Mapping[tuple[str, str], ModuleCut] = {
     ("gather_choices", "folded"): ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
     ("split_choices", "folded"): OWN_OUTPUT,
 }
-"""The same under other values of `parallel.expert_tp` than "by_expert"."""
+"""Cuts under other values of `parallel.expert_tp` than "by_expert"."""
 
 Rows = tuple[tuple[str, str], ...]
 
@@ -268,7 +268,7 @@ def _fitted(kind: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Whether a module's class, or one that it is derived from, is ours and has this name."""
+    """Whether a module's class, or one that it is derived from, is megatfm's and has this name."""
     return any(
         kind.__name__ == name and kind.__module__.startswith("megatfm.") for kind in type(module).__mro__
     )

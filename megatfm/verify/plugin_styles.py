@@ -1,4 +1,4 @@
-"""Styles of plugins, of which nobody but their author knows what they send: what they promise in `sends` is held."""
+"""Styles of plugins, whose traffic only their authors know: what they promise in `sends` is held."""
 
 from megatfm.parallel.styles import STYLES, ParallelStyle
 

@@ -98,7 +98,7 @@ def run_rank(connection: Connection) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
     torch.set_num_threads(1)
-    # Memory that nobody has written is NaN, so that a kernel which reads it is found.
+    # Unwritten memory is NaN, so that a kernel which reads it is found.
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     blocks.SIZE = BLOCK
@@ -302,10 +302,11 @@ def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: floa
         if not any(sign in failure.text for sign in SECONDARY_ERRORS)
     ]
     if not causes and silent:
-        waited = COLLECTIVE_SECONDS if failures else seconds
+        seconds_to_wait = COLLECTIVE_SECONDS if failures else seconds
         names = ", ".join(map(str, silent))
         return MegatfmError(
-            f"rank {names} hangs: no answer within {waited:g} s; look for a collective that not all ranks reach"
+            f"rank {names} hangs: no answer within {seconds_to_wait:g} s; look for a collective that "
+            "not all ranks reach"
         )
     rank = causes[0] if causes else next(iter(failures))
     failure = failures[rank]

@@ -87,13 +87,13 @@ def _attention(
     v: Tensor,
     layout: SequenceMetadata,
     bias: Tensor | None = None,
-    seen: AttentionMask | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Replacement of `Core.of_heads` for all heads."""
     rng_keys = core.dropout.head_rng_keys(layout, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
-    seen = seen or PatternMask(core.pattern, layout, 0, q.shape[1])
-    return attention_reference(q, k, v, seen, bias, core.variant, rng_keys, sinks)
+    mask = mask or PatternMask(core.pattern, layout, 0, q.shape[1])
+    return attention_reference(q, k, v, mask, bias, core.variant, rng_keys, sinks)
 
 
 def _cross_entropy(
@@ -126,11 +126,11 @@ def plain_step(
     factor = clip / (float(norm) + CLIPPED) if clip and norm > clip else 1.0
     moved = {name: weight.clone() for name, weight in weights.items()}
     for group in optimizer_groups(config.optimizer, model):
-        of_group = {name: moved[name] for name in group.names if name in moved}
+        group_gradients = {name: moved[name] for name in group.names if name in moved}
         _step(
             group,
-            of_group,
-            {name: gradients[name].to(moved[name]) * factor for name in of_group},
+            group_gradients,
+            {name: gradients[name].to(moved[name]) * factor for name in group_gradients},
             config.optimizer.lr,
         )
     return moved
@@ -154,8 +154,8 @@ def _step(
     for shared in optimizer.param_groups:
         shared["lr"] = lr * shared["lr_ratio"]
     for name, gradient in gradients.items():
-        for part, of_part in zip(split[name], parts(name, gradient), strict=True):
-            part.grad = of_part.clone()
+        for part, part_gradient in zip(split[name], parts(name, gradient), strict=True):
+            part.grad = part_gradient.clone()
     if isinstance(optimizer, NeedsShardLocations):
         origin = (0,) * 8
         optimizer.set_shard_locations(

@@ -66,9 +66,9 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
-        few = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
+        n_rows = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
         ep_multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
-        parallel = parallel.model_copy(update={"dp_shard": -(-few // ep_multiple) * ep_multiple})
+        parallel = parallel.model_copy(update={"dp_shard": -(-n_rows // ep_multiple) * ep_multiple})
     parallel = parallel.model_copy(update={"pp_split_points": []})
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:
@@ -77,16 +77,16 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             f"{MAX_RANKS}: give smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
         )
     data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
-    before = config.data.model_dump(include={"sequence_length", "target_length"})
+    original_lengths = config.data.model_dump(include={"sequence_length", "target_length"})
     lengths = {
         key: length and _shrunk_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
-        for key, length in before.items()
+        for key, length in original_lengths.items()
     }
     images: dict[str, Any] = {}
     if config.model.stages is not None:
         lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
         images = {"images": config.data.images.model_copy(update={"size": side})}
-    rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
+    rows = Rows(*(max(filter(None, of.values())) for of in (original_lengths, lengths)))
     try:
         model = _model(
             config.model,
@@ -121,10 +121,10 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": matching_patterns})})
     inexact = config.deepspeed.quantized
     exact = config.deepspeed.model_copy(update=dict.fromkeys(inexact, False))
-    left = [
+    overrides_left = [
         f"deepspeed.{key} true → false: {config.deepspeed.INEXACT}, and is for GPUs alone" for key in inexact
     ]
-    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + left
+    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + overrides_left
 
 
 def _matches(config: Config, pattern: str) -> bool:
@@ -140,8 +140,9 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
     head_dim = min(model.head_width, HEAD_DIM)
     is_square = model.d_model == model.attention.n_heads * model.head_width
     distinct = model.distinct_layers and min(model.distinct_layers, LAYERS)
-    of_kinds = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
-    layers = max(LAYERS, stages, 1 + (distinct or 0), *of_kinds)  # one block more, so that two share weights
+    first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
+    # One block more than there are distinct layers, so that two share weights.
+    layers = max(LAYERS, stages, 1 + (distinct or 0), *first_depths)
     changes: dict[str, Any] = {
         "vocab_size": _shrunk_size(model.vocab_size or VOCABULARY, WIDTH, shards),
         "n_layers": min(model.n_layers, layers),
@@ -208,8 +209,8 @@ def _smaller_images(config: Config, model: ModelConfig) -> dict[str, Any]:
         return {}
     size = min(config.data.images.size // getattr(config.model.embedding, "patch_size", 1), PATCHES)
     sizes = {"size": size * model.embedding.patch_size}
-    if (most := config.data.images.max_patches) is not None:
-        sizes["max_patches"] = min(most, PATCHES**2)
+    if (max_patches := config.data.images.max_patches) is not None:
+        sizes["max_patches"] = min(max_patches, PATCHES**2)
     return {"images": config.data.images.model_copy(update=sizes)}
 
 
@@ -221,7 +222,7 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
             "kv_lora_rank": _shrunk_size(attention.kv_lora_rank, RANK, shards),
             "q_lora_rank": attention.q_lora_rank and _shrunk_size(attention.q_lora_rank, RANK, shards),
             "qk_rope_head_dim": _shrunk_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
-            # Of another width than keys have, where it was.
+            # Keeps another width than keys have, if it had one.
             "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.qk_nope_head_dim else 2)),
         }
     if isinstance(attention, LinformerAttentionConfig):
@@ -237,38 +238,37 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
 def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
     """Options of a pattern that shrink with the row, so that it has several windows, chunks or blocks. A window as wide
     as the row stays so; a plugin's pattern keeps its options."""
-    before, length = rows
+    old_length, length = rows
     fourth, eighth = max(1, length // 4), max(1, length // 8)
     match pattern:
         case WindowPatternConfig():
             step = min(pattern.dilation, 2)
             width = _shrunk_size(pattern.width, max(1, fourth // step), 2)
-            if pattern.width * pattern.dilation >= before:
-                width = pattern.width * pattern.dilation * length // before // step
+            if pattern.width * pattern.dilation >= old_length:
+                width = pattern.width * pattern.dilation * length // old_length // step
             return {"width": width, "dilation": step, "initial_tokens": min(pattern.initial_tokens, 2)}
         case LongformerPatternConfig():
             width = _shrunk_size(pattern.width, fourth, 2)
             tokens = dict.fromkeys(min(token, length // 2) for token in pattern.global_tokens)
             return {
-                "width": width if pattern.width < before else pattern.width * length // before,
+                "width": width if pattern.width < old_length else pattern.width * length // old_length,
                 "global_tokens": tuple(tokens),
             }
         case ChunkedPatternConfig():
             size = min(pattern.size, max(1, length // 3))  # thirds end nowhere near a rank's part
-            return {"size": size if pattern.size < before else pattern.size * length // before}
+            return {"size": size if pattern.size < old_length else pattern.size * length // old_length}
         case StridedPatternConfig():
             return {"stride": min(pattern.stride, eighth)}
         case FixedPatternConfig():
             stride = min(pattern.stride, eighth)
             return {"stride": stride, "n_summary_tokens": max(1, min(pattern.n_summary_tokens, stride // 3))}
         case BigBirdPatternConfig():
-            # Documents of at most `few` blocks are seen whole: a row keeps more blocks than that if it had more.
+            # Documents of at most `n_blocks` blocks are seen whole: a row keeps more blocks than that if it had more.
             random, extra = min(pattern.n_random_blocks, 2), min(pattern.n_global_tokens, eighth)
-            few = 5 + 2 * random
-            if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= before:
-                return {"block_size": -(-length // few), "n_random_blocks": random, "n_global_tokens": extra}
-            block = min(pattern.block_size, max(1, length // (few + 4)))
-            return {"block_size": block, "n_random_blocks": random, "n_global_tokens": extra}
+            n_blocks, kept_options = 5 + 2 * random, {"n_random_blocks": random, "n_global_tokens": extra}
+            if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= old_length:
+                return {"block_size": -(-length // n_blocks), **kept_options}
+            return {"block_size": min(pattern.block_size, max(1, length // (n_blocks + 4))), **kept_options}
     return {}
 
 
@@ -292,16 +292,16 @@ def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Ro
     return {**keys, **({"attention": attention} if attention else {})}
 
 
-def _shrunk_size(size: int, least: int, modulus: int) -> int:
-    """The smallest number from `least` on with the remainder of `size`; `size` itself where that is smaller."""
-    return min(size, least + (size - least) % modulus)
+def _shrunk_size(size: int, min_size: int, modulus: int) -> int:
+    """The smallest number from `min_size` on with the remainder of `size`; `size` itself where that is smaller."""
+    return min(size, min_size + (size - min_size) % modulus)
 
 
-def _changes(before: Config, after: Config) -> list[str]:
+def _changes(original: Config, shrunk: Config) -> list[str]:
     return [
         change
         for section in ("model", "parallel", "data", "train")
-        for change in _differences(section, getattr(before, section), getattr(after, section))
+        for change in _differences(section, getattr(original, section), getattr(shrunk, section))
     ]
 
 
@@ -314,8 +314,8 @@ def _difference(place: str, old: object, new: object) -> Iterator[str]:
     if isinstance(old, Section) and isinstance(new, Section):
         yield from _differences(place, old, new)
     elif isinstance(old, dict) and isinstance(new, dict):  # of kinds of blocks
-        for key, one in unflatten(old).items():
-            yield from _difference(f"{place}.{key}", one, unflatten(new).get(key, one))
+        for key, value in unflatten(old).items():
+            yield from _difference(f"{place}.{key}", value, unflatten(new).get(key, value))
     elif isinstance(old, str) and isinstance(new, dict):  # a pattern's name alone
         return
     elif old != new:
@@ -326,7 +326,7 @@ Arrays = dict[str, NDArray[Any]]
 
 Documents = Literal["mixed", "short", "long", "one", "sparse"]
 """Documents of a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
-one, then padding; "mixed": rows of these kinds by turns."""
+one, then padding; "mixed": rows of these kinds in turn."""
 
 BY_TURNS: tuple[Documents, ...] = ("short", "one", "sparse", "long")
 KINDS_OF_DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
@@ -363,7 +363,7 @@ def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
     objective, lengths = objective_for(config), side_lengths(config)
     seed = config.train.seed
     across = config.data.attend_across_documents
-    how = PackingConfig(
+    packing = PackingConfig(
         objective, lengths[: len(objective.field_prefixes)], seed, attend_across_documents=across
     )
     rows = []
@@ -372,7 +372,7 @@ def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
         kind = BY_TURNS[number % len(BY_TURNS)] if documents == "mixed" else documents
         pieces = list(random_pieces(config, objective, random, kind))
         members = [piece.files for piece in pieces] if objective.needs_files else None
-        rows.append(pack_in_memory([piece.tokens for piece in pieces], how, members=members).row(0))
+        rows.append(pack_in_memory([piece.tokens for piece in pieces], packing, members=members).row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": rng.row_keys(seed, np.arange(len(rows)))}
 
@@ -383,18 +383,18 @@ def random_pieces(
     """Documents that fill a row, or a part of it. kind: any but "mixed"."""
     length, filled = min(side_lengths(config)), 0
     # Tokens of a document, at least and below, and of all documents. One token is too short for some objectives.
-    least, most, wanted = {
+    min_value, max_value, requested = {
         "short": (2, max(3, length // 6), int(random.integers(length * 3 // 4, length * 3 // 2))),
         "long": (max(2, length // 2), max(3, length * 3 // 4), length * 3 // 2),
         "one": (2 * length, 2 * length + 1, 1),
         "sparse": (2, max(3, length // 6), 1),
     }[kind]
-    while filled < wanted:
+    while filled < requested:
         if objective.needs_files or not objective.reads_text:
             piece = objective.random_piece(random)
         else:
             piece = DocumentChunk(
-                random.integers(0, config.model.vocab_size or 1, random.integers(least, most))
+                random.integers(0, config.model.vocab_size or 1, random.integers(min_value, max_value))
             )
         yield piece
-        filled += wanted if needs_own_row(objective) else len(piece.tokens) + 1
+        filled += requested if needs_own_row(objective) else len(piece.tokens) + 1

@@ -61,10 +61,10 @@ class TrafficCounter(TorchDispatchMode):
         if group.size() == 1:
             return
         payload = next(value for key, value in arguments.items() if key.startswith(("input", "tensor")))
-        collective, sent = _ring(name, _bytes(payload), group.size(), group.rank(), arguments)
+        collective, n_bytes = _ring(name, _bytes(payload), group.size(), group.rank(), arguments)
         key = self._axes.get(group.group_name, f"{group.size()} ranks"), collective
         self._calls[key] += 1
-        self._bytes[key] += sent
+        self._bytes[key] += n_bytes
 
 
 def _ring(
@@ -130,11 +130,11 @@ class ExpectedTraffic:
         """Add one message of this rank to a neighbour on the axis."""
         self._add(axis, "send", sent_bytes, 1)
 
-    def _add(self, axis: str, collective: str, sent: int, times: int) -> None:
+    def _add(self, axis: str, collective: str, n_bytes: int, times: int) -> None:
         if self.sizes[axis] > 1 and times:
             axis = self.group_names.get(axis, axis)
             self.calls[axis, collective] += times
-            self.sent[axis, collective] += sent * times
+            self.sent[axis, collective] += n_bytes * times
 
     def flows(self) -> TrafficTable:
         """The calls and bytes added so far; what sent nothing has no entry."""

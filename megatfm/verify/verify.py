@@ -84,7 +84,11 @@ class Comparison:
     @property
     def wrong(self) -> list[Difference]:
         """Numbers that differ by more than rounding: of loss, gradient norm, gradients and updates; no flows."""
-        return [one for one in (self.loss, self.grad_norm, *self.gradients, *self.updates) if one.is_wrong]
+        return [
+            comparison
+            for comparison in (self.loss, self.grad_norm, *self.gradients, *self.updates)
+            if comparison.is_wrong
+        ]
 
 
 def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None = None) -> Comparison:
@@ -104,9 +108,9 @@ def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None
         with RankTeam() as team:
             answers = team.step(small, batch)
     limits = LIMITS[small.train.precision]
-    without = unpredicted(small)
+    unpredicted_axes = unpredicted(small)
     by_rank = [
-        {key: flow for key, flow in flows.items() if key[0] not in without}
+        {key: flow for key, flow in flows.items() if key[0] not in unpredicted_axes}
         for flows in expected_flows(small, batch)
     ]
     return Comparison(
@@ -118,34 +122,36 @@ def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None
         grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm, limits),
         flows=_busiest_rank(answers),
         expected=_max_over_ranks(by_rank),
-        axes_without_closed_form=without,
-        traffic_mismatches=traffic_mismatches_of(answers, by_rank, without),
+        axes_without_closed_form=unpredicted_axes,
+        traffic_mismatches=traffic_mismatches_of(answers, by_rank, unpredicted_axes),
     )
 
 
 def traffic_mismatches_of(
-    answers: Sequence[RankResult], by_rank: Sequence[TrafficTable], without: Collection[str] = ()
+    answers: Sequence[RankResult], by_rank: Sequence[TrafficTable], unpredicted_axes: Collection[str] = ()
 ) -> list[str]:
     """A line for each flow of a rank that is not what it should be. without: axes that are not looked at."""
     mismatches = []
     for rank, (answer, expected) in enumerate(zip(answers, by_rank, strict=True)):
-        counted = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
-        for axis, collective in sorted(counted.keys() | expected.keys()):
-            has, should = (flows.get((axis, collective), (0, 0)) for flows in (counted, expected))
-            if has != should and axis not in without:
+        flow_of = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
+        for axis, collective in sorted(flow_of.keys() | expected.keys()):
+            counted_flow, expected_flow = (
+                flows.get((axis, collective), (0, 0)) for flows in (flow_of, expected)
+            )
+            if counted_flow != expected_flow and axis not in unpredicted_axes:
                 mismatches.append(
-                    f"rank {rank}, {collective} over {axis}: {has[1]:,} bytes in {has[0]} calls, expected "
-                    f"{should[1]:,} in {should[0]}"
+                    f"rank {rank}, {collective} over {axis}: {counted_flow[1]:,} bytes in {counted_flow[0]} calls, "
+                    f"expected {expected_flow[1]:,} in {expected_flow[0]}"
                 )
     return mismatches
 
 
 def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
-    most: TrafficTable = {}
+    max_table: TrafficTable = {}
     for flows in by_rank:
         for key, flow in flows.items():
-            most[key] = max(flow, most.get(key, flow), key=lambda one: one[1])
-    return most
+            max_table[key] = max(flow, max_table.get(key, flow), key=lambda item: item[1])
+    return max_table
 
 
 def gradient_differences(
@@ -155,12 +161,12 @@ def gradient_differences(
 
     A block that several ranks hold counts with the worst of them; an element that no rank holds counts as NaN.
     """
-    everything = ReferenceStep(0.0, expected).grad_norm
+    expected_norm = ReferenceStep(0.0, expected).grad_norm
     differences = []
     for name, gradient in expected.items():
         norm = float(gradient.norm())
         distance = _distance(gradient, [answer.blocks.get(name, []) for answer in answers])
-        error = _relative(distance, max(norm, limits.relative_floor * everything))
+        error = _relative(distance, max(norm, limits.relative_floor * expected_norm))
         differences.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
     return _worst_first(differences)
 
@@ -171,20 +177,20 @@ def update_differences(config: Config, answers: Sequence[RankResult], limits: Li
 
     What a weight of the layout's precision can't hold of a smaller update is no error: four units in its last place.
     """
-    before = plain_weights(config)
+    weights = plain_weights(config)
     gradients = {
         name: _assembled(weight, [answer.blocks.get(name, []) for answer in answers])
-        for name, weight in before.items()
+        for name, weight in weights.items()
     }
-    after = plain_step(config, build_model(config), before, gradients)
-    updates = {name: after[name] - weight for name, weight in before.items()}
-    everything = ReferenceStep(0.0, updates).grad_norm
+    updated = plain_step(config, build_model(config), weights, gradients)
+    updates = {name: updated[name] - weight for name, weight in weights.items()}
+    expected_norm = ReferenceStep(0.0, updates).grad_norm
     last_place = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
     differences = []
     for name, update in updates.items():
         norm = float(update.norm())
-        distance = _distance(after[name], [answer.weights.get(name, []) for answer in answers])
-        size = max(norm, limits.relative_floor * everything, 4 * last_place * float(after[name].norm()))
+        distance = _distance(updated[name], [answer.weights.get(name, []) for answer in answers])
+        size = max(norm, limits.relative_floor * expected_norm, 4 * last_place * float(updated[name].norm()))
         differences.append(
             Difference(
                 f"update of {name}", _relative(distance, size), norm, tuple(update.shape), limits.bound
@@ -196,7 +202,7 @@ def update_differences(config: Config, answers: Sequence[RankResult], limits: Li
 def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
     """A whole tensor from the blocks that ranks hold of it; NaN where none has any."""
     assembled = torch.full_like(like, float("nan"))
-    for box, block in (one for blocks in by_rank for one in blocks):
+    for box, block in (pair for blocks in by_rank for pair in blocks):
         assembled[_slices(box)] = torch.from_numpy(block).to(assembled)
     return assembled
 
@@ -204,15 +210,17 @@ def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
 def _distance(expected: Tensor, by_rank: Iterable[BlocksOfOne]) -> float:
     """‖all blocks − expected‖, the worst of those that several ranks hold; NaN if some element is on no rank."""
     squares: dict[Chunk, float] = {}
-    for box, block in (one for blocks in by_rank for one in blocks):
+    for box, block in (pair for blocks in by_rank for pair in blocks):
         difference = torch.from_numpy(block) - expected[_slices(box)]
         squares[box] = _larger(squares.get(box, 0.0), float(difference.square().sum()))
-    held = sum(torch.Size(sizes).numel() for _, sizes in squares)
-    return sum(squares.values()) ** 0.5 if held == expected.numel() else float("nan")
+    n_elements = sum(torch.Size(sizes).numel() for _, sizes in squares)
+    return sum(squares.values()) ** 0.5 if n_elements == expected.numel() else float("nan")
 
 
 def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
-    return sorted(differences, key=lambda one: (one.error == one.error, -one.error))
+    return sorted(
+        differences, key=lambda difference: (difference.error == difference.error, -difference.error)
+    )
 
 
 def _worst(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
@@ -227,9 +235,9 @@ def _relative(error: float, size: float) -> float:
     return error / size if size else error and float("inf")
 
 
-def _larger(one: float, other: float) -> float:
+def _larger(error: float, other_error: float) -> float:
     """The larger of two numbers; NaN if either is."""
-    return one + other if one != one or other != other else max(one, other)
+    return error + other_error if error != error or other_error != other_error else max(error, other_error)
 
 
 def _slices(box: Chunk) -> tuple[slice, ...]:
@@ -238,13 +246,13 @@ def _slices(box: Chunk) -> tuple[slice, ...]:
 
 def _busiest_rank(answers: Sequence[RankResult]) -> list[CollectiveTraffic]:
     """Traffic of the rank that sends most, for each axis and collective."""
-    most: dict[tuple[str, str], CollectiveTraffic] = {}
+    max_traffic: dict[tuple[str, str], CollectiveTraffic] = {}
     for answer in answers:
         for flow in answer.flows:
             key = flow.axis, flow.collective
-            if key not in most or flow.sent_bytes > most[key].sent_bytes:
-                most[key] = flow
-    return [most[key] for key in sorted(most)]
+            if key not in max_traffic or flow.sent_bytes > max_traffic[key].sent_bytes:
+                max_traffic[key] = flow
+    return [max_traffic[key] for key in sorted(max_traffic)]
 
 
 Outcome = Literal["agrees", "refused", "DIFFERENT", "FAILED"]
@@ -299,4 +307,4 @@ def _outcome(comparison: Comparison) -> tuple[Outcome, str]:
         return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"
     if misses := comparison.traffic_mismatches:
         return "DIFFERENT", f"{misses[0]} (and {len(misses) - 1} more)"
-    return "agrees", f"{max(one.error for one in comparison.gradients):.1e}"
+    return "agrees", f"{max(difference.error for difference in comparison.gradients):.1e}"

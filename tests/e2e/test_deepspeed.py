@@ -74,9 +74,9 @@ def test_deepspeed_trains_as_native_and_engines_can_change(
 
     native, actual = tmp_path / "native", tmp_path / "deepspeed"
     run("native", 2, NATIVE)
-    wanted, full = losses(native), state(native)
+    expected, full = losses(native), state(native)
     run("deepspeed", 2, deepspeed("parallel.zero=3"))
-    assert losses(actual) == pytest.approx(wanted, rel=1e-5)
+    assert losses(actual) == pytest.approx(expected, rel=1e-5)
     end = state(actual)
     assert end.keys() == full.keys()
     forget_the_end(actual)
@@ -84,10 +84,10 @@ def test_deepspeed_trains_as_native_and_engines_can_change(
     assert differing(end, state(actual)) == [], "a resume on the same layout is the same run to the bit"
     forget_the_end(actual)
     run("deepspeed", 1, NATIVE)
-    assert losses(actual) == pytest.approx(wanted, rel=1e-5)
+    assert losses(actual) == pytest.approx(expected, rel=1e-5)
     forget_the_end(native)
     run("native", 2, deepspeed("parallel.zero=2"))
-    assert losses(native) == pytest.approx(wanted, rel=1e-5)
+    assert losses(native) == pytest.approx(expected, rel=1e-5)
 
 
 def test_stages_stopped_by_a_signal_are_the_run_never_stopped(

@@ -41,9 +41,9 @@ def foreign(corpus: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def same_weights(run: Path, wanted: torch.nn.Module) -> None:
+def same_weights(run: Path, expected: torch.nn.Module) -> None:
     for name, parameter in megatfm.load(run).named_parameters():
-        torch.testing.assert_close(parameter, wanted.get_parameter(name), rtol=0, atol=1e-9)
+        torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=0, atol=1e-9)
 
 
 def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
     full = tmp_path / "whole"
     assert len(on_nodes(tmp_path / "whole-nodes", 9)) == 2
     assert not on_nodes(tmp_path / "whole-nodes", 12), "both rules name it: it goes to the shared disk"
-    wanted = checkpoint.read_tensors(full / "checkpoints" / LAST)
+    expected = checkpoint.read_tensors(full / "checkpoints" / LAST)
     for number, (happens, step) in enumerate(ACCIDENTS):
         run, nodes = tmp_path / f"run-{number}", tmp_path / f"run-{number}-nodes"
         shutil.copytree(full, run)
@@ -77,5 +77,5 @@ def test_the_newest_whole_one_of_either_tier_is_taken(
         assert resumed == f"from step-{step:08d}", happens
         assert training_curve(run) == training_curve(full), happens
         tensors = checkpoint.read_tensors(run / "checkpoints" / LAST)
-        assert tensors.keys() == wanted.keys()
-        assert all(torch.equal(tensor, tensors[name]) for name, tensor in wanted.items()), happens
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items()), happens

@@ -18,26 +18,26 @@ SMALL = [
 
 
 def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    prepared = megatfm("prep", "quickstart-vision-data", output=said, cwd=tmp_path)
+    output = tmp_path / "said"
+    prepared = megatfm("prep", "quickstart-vision-data", output=output, cwd=tmp_path)
     assert "1,198" in prepared
-    megatfm("train", "quickstart-vision", *SMALL, output=said, cwd=tmp_path)
+    megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
     run = tmp_path / "runs/quickstart-vision"
     curve = training_curve(run)
     assert curve[-1]["loss"] < curve[0]["loss"]
     in_training = curve[-1]["evaluation"]["validation"]
-    table = megatfm("evaluate", run, output=said, cwd=tmp_path)
+    table = megatfm("evaluate", run, output=output, cwd=tmp_path)
     assert "top1" in table
     assert "bits" not in table
     evaluated = json.loads((run / "evaluation.json").read_text())["sets"]["validation"]
     assert evaluated["metrics"] == pytest.approx(in_training["metrics"], abs=1 / 599)
     assert 0.1 < evaluated["metrics"]["top1"] < evaluated["metrics"]["top5"] <= 1
     assert evaluated["tokens"] == 599
-    megatfm("report", run, output=said, cwd=tmp_path)
+    megatfm("report", run, output=output, cwd=tmp_path)
     assert "Top-5 accuracy" in (run / "report.html").read_text()
     drawn = megatfm(
         "data", "show", "corpora/quickstart-vision/train", "--config", "quickstart-vision", "--images", "seen.png",
-        "--count", 10, output=said, cwd=tmp_path,
+        "--count", 10, output=output, cwd=tmp_path,
     )  # fmt: skip
     assert "10 images of 10 rows" in drawn
     with Image.open(tmp_path / "seen.png") as sheet:
@@ -45,7 +45,7 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     # The last half again, from the checkpoint of the first.
     for path in (run / "checkpoints").glob("step-00000024*"):
         path.rename(tmp_path / "away")
-    megatfm("train", "quickstart-vision", *SMALL, output=said, cwd=tmp_path)
+    megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
     again = {line["step"]: line["loss"] for line in training_curve(run)}
     assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
 

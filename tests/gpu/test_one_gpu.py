@@ -157,7 +157,7 @@ def test_gradients_at_real_sizes(case: str, how: str) -> None:
 def test_recorded_passes_are_those_that_were_asked_for(precision: str, compiled: bool) -> None:
     """Steps of several micro-batches, of two shapes, one of them skipped."""
     in_a_group()
-    asked, recorded = (
+    requested, recorded = (
         engine_on("cuda", precision, WIDE, compile_blocks=compiled, graphs=graphs)
         for graphs in (None, CudaGraphs())
     )
@@ -165,11 +165,11 @@ def test_recorded_passes_are_those_that_were_asked_for(precision: str, compiled:
         batch = global_batch(seed=number, rows=4, length=192 if number == 3 else 256)
         batch["keys"] = torch.arange(4)
         parts = [{name: values[i : i + 2] for name, values in batch.items()} for i in (0, 2)]
-        losses = [engine.forward_backward(parts, CAUSAL) for engine in (asked, recorded)]
-        wanted = {name: gradient.cpu().double() for name, gradient in asked.gradients().items()}
+        losses = [engine.forward_backward(parts, CAUSAL) for engine in (requested, recorded)]
+        expected = {name: gradient.cpu().double() for name, gradient in requested.gradients().items()}
         assert losses[0].loss == pytest.approx(losses[1].loss, rel=BOUNDS[precision])
-        assert worst(recorded, wanted) < BOUNDS[precision]
-        norms = [engine.step(1e-3, clip=0.3, skip=number == 1) for engine in (asked, recorded)]
+        assert worst(recorded, expected) < BOUNDS[precision]
+        norms = [engine.step(1e-3, clip=0.3, skip=number == 1) for engine in (requested, recorded)]
         assert norms[0] == pytest.approx(norms[1], rel=BOUNDS[precision], nan_ok=True)
 
 
@@ -223,11 +223,11 @@ def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dty
         [x.to(device, type_).requires_grad_() for x in inputs]
         for device, type_ in (("cpu", torch.float64), ("cuda", dtype))
     )
-    wanted = cross_entropy_reference(*exact, targets, None, variant)
+    expected = cross_entropy_reference(*exact, targets, None, variant)
     observed = cross_entropy(*actual, targets.cuda(), None, variant, chunk=128)
     bound = 1e-4 if dtype == torch.float32 else 4e-2
-    assert observed.item() == pytest.approx(wanted.item(), rel=bound)
-    gradients = torch.autograd.grad(observed, actual), torch.autograd.grad(wanted, exact)
+    assert observed.item() == pytest.approx(expected.item(), rel=bound)
+    gradients = torch.autograd.grad(observed, actual), torch.autograd.grad(expected, exact)
     for a, b in zip(*gradients, strict=True):
         assert float((a.cpu().double() - b).norm()) < bound * float(b.norm())
 

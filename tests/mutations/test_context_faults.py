@@ -135,16 +135,18 @@ def gradients_of_a_bias_are_of_the_last_step_alone(patch: Patch) -> None:
 def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
     real = context_parallel.fetch
 
-    def fetch(x: Tensor, wanted: Any) -> Tensor:
-        is_local = torch.isin(wanted.indices, wanted.contexts.token_indices(LENGTH)[wanted.contexts.rank])
-        return real(x, wanted) * is_local[:, None]
+    def fetch(x: Tensor, expected: Any) -> Tensor:
+        is_local = torch.isin(
+            expected.indices, expected.contexts.token_indices(LENGTH)[expected.contexts.rank]
+        )
+        return real(x, expected) * is_local[:, None]
 
     patch.setattr(context_parallel, "fetch", fetch)
 
 
 def keys_of_a_row_are_one_further(patch: Patch) -> None:
     real = context_attention.fetch
-    patch.setattr(context_attention, "fetch", lambda x, wanted: real(x, wanted).roll(1, 2))
+    patch.setattr(context_attention, "fetch", lambda x, expected: real(x, expected).roll(1, 2))
 
 
 def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:

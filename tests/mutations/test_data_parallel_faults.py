@@ -194,10 +194,10 @@ def dropout_differs(layout: str) -> bool:
         terms = PassThroughObjective([])(reference, batch)
     objective = PassThroughObjective(list(terms))
     counts = objective.target_counts(batch)
-    wanted = sum(objective.loss_weights[n] * float(t.detach()) / int(counts[n]) for n, t in terms.items())
+    expected = sum(objective.loss_weights[n] * float(t.detach()) / int(counts[n]) for n, t in terms.items())
     engine = build_engine(config, DATA_AND_TENSOR_LAYOUTS[layout], ADAMW)
     stats = engine.forward_backward(microbatches(engine, batch), objective)
-    return abs(stats.loss - wanted) > 1e-9 * wanted
+    return abs(stats.loss - expected) > 1e-9 * expected
 
 
 def half_precision_differs(layout: str) -> bool:

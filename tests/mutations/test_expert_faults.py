@@ -103,9 +103,9 @@ def of_one_rank(update: Any) -> Any:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
-    layout, wanted = FAULTS[fault]
+    layout, expected = FAULTS[fault]
     actual = set[str]().union(*workers.run(wrong, 2, fault.__name__, layout, timeout=120.0))
-    assert wanted in actual
+    assert expected in actual
 
 
 @pytest.mark.parametrize("fault", OF_EXPERTS_ALONE, ids=lambda fault: fault.__name__)
@@ -145,9 +145,9 @@ OF_OTHER_WAYS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("fault", OF_OTHER_WAYS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_of_other_ways_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
-    name, layout, wanted = OF_OTHER_WAYS[fault]
+    name, layout, expected = OF_OTHER_WAYS[fault]
     results = workers.run(wrong, 2, fault.__name__, EXPERT_TP_LAYOUTS[2][layout], name, timeout=120.0)
-    assert any(one.endswith(wanted) for one in set[str]().union(*results))
+    assert any(one.endswith(expected) for one in set[str]().union(*results))
 
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:

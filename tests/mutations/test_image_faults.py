@@ -36,8 +36,8 @@ def a_mean_is_of_one_rank_s_patches(patch: Patch) -> None:
 
 
 def gradients_of_patches_are_not_summed(patch: Patch) -> None:
-    whole = replace(styles.STYLES.get("split_output"), gradient="replicated")
-    patch.setitem(styles.STYLES._parts, "split_output", whole)
+    full = replace(styles.STYLES.get("split_output"), gradient="replicated")
+    patch.setitem(styles.STYLES._parts, "split_output", full)
 
 
 def a_rank_s_part_of_the_gradient_is_taken_for_all(patch: Patch) -> None:
@@ -74,10 +74,10 @@ def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     by_rank = workers.run(wrong_gradients, max(FAULTS[fault][1].tp, 2), fault.__name__)
-    parameters, found = by_rank[0][0], set().union(*(wrong for _, wrong in by_rank))
+    parameters, result = by_rank[0][0], set().union(*(wrong for _, wrong in by_rank))
     patterns = FAULTS[fault][2]
     expected = {
         p for p in parameters if any(fnmatchcase(p, one) for one in patterns) and not p.endswith("wk.bias")
     }
     assert expected
-    assert expected <= found, sorted(expected - found)
+    assert expected <= result, sorted(expected - result)

@@ -143,9 +143,9 @@ def wrong(case: str) -> dict[str, set[str]]:
 def test_a_planted_fault_is_found(workers: Workers, case: str) -> None:
     of_ranks = workers.run(wrong, 2, case, timeout=200.0)
     assert all(not faults_by_name[""] for faults_by_name in of_ranks)
-    for fault, wanted in CASES[case][2].items():
+    for fault, expected in CASES[case][2].items():
         names = set[str]().union(*(faults_by_name[fault.__name__] for faults_by_name in of_ranks))
-        assert any(name.endswith(wanted) for name in names), (fault.__name__, names)
+        assert any(name.endswith(expected) for name in names), (fault.__name__, names)
 
 
 def without_shared_ones() -> None:

@@ -156,11 +156,11 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
         parameters = [n for n, _ in build(config).named_parameters()]
     everything = {"loss", "norm", *parameters, *(f"start of {n}" for n in parameters)}
     for pattern in patterns:
-        wanted = {one for one in everything if fnmatchcase(one, pattern)}
+        expected = {one for one in everything if fnmatchcase(one, pattern)}
         if pattern.startswith("start of"):
-            wanted = {one for one in wanted if "norm" not in one}  # norms start at 1 anywhere
-        assert wanted, pattern
-        assert wanted <= actual, wanted - actual
+            expected = {one for one in expected if "norm" not in one}  # norms start at 1 anywhere
+        assert expected, pattern
+        assert expected <= actual, expected - actual
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def one_device(name: str, batch: dict[str, Tensor]) -> tuple[ModelConfig, nn.Mod
     return config, model, *backward_on_one_device(config, model, batch)
 
 
-def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tuple[str, str], set[str]]:
+def compare(names: Sequence[str], requested: Sequence[str], ranks: int) -> dict[tuple[str, str], set[str]]:
     """Loss and every gradient with rows in parts, each kind of documents in a micro-batch of its own; how attention got
     at what other ranks have, by model and by what was asked."""
     took: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -83,7 +83,7 @@ def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tupl
         patch.setattr(block_sparse, "SIZE", BLOCK)
         for name in names:
             config, model, objective, loss = one_device(name, batch)
-            for way in asked:
+            for way in requested:
                 local = took[name, way]
                 patch.setattr(
                     context_attention, "_log_once", lambda _, taken, __, local=local: local.add(taken)
@@ -108,12 +108,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "names", "asked"), CASES)
+@pytest.mark.parametrize(("ranks", "names", "requested"), CASES)
 def test_documents_wherever_rows_are_cut(
-    workers: Workers, ranks: int, names: list[str], asked: list[str]
+    workers: Workers, ranks: int, names: list[str], requested: list[str]
 ) -> None:
     """And as documents have it, keys are fetched, or go round."""
-    took = workers.run(compare, ranks, names, asked, ranks, timeout=180.0)
+    took = workers.run(compare, ranks, names, requested, ranks, timeout=180.0)
     assert all(item == took[0] for item in took), "all ranks decide alike"
     for (name, way), ways in took[0].items():
         if name == "neighbours":

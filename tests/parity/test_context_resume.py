@@ -49,12 +49,12 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     return loss, gradients, left
 
 
-def far(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Tensors beyond the bound of gradients, relative to themselves or a millionth of all."""
-    assert actual.keys() == wanted.keys()
-    floor = 1e-6 * torch.cat([value.flatten() for value in wanted.values()]).norm()
+    assert actual.keys() == expected.keys()
+    floor = 1e-6 * torch.cat([value.flatten() for value in expected.values()]).norm()
     away = {
-        key: float((actual[key] - value).norm() / max(value.norm(), floor)) for key, value in wanted.items()
+        key: float((actual[key] - value).norm() / max(value.norm(), floor)) for key, value in expected.items()
     }
     return {key: error for key, error in away.items() if not error <= BOUND}
 
@@ -97,15 +97,15 @@ def test_the_next_step_is_that_of_the_run_that_saved(
     workers: Workers, tmp_path: Path, name: str, saved: int, opened: tuple[int, ...]
 ) -> None:
     assert name in CONTEXT_MODELS
-    wanted = workers.run(next_step, saved, name, tmp_path, None, timeout=180.0)
+    expected = workers.run(next_step, saved, name, tmp_path, None, timeout=180.0)
     source = checkpoint.find_latest(tmp_path)
     assert source is not None
     for ranks in opened:
         results = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)
         if ranks == saved:
-            assert all(same(one, other) for one, other in zip(wanted, results, strict=True))
+            assert all(same(one, other) for one, other in zip(expected, results, strict=True))
             continue
         for one in results:
-            assert one[0] == pytest.approx(wanted[0][0], rel=1e-12)
-            assert far(one[1], wanted[0][1]) == {}
-            assert far(moments(one), moments(wanted[0])) == {}
+            assert one[0] == pytest.approx(expected[0][0], rel=1e-12)
+            assert far(one[1], expected[0][1]) == {}
+            assert far(moments(one), moments(expected[0])) == {}

@@ -49,13 +49,7 @@ LLAMA = {
     "position.theta": 500.0,
     "embedding.tied": False,
 }
-MLA = {
-    **SMALL,
-    "norm.eps": 1e-6,
-    "attention.name": "mla",
-    "position.theta": 500.0,
-    "embedding.tied": False,
-}
+MLA = {**SMALL, "norm.eps": 1e-6, "attention.name": "mla", "position.theta": 500.0, "embedding.tied": False}
 EXPERTS = {"name": "moe", "d_ff": 20, "n_experts": 6, "top_k": 2}
 NOT_NORMALISED = {**EXPERTS, "router": {"name": "top_k", "norm_topk_prob": False}}
 V3_EXPERTS = {
@@ -287,10 +281,7 @@ def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> Fi
     tokens, counted = draw(*mask.shape, seed=0), mask == 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     expected = both.theirs(
-        input_ids=tokens,
-        attention_mask=mask,
-        position_ids=positions,
-        labels=tokens.where(counted, -100),
+        input_ids=tokens, attention_mask=mask, position_ids=positions, labels=tokens.where(counted, -100)
     )
     where = {"documents": mask - 1, "positions": positions}
     figures.see_logits(both.ours(tokens, **where).logits[counted], expected.logits[counted], dtype)
@@ -372,11 +363,7 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
         decoder_attention_mask=mask,
         labels=targets,
     )
-    where = {
-        "encoder_tokens": encoder_tokens,
-        "encoder_documents": encoder_mask - 1,
-        "documents": mask - 1,
-    }
+    where = {"encoder_tokens": encoder_tokens, "encoder_documents": encoder_mask - 1, "documents": mask - 1}
     counted = mask == 1
     figures.see_logits(both.ours(tokens, **where).logits[counted], expected.logits[counted], dtype)
     loss = both.ours(tokens, targets=targets, **where).losses["span"] / counted.sum()

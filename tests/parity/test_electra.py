@@ -37,9 +37,9 @@ def batch() -> dict[str, Tensor]:
     original = draw_tokens(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(real, PAD)
     masked = (draw_tokens(3, *original.shape, seed=1) == 0) & real
     original = original.masked_fill(masked & (draw_tokens(2, *original.shape, seed=4) == 0), FREQUENT)
-    shown = original.masked_fill(masked & (draw_tokens(10, *original.shape, seed=2) > 0), 3)
+    displayed = original.masked_fill(masked & (draw_tokens(10, *original.shape, seed=2) > 0), 3)
     return {
-        "tokens": shown,
+        "tokens": displayed,
         "original": original,
         "targets": original.where(masked, -100),
         "documents": real.long() - 1,

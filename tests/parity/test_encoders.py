@@ -181,10 +181,10 @@ def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
         targets=torch.full((1, 15), -100),
         sentence_targets=targets,
     ).losses
-    wanted = torch.zeros((), dtype=dtype)
+    expected = torch.zeros((), dtype=dtype)
     for start, length in zip(starts, lengths, strict=True):
         logits = lone(both, row, slice(start, start + length))[1]
         assert logits is not None
-        wanted = wanted - logits.log_softmax(-1)[0, targets[0, start]]
-    Figures().see_logits(losses["sentence"], wanted, dtype)
+        expected = expected - logits.log_softmax(-1)[0, targets[0, start]]
+    Figures().see_logits(losses["sentence"], expected, dtype)
     assert losses["masked"] == 0

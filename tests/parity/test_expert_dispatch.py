@@ -101,8 +101,8 @@ def moved(parallel: ParallelConfig) -> None:
             engine.step(1e-2, clip=0.3)
     cut, full = engines
     for name in EXPERT_MATRICES:
-        wanted = local_block(cut, name, full.local[name])
-        torch.testing.assert_close(cut.local[name], wanted, rtol=1e-9, atol=1e-12)
+        expected = local_block(cut, name, full.local[name])
+        torch.testing.assert_close(cut.local[name], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", [EP2, *EXPERT_TP_LAYOUTS[2].values()], ids=["ep2", *EXPERT_TP_LAYOUTS[2]])

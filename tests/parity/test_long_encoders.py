@@ -138,11 +138,11 @@ def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: in
 
     expected = modeling_big_bird.BigBirdBlockSparseAttention
     with mock.patch.object(expected, "__init__", lambda self: torch.nn.Module.__init__(self)):
-        asked = expected().train()
+        requested = expected().train()
     lengths, counts = expected._get_rand_attn_plan(rows * 8, 8, n_random)
     state = np.random.get_state()
     np.random.seed(seed)
-    wanted = asked._bigbird_block_rand_mask_with_head(rows * 8, rows * 8, 8, 8, heads, lengths, counts)
+    wanted = requested._bigbird_block_rand_mask_with_head(rows * 8, rows * 8, 8, 8, heads, lengths, counts)
     np.random.set_state(state)
     actual = random_blocks(rows, heads, n_random, seed)
     assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(wanted)).long())

@@ -191,7 +191,7 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
     in_blocks = sum(p.numel() for block in transformer_blocks(model) for p in block.parameters())
     residual, m, half = 2 * 12 * 32, 2, 1 / 2
     tp = m * (8 * DIVISIBLE.n_layers + 4) * residual * half  # 4 more for embedding and head
-    wanted = {
+    expected = {
         "zero0": 2 * everything * half,
         "zero1": 2 * everything * half,
         "zero2": 2 * everything * half,
@@ -202,15 +202,15 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
         "tp2": tp,
         "tp2 without sequence parallel": tp,
     }
-    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2][layout]) for layout in wanted]
+    configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2][layout]) for layout in expected]
     for answers in workers.run(count_steps, 2, configs):
-        for layout, answer in zip(wanted, answers, strict=True):
+        for layout, answer in zip(expected, answers, strict=True):
             sent = sum(flow.sent_bytes for flow in answer.flows)
             if layout == "tp2":  # norms' gradients
                 sent -= next(f.sent_bytes for f in answer.flows if f.collective == "all_reduce")
             if "tp2" in layout:
                 sent -= m * 4 * 24 * 8  # the loss over the vocabulary: 4 numbers a token
-            assert 0 <= sent - wanted[layout] * 8 < SCALARS, layout
+            assert 0 <= sent - expected[layout] * 8 < SCALARS, layout
 
 
 def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:

@@ -132,9 +132,9 @@ def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
         part["documents"] = torch.zeros_like(part["documents"])
         inputs = theirs_of(part, dtype)
         output = both.theirs(**inputs)
-        wanted = part["targets"] != IGNORE
-        figures.see_logits(logits[:, start : start + length][wanted], output.logits[0], dtype)
-        loss = loss + output.loss * wanted.sum()
+        expected = part["targets"] != IGNORE
+        figures.see_logits(logits[:, start : start + length][expected], output.logits[0], dtype)
+        loss = loss + output.loss * expected.sum()
         start += length
     figures.see_logits(both.ours(**row).losses["permutation"], loss, dtype)
     assert logits.isfinite().all()

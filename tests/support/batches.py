@@ -96,9 +96,9 @@ def family_batch(config: ModelConfig) -> dict[str, Tensor]:
             batch[f"encoder_{name}"] = other[name]
         return batch
     if config.family == "xlnet":
-        wanted = (batch["tokens"] % 3 == 0) & (batch["documents"] >= 0)
-        batch["targets"] = batch["tokens"].where(wanted, -100)
-        batch["order"] = (batch["tokens"] + 1).where(wanted, 0)
+        expected = (batch["tokens"] % 3 == 0) & (batch["documents"] >= 0)
+        batch["targets"] = batch["tokens"].where(expected, -100)
+        batch["order"] = (batch["tokens"] + 1).where(expected, 0)
         return batch | {"segments": batch["positions"] % 3}
     masked = torch.arange(LENGTH).remainder(5) == torch.arange(ROWS)[:, None].remainder(4)
     original, masked = batch["tokens"].clone(), masked & (batch["documents"] >= 0)

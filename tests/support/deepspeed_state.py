@@ -54,7 +54,7 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
         for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
     }
     dtype = str(engine.precision.compute_dtype).removeprefix("torch.")
-    wanted = {
+    expected = {
         name
         for name, there in (
             ("optimizer", optimizer.swap_optimizer),
@@ -62,8 +62,8 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
         )
         if there
     }
-    if kept != wanted:
-        wrong.append(f"in files are {kept}, and not {wanted}")
+    if kept != expected:
+        wrong.append(f"in files are {kept}, and not {expected}")
     for parameter in engine.parameters.values():
         size = parameter.ds_tensor.ds_numel * parameter.dtype.itemsize
         if (

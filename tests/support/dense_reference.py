@@ -201,8 +201,8 @@ class Dense:
         """Summed over targets ≥ 0, a share of each spread over the vocabulary."""
         logs, share = logits.log_softmax(-1), self.config.lm_head.label_smoothing
         exact = F.one_hot(targets.clamp(min=0), logits.shape[-1]).double()
-        wanted = (1 - share) * exact + share / logits.shape[-1]
-        return -(wanted * logs).sum(-1)[targets >= 0].sum()
+        expected = (1 - share) * exact + share / logits.shape[-1]
+        return -(expected * logs).sum(-1)[targets >= 0].sum()
 
 
 def rotated(x: Tensor, theta: float) -> Tensor:

@@ -76,8 +76,10 @@ def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
         if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(float(norm), rel=1e-9):
             actual.add("norm")
         for n, local in engine.local.items():
-            wanted = local_block(engine, n, named[n].detach())
-            same = torch.allclose(local, wanted, rtol=0, atol=1e-7) if n in trained else local.equal(wanted)
+            expected = local_block(engine, n, named[n].detach())
+            same = (
+                torch.allclose(local, expected, rtol=0, atol=1e-7) if n in trained else local.equal(expected)
+            )
             actual |= set() if same else {f"weight {n}"}
     with_state = {
         key.removeprefix("optimizer.").rpartition(".")[0]

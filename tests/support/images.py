@@ -77,21 +77,21 @@ def masked_batch(
 
     kept: by image, the patches that the encoder sees. lengths: of the encoder's rows, and of the decoder's.
     """
-    whole = to_batch(images, side, n_special, rows, row_length=lengths[1])
-    batch = {f"encoder_{name}": values[:, : lengths[0]].clone() for name, values in whole.items()}
+    full = to_batch(images, side, n_special, rows, row_length=lengths[1])
+    batch = {f"encoder_{name}": values[:, : lengths[0]].clone() for name, values in full.items()}
     batch["encoder_patches"].zero_()
     batch["encoder_grid"][:] = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
     batch["encoder_positions"].zero_()
     batch["encoder_documents"].fill_(-1)
-    batch |= {**whole, "source": torch.full(whole["documents"].shape, -1)}
+    batch |= {**full, "source": torch.full(full["documents"].shape, -1)}
     for index, row in enumerate(rows):
         begin = end = 0
         for document, number in enumerate(row):
             tokens = [*range(n_special), *(n_special + patch for patch in kept[number])]
-            places = (whole["documents"][index] == document).nonzero()[:, 0][tokens]
+            places = (full["documents"][index] == document).nonzero()[:, 0][tokens]
             begin, end = end, end + len(tokens)
             for name in ("patches", "grid"):
-                batch[f"encoder_{name}"][index, begin:end] = whole[name][index, places]
+                batch[f"encoder_{name}"][index, begin:end] = full[name][index, places]
             batch["encoder_positions"][index, begin:end] = torch.arange(len(tokens))
             batch["encoder_documents"][index, begin:end] = document
             batch["source"][index, places] = torch.arange(len(tokens))

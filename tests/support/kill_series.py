@@ -244,8 +244,8 @@ def main() -> None:
     inputs = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    asked = "".join(word for layout in inputs.kills for word in LAYOUTS[layout][1])
-    for slow in (engine for engine in ENGINES if f"engine={engine}" in asked):
+    requested = "".join(word for layout in inputs.kills for word in LAYOUTS[layout][1])
+    for slow in (engine for engine in ENGINES if f"engine={engine}" in requested):
         importlib.import_module(slow)  # once, and not in every rank
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
     with contextlib.redirect_stdout(sys.stderr):

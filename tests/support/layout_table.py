@@ -1,8 +1,8 @@
-"""The tables of docs/internals/parallelism.md, model × layout, from the cases of tests/parity.
+"""The tables of docs/internals/tested-layouts.md, model × layout, from the cases of tests/parity.
 
 `python -m tests.support.layout_table` writes them anew.
 
-Nothing is written down here about what works: a cell is green because a case of that name is run by the suite, which
+Nothing is written down here about what works: a cell has a tick because a case of that name is run by the suite, which
 fails if a gradient differs (many by `make test-all` alone); it is empty where there is no such case.
 """
 
@@ -38,16 +38,16 @@ from tests.support.expert_models import (
 from tests.support.layouts import FAMILY_LAYOUTS
 from tests.support.models import FAMILY_NAMES
 
-PAGE = Path(__file__).parents[2] / "docs" / "internals" / "parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "tested-layouts.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
 BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py -->"
-GREEN = "✓"
-Proven = dict[str, set[str]]
+TICK = "✓"
+ModelsByLayout = dict[str, set[str]]
 """Layout → models."""
 
 
-def named(parallel: ParallelConfig) -> str:
-    """A layout in few words: "pp2 zbv × tp2"."""
+def layout_name(parallel: ParallelConfig) -> str:
+    """Name a layout: "pp2 zbv × tp2"."""
     words = []
     if parallel.pp > 1:
         words.append(f"pp{parallel.pp} {parallel.pp_schedule}")
@@ -71,36 +71,36 @@ def named(parallel: ParallelConfig) -> str:
     return " × ".join(words)
 
 
-def proven() -> Proven:
+def tested_layouts() -> ModelsByLayout:
     """Layouts and models that the cases compare with one device."""
-    actual: Proven = defaultdict(set)
+    actual: ModelsByLayout = defaultdict(set)
     for layouts in FAMILY_LAYOUTS.values():
         for parallel in layouts.values():
-            actual[named(parallel)] |= set(FAMILY_NAMES)
+            actual[layout_name(parallel)] |= set(FAMILY_NAMES)
     for models, parallel in pipelines():
-        actual[named(parallel)] |= set(models)
+        actual[layout_name(parallel)] |= set(models)
     for model, ranks in EXPERT_CASES:
         for parallel in expert_layouts_of(ranks).values():
             if parallel.grad_accumulation == "unsharded" and max(parallel.dp_shard, ranks) > 1:
-                actual[named(parallel)].add(f"experts, {model}")
+                actual[layout_name(parallel)].add(f"experts, {model}")
     for model, ranks in EXPERT_TP_MODELS:
         for parallel in EXPERT_TP_LAYOUTS[ranks].values():
-            actual[named(parallel)].add(f"experts, {model}")
+            actual[layout_name(parallel)].add(f"experts, {model}")
     for models, layouts in (
         (SCHEDULED_MODELS, EXPERT_PIPELINE_LAYOUTS),
         (CONTEXT_EXPERT_MODELS, EXPERT_CONTEXT_LAYOUTS),
     ):
         for parallel in layouts.values():
-            actual[named(parallel)] |= {f"experts, {model}" for model in models}
+            actual[layout_name(parallel)] |= {f"experts, {model}" for model in models}
     return actual
 
 
 def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
     """The models and layouts that the tests of pipelines ask `check` to compare; asked of the tests themselves."""
-    seen: list[tuple[Sequence[str], ParallelConfig]] = []
+    comparisons: list[tuple[Sequence[str], ParallelConfig]] = []
 
     def note(workers: object, ranks: int, models: Sequence[str], parallel: ParallelConfig, **_: Any) -> None:
-        seen.append((models, parallel))
+        comparisons.append((models, parallel))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_pipelines, "check", note)
@@ -108,7 +108,7 @@ def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
             if name.startswith("test_") and "check" in getattr(test, "__code__", note.__code__).co_names:
                 for case in cases(test):
                     test(None, **case)
-    yield from seen
+    yield from comparisons
 
 
 def cases(test: Any) -> Iterator[dict[str, Any]]:
@@ -118,39 +118,41 @@ def cases(test: Any) -> Iterator[dict[str, Any]]:
         if mark.name == "parametrize":
             names, values = mark.args
             names = names.split(",") if isinstance(names, str) else names
-            choices.append([dict(zip(names, given(v, len(names)), strict=True)) for v in values])
+            choices.append([dict(zip(names, case_values(v, len(names)), strict=True)) for v in values])
     for item in product(*choices):
         yield {key: value for part in item for key, value in part.items()}
 
 
-def given(case: Any, count: int) -> Sequence[Any]:
+def case_values(case: Any, count: int) -> Sequence[Any]:
     """The values of one case, which may be marked."""
     return case.values if isinstance(case, ParameterSet) else case if count > 1 else (case,)
 
 
 def table() -> str:
     """Rows are layouts, columns models."""
-    actual = proven()
+    actual = tested_layouts()
     models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*actual.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
-    for layout, green in actual.items():
-        marks = [GREEN if m in green else "" for m in models]
+    for layout, models_of_layout in actual.items():
+        marks = [TICK if m in models_of_layout else "" for m in models]
         lines.append(f"| {layout} | {' | '.join(marks)} |")
     return "\n".join(lines)
 
 
 def contexts_table() -> str:
     """Rows are models, columns layouts whose rows are cut."""
-    layouts = [(ranks, named(p)) for ranks, by_name in CONTEXT_LAYOUTS.items() for p in by_name.values()]
+    layouts = [
+        (ranks, layout_name(p)) for ranks, layout_of in CONTEXT_LAYOUTS.items() for p in layout_of.values()
+    ]
     lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     for model in CONTEXT_MODELS:
-        tried = {
-            (ranks, named(p))
+        layouts_of_model = {
+            (ranks, layout_name(p))
             for ranks, models in CONTEXT_MODELS_BY_RANKS.items()
             for p in context_layouts_of(model, ranks).values()
             if model in models
         }
-        marks = [GREEN if layout in tried else "" for layout in layouts]
+        marks = [TICK if layout in layouts_of_model else "" for layout in layouts]
         lines.append(f"| {model} | {' | '.join(marks)} |")
     return "\n".join(lines)
 

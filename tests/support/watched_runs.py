@@ -15,14 +15,14 @@ def megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run a command in this process; returns its exit code and all that it wrote."""
     with pytest.raises(SystemExit) as left:
         cli.main(words)
-    said = capsys.readouterr()
-    return int(left.value.code or 0), said.out + said.err
+    output = capsys.readouterr()
+    return int(left.value.code or 0), output.out + output.err
 
 
 def write_attempts(run: Path, *codes: int | None) -> None:
     """Write `restarts.json`: an attempt of job 7 for each exit code, None for one that runs."""
-    made = [
+    result = [
         Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
         for code in codes
     ]
-    (run / "restarts.json").write_text(dump(made))
+    (run / "restarts.json").write_text(dump(result))

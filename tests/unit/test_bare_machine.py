@@ -52,15 +52,17 @@ def test_what_it_showed_is_there_afterwards(tmp_path: Path) -> None:
     """Also where a command fails, which is when a machine is removed with everything still mounted."""
     if not can_mount():
         pytest.skip("needs root, and a machine that lets it mount")
-    shown = tmp_path / "shown"
-    shown.mkdir()
-    (shown / "precious").write_text("kept", encoding="utf-8")
-    status, output = run(tmp_path, BIND=str(shown), PIP_INDEX_URL="https://example.org/simple", SECRET="x")
+    displayed = tmp_path / "shown"
+    displayed.mkdir()
+    (displayed / "precious").write_text("kept", encoding="utf-8")
+    status, output = run(
+        tmp_path, BIND=str(displayed), PIP_INDEX_URL="https://example.org/simple", SECRET="x"
+    )
     assert status == 3, output
     assert "shown: kept" in output
     assert "shown read-only" in output
     assert "PIP_INDEX_URL=https://example.org/simple" in output
     assert "SECRET" not in output
-    assert [path.name for path in shown.iterdir()] == ["precious"]
+    assert [path.name for path in displayed.iterdir()] == ["precious"]
     assert not list((tmp_path / "tmp").iterdir())
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text(encoding="utf-8")

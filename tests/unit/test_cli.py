@@ -84,7 +84,9 @@ def bash_script() -> str:
         ("nonsense x", []),
     ],
 )
-def test_bash_completes(bash_script: str, tmp_path: Path, line: str, completions: list[str]) -> None:
+def test_bash_completes_the_line_with_these_words(
+    bash_script: str, tmp_path: Path, line: str, completions: list[str]
+) -> None:
     for name in ("first", "second"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()

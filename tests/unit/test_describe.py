@@ -109,9 +109,7 @@ FAMILIES = {
     "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position.name": "t5"},
 }  # fmt: skip
 
-LATENT = [
-    'model.attention={name="mla", n_heads=4, kv_lora_rank=16, qk_rope_head_dim=6}',
-]
+LATENT = ['model.attention={name="mla", n_heads=4, kv_lora_rank=16, qk_rope_head_dim=6}']
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ GOLDEN_UNIFORM = [0.6082992721846883, 0.9290624199488501]
 GOLDEN_PERMUTATION = [5, 0, 4, 2, 3, 7, 1, 6]
 
 
-def test_golden_values() -> None:
+def test_generator_keeps_its_golden_values() -> None:
     """The order of every run so far hangs on these: they are never to change."""
     assert rng.random_uint64(3, 0, "order", 1).tolist() == GOLDEN_RAW
     assert rng.uniform(2, 7, "a").tolist() == GOLDEN_UNIFORM
@@ -49,7 +49,7 @@ def test_every_key_has_its_own_numbers() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_uniform(key: tuple[int | str, ...]) -> None:
+def test_uniform_draws_pass_a_chi_squared_test(key: tuple[int | str, ...]) -> None:
     x = rng.uniform(20_000, *key)
     assert x.min() >= 0
     assert x.max() < 1
@@ -71,7 +71,7 @@ def test_permutations_are_uniform() -> None:
     assert rng.permutation(1, 1).tolist() == [0]
 
 
-def test_golden_hashes() -> None:
+def test_hashes_keep_their_golden_values() -> None:
     """Masks, plans of packing and dropout hang on these: they are never to change."""
     assert rng.hash_rows((1, "a"), np.arange(2), np.array([5, 5])).tolist() == [
         2514947007226666148,

@@ -56,12 +56,12 @@ def test_no_command_fails_for_what_a_terminal_lacks(
 
 
 def test_characters_are_spelled_and_names_of_files_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for encoding, wanted in (("ascii", b"2 x 3 -> ? \xe6"), ("utf-8", "2 × 3 → 数 ".encode() + b"\xe6")):
+    for encoding, expected in (("ascii", b"2 x 3 -> ? \xe6"), ("utf-8", "2 × 3 → 数 ".encode() + b"\xe6")):
         output = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding, errors="strict"))
         spell_unencodable()
         print("2 × 3 → 数 \udce6", end="", flush=True)
-        assert output.getvalue() == wanted
+        assert output.getvalue() == expected
 
 
 @pytest.mark.parametrize("width", [20, 38, 42, 80])

@@ -16,7 +16,7 @@ from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, ren
 from megatfm.errors import UsageError
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
-"""As the checkpoints that came from TensorFlow call a norm's weight and bias."""
+"""Names of a norm's weight and bias in checkpoints that came from TensorFlow."""
 POSITION_IDS = r"embeddings\.position_ids$"
 """A buffer that older files hold."""
 

@@ -73,7 +73,7 @@ KEYS = ROPE | {
     "moe_layer_freq": supported_values(1),
     "scoring_func": supported_values("sigmoid"),
     "topk_method": supported_values("noaux_tc"),
-    # How to train and to run, and heads for later tokens.
+    # Settings of training and inference, and heads for later tokens.
     **ignored(
         "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers",
     ),
@@ -166,8 +166,8 @@ def _plain_scale(*widths: int) -> float:
     return float(sum(widths) ** -0.5)
 
 
-def _stretch(scaling: YarnScaling, every: float) -> float:
-    return 0.1 * every * log(max(scaling.factor, 1.0)) + 1.0
+def _stretch(scaling: YarnScaling, multiplier: float) -> float:
+    return 0.1 * multiplier * log(max(scaling.factor, 1.0)) + 1.0
 
 
 def _their_scale(config: ModelConfig) -> Json:
@@ -184,7 +184,7 @@ def _their_scale(config: ModelConfig) -> Json:
 
 
 def _blocks(hf_config: Json, n_layers: int, router: Json) -> Json:
-    """Which blocks have experts, and these."""
+    """Read the blocks that have experts, and the experts."""
     n_dense = max(hf_config["first_k_dense_replace"], 0)
     if n_dense >= n_layers:
         return {}
@@ -219,11 +219,15 @@ def write(config: ModelConfig) -> Json:
 
 def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
     """The configs of the blocks with experts."""
-    return [one for one in map(config.layer_config, range(config.n_layers)) if isinstance(one.ffn, MoEConfig)]
+    return [
+        layer
+        for layer in map(config.layer_config, range(config.n_layers))
+        if isinstance(layer.ffn, MoEConfig)
+    ]
 
 
 def write_with(config: ModelConfig) -> Json:
-    """All but what the router has."""
+    """All weights except the router's."""
     latent = _latent(config)
     if config.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")

@@ -46,7 +46,7 @@ GPT_IMPLIED = {
     "ffn.bias": True,
     "position.name": "learned",
 }
-"""Our keys that no key of theirs says."""
+"""Megatfm keys without a counterpart."""
 GPT_MAPPING = {
     "vocab_size": "vocab_size",
     "n_embd": "d_model",

@@ -112,10 +112,10 @@ def read(hf_config: Json) -> ModelConfig:
 def write(config: ModelConfig) -> Json:
     experts = require_dropless(config)
     require_top_k_router(config)
-    without = ("hidden_act", "mlp_bias")
+    absent_keys = ("hidden_act", "mlp_bias")
     hf_config = write_llama(config.with_changes({"ffn.activation": "swiglu"}))
     return {
-        **{key: value for key, value in hf_config.items() if key not in without},
+        **{key: value for key, value in hf_config.items() if key not in absent_keys},
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
         "sliding_window": window_width(config, 128),
@@ -155,15 +155,15 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
 
 def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gate and up, [E, F] or [E, F, D], as [E, 2 F] or [E, D, 2 F], one of each in turn."""
-    both = torch.stack(list(tensors), dim=2).flatten(1, 2)
-    return [both if both.dim() == 2 else both.transpose(1, 2)]
+    interleaved = torch.stack(list(tensors), dim=2).flatten(1, 2)
+    return [interleaved if interleaved.dim() == 2 else interleaved.transpose(1, 2)]
 
 
 def deinterleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Split the columns that alternate between gate and up into the two; weights are transposed, biases have no third
     dim."""
-    both = tensors[0] if tensors[0].dim() == 2 else tensors[0].transpose(1, 2)
-    return [both[:, ::2], both[:, 1::2]]
+    gate_up = tensors[0] if tensors[0].dim() == 2 else tensors[0].transpose(1, 2)
+    return [gate_up[:, ::2], gate_up[:, 1::2]]
 
 
 def transpose_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

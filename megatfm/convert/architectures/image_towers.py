@@ -52,28 +52,28 @@ TOWER = VisionNames(
 )  # fmt: skip
 
 
-def read_tower(theirs: Json, mean: Sequence[float], std: Sequence[float], **others: Any) -> ModelConfig:
+def read_tower(hf_config: Json, mean: Sequence[float], std: Sequence[float], **options: Any) -> ModelConfig:
     """Read a tower's config; others: what differs from `read_vision`."""
-    return read_vision(theirs, mean, std, **read_mapped(theirs, TOWER_MAPPING), **others)
+    return read_vision(hf_config, mean, std, **read_mapped(hf_config, TOWER_MAPPING), **options)
 
 
-def read_siglip(theirs: Json) -> ModelConfig:
-    return read_tower(theirs, HALF, HALF, **{"embedding.n_class_tokens": 0})
+def read_siglip(hf_config: Json) -> ModelConfig:
+    return read_tower(hf_config, HALF, HALF, **{"embedding.n_class_tokens": 0})
 
 
-def write_siglip(ours: ModelConfig) -> Json:
-    written = write_vision(ours, TOWER_MAPPING)
-    if ours.ffn.activation == "gelu_tanh":
-        written["hidden_act"] = "gelu_pytorch_tanh"  # as its files spell it
-    return {**written, "vision_use_head": False}
+def write_siglip(config: ModelConfig) -> Json:
+    hf_config = write_vision(config, TOWER_MAPPING)
+    if config.ffn.activation == "gelu_tanh":
+        hf_config["hidden_act"] = "gelu_pytorch_tanh"  # as its files spell it
+    return {**hf_config, "vision_use_head": False}
 
 
-def read_clip(theirs: Json) -> ModelConfig:
-    return read_tower(theirs, CLIP_MEAN, CLIP_STD, **{"embedding.bias": False, "embedding.norm": True})
+def read_clip(hf_config: Json) -> ModelConfig:
+    return read_tower(hf_config, CLIP_MEAN, CLIP_STD, **{"embedding.bias": False, "embedding.norm": True})
 
 
-def write_clip(ours: ModelConfig) -> Json:
-    return write_vision(ours, {**TOWER_MAPPING, "initializer_range": "init.std"})
+def write_clip(config: ModelConfig) -> Json:
+    return write_vision(config, {**TOWER_MAPPING, "initializer_range": "init.std"})
 
 
 def clip_rules(config: ModelConfig) -> list[WeightMapping]:
@@ -83,9 +83,9 @@ def clip_rules(config: ModelConfig) -> list[WeightMapping]:
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][None]]
 
-    special, theirs = "encoder.embedding.patches.special", "vision_model.embeddings.class_embedding"
+    megatfm_name, hf_name = "encoder.embedding.patches.special", "vision_model.embeddings.class_embedding"
     return [
-        WeightMapping((special,), (theirs,), forth, back),
+        WeightMapping((megatfm_name,), (hf_name,), forth, back),
         *rename_linear("encoder.embedding.norm", "vision_model.pre_layrnorm", bias=True),
         *vision_rules(TOWER, config),
     ]

@@ -119,7 +119,7 @@ def rules_around(
 
 
 def decoder_rules(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list[WeightMapping]:
-    """Rules of a decoder around those of its blocks, which repeat."""
+    """Rules of a decoder around the repeated rules of its blocks."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         rename("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),

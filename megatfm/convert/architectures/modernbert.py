@@ -95,14 +95,14 @@ CONFIG_MAPPING = {
 
 def read(hf_config: Json) -> ModelConfig:
     check_implied_values(hf_config, classifier_activation=hf_config["hidden_activation"])
-    every = (
+    global_every = (
         EVERY if hf_config["global_attn_every_n_layers"] is None else hf_config["global_attn_every_n_layers"]
     )
     width, local = hf_config["hidden_size"], hf_config["local_attention"]
-    if every < 1 or local < 2 or width % max(hf_config["num_attention_heads"], 1):
+    if global_every < 1 or local < 2 or width % max(hf_config["num_attention_heads"], 1):
         raise UsageError(
-            f"config.json: global_attn_every_n_layers = {every} and local_attention = {local} must be above 0 and 1, "
-            f"and num_attention_heads divide hidden_size = {width}"
+            f"config.json: global_attn_every_n_layers = {global_every} and local_attention = {local} must be above 0 "
+            f"and 1, and num_attention_heads divide hidden_size = {width}"
         )
     if hf_config["pad_token_id"] is not None and not 0 <= hf_config["pad_token_id"] < hf_config["vocab_size"]:
         raise UsageError(
@@ -130,7 +130,7 @@ def read(hf_config: Json) -> ModelConfig:
             "lm_head.name": "transform",
             "init.name": "bert",
             **layer_type_blocks(
-                read_layer_types(hf_config, every, first=GLOBAL),
+                read_layer_types(hf_config, global_every, first=GLOBAL),
                 {**window, "position": position[LOCAL]},
                 {"position": position[GLOBAL]},
             ),
@@ -181,7 +181,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *stacked(["ffn.w_gate", "ffn.w_up"], "mlp.Wi", d_ff, with_bias=config.ffn.bias),
         *rename_linear("ffn.w_down", "mlp.Wo", bias=config.ffn.bias),
     ]
-    before = norm("attn_residual.norm", "attn_norm")
+    attn_norm_rules = norm("attn_residual.norm", "attn_norm")
     return [
         rename(
             "encoder.embedding.tokens.weight",
@@ -192,7 +192,9 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *(
             rule
             for i in range(config.n_layers)
-            for rule in with_prefix(f"encoder.layers.{i}.", f"model.layers.{i}.", [*before * (i > 0), *block])
+            for rule in with_prefix(
+                f"encoder.layers.{i}.", f"model.layers.{i}.", [*attn_norm_rules * (i > 0), *block]
+            )
         ),
         *norm("encoder.norm", "model.final_norm"),
         *rename_linear("head.transform.dense", "head.dense", bias=config.lm_head.transform_bias),

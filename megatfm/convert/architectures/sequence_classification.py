@@ -25,10 +25,10 @@ def register_classifier(name: str, base: str, pooler: str, classifier: str) -> N
     """Register a class: that of `base`, with tensors `pooler` and `classifier` in place of its head."""
     architecture = ARCHITECTURES.get(base)
 
-    def read(theirs: Json) -> ModelConfig:
-        classes, dropout = len(theirs["id2label"]), theirs["classifier_dropout"]
+    def read(hf_config: Json) -> ModelConfig:
+        classes, dropout = len(hf_config["id2label"]), hf_config["classifier_dropout"]
         config = architecture.config_from_hf(
-            {key: value for key, value in theirs.items() if key not in LABELS}
+            {key: value for key, value in hf_config.items() if key not in LABELS}
         )
         head = {"name": "text_classifier", "classes": classes, "pooler": "tanh", "bias": True}
         head |= {"dropout": config.dropout if dropout is None else float(dropout)}
@@ -36,12 +36,12 @@ def register_classifier(name: str, base: str, pooler: str, classifier: str) -> N
             {"lm_head": {"name": "none", "bias": False}, "extra_heads": {"sentence": head}}
         )
 
-    def write(ours: ModelConfig) -> Json:
-        head = ours.extra_heads.get("sentence")
+    def write(config: ModelConfig) -> Json:
+        head = config.extra_heads.get("sentence")
         if not isinstance(head, TextClassifierHeadConfig):
             raise UsageError(f"a {name} has a head of classes: model.extra_heads.sentence is no such head")
         labels = [f"LABEL_{number}" for number in range(head.classes)]
-        return {**architecture.config_to_hf(ours), **label_keys(labels), "classifier_dropout": head.dropout}
+        return {**architecture.config_to_hf(config), **label_keys(labels), "classifier_dropout": head.dropout}
 
     register_architecture(
         name,

@@ -70,7 +70,7 @@ def write_big_bird(config: ModelConfig) -> Json:
 
 
 def big_bird_remarks(config: ModelConfig) -> list[str]:
-    """How ours differs from theirs, since neither has an option for the other's way."""
+    """Describe the differences from transformers that no option of either side covers."""
     return [
         "its random blocks are drawn in evaluation as in training; transformers' .eval() reads the first block in "
         "their place, and takes the end of a padded row for the text's: compare with .train() unpadded"

@@ -35,7 +35,7 @@ from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear,
 from megatfm.errors import UsageError
 
 EPS = 1e-5
-"""Of the norms of embedding and merging in transformers, whatever config.json says of the others."""
+"""ε of the norms of embedding and merging in transformers, whatever config.json sets for the others."""
 KEYS: dict[str, Key] = {
     **TRAINED,
     "image_size": used(224, int, list),
@@ -70,7 +70,7 @@ MAPPING = {
 }
 
 
-def read_swin(hf_config: Json, **others: Any) -> ModelConfig:
+def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
     """Our config of a hierarchical model. others: what differs. Raises UsageError for what we lack."""
     depths, patch_size = hf_config["depths"], square(hf_config, "patch_size")
     last = hf_config["embed_dim"] * 2 ** (len(depths) - 1)
@@ -100,7 +100,7 @@ def read_swin(hf_config: Json, **others: Any) -> ModelConfig:
         "init.name": "bert",
         **read_labels(hf_config, "mean"),
     }
-    return ModelConfig.from_dotted(common | others)
+    return ModelConfig.from_dotted(common | options)
 
 
 def write_swin(config: ModelConfig) -> Json:
@@ -199,7 +199,7 @@ BLOCK_V1 = [
 ]
 
 
-def _per_head(ours: str, theirs: str) -> WeightMapping:
+def _per_head(megatfm_name: str, hf_name: str) -> WeightMapping:
     """A number for each head, which theirs has as [heads, 1, 1]."""
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -208,7 +208,7 @@ def _per_head(ours: str, theirs: str) -> WeightMapping:
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][:, 0, 0]]
 
-    return WeightMapping((ours,), (theirs,), forth, back)
+    return WeightMapping((megatfm_name,), (hf_name,), forth, back)
 
 
 BLOCK_V2 = [
@@ -234,12 +234,14 @@ def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig)
     ]
     depth = 0
     for stage, layers in enumerate(stages.layers):
-        theirs = f"{prefix}encoder.layers.{stage}."
+        hf_prefix = f"{prefix}encoder.layers.{stage}."
         for number in range(layers):
-            rules += with_prefix(f"encoder.layers.{depth}.", f"{theirs}blocks.{number}.", block)
+            rules += with_prefix(f"encoder.layers.{depth}.", f"{hf_prefix}blocks.{number}.", block)
             depth += 1
-        for ours, name, bias in merging if stage + 1 < len(stages.layers) else ():
-            rules += rename_linear(f"encoder.merges.{stage}.{ours}", f"{theirs}downsample.{name}", bias=bias)
+        for megatfm_name, name, bias in merging if stage + 1 < len(stages.layers) else ():
+            rules += rename_linear(
+                f"encoder.merges.{stage}.{megatfm_name}", f"{hf_prefix}downsample.{name}", bias=bias
+            )
     return [
         *rules,
         *rename_linear("encoder.norm", f"{prefix}layernorm", bias=True),

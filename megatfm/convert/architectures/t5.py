@@ -158,7 +158,7 @@ def t5_rules_around(
             )
         ]
 
-    both = [
+    stacks = [
         *rename_linear("attn_residual.norm", "layer.0.layer_norm"),
         *attention("attn", "layer.0.SelfAttention"),
     ]
@@ -173,8 +173,8 @@ def t5_rules_around(
             "shared.weight",
             copies=[*copies, *["lm_head.weight"] * config.embedding.tied],
         ),
-        *stack("encoder", config.encoder_layers, both, 1),
-        *stack("decoder", config.n_layers, [*both, *cross], 2),
+        *stack("encoder", config.encoder_layers, stacks, 1),
+        *stack("decoder", config.n_layers, [*stacks, *cross], 2),
         *(
             rule
             for stack in ("encoder", "decoder")
@@ -272,7 +272,7 @@ def read_switch(hf_config: Json) -> ModelConfig:
     decoder_kinds = _sparse_layers(
         hf_config["num_sparse_decoder_layers"], dense.n_layers, hf_config["decoder_sparse_step"]
     )
-    if any(one != other for one, other in zip(kinds, decoder_kinds, strict=False)):
+    if any(kind != decoder_kind for kind, decoder_kind in zip(kinds, decoder_kinds, strict=False)):
         raise UsageError(
             "config.json: num_sparse_encoder_layers and num_sparse_decoder_layers (or encoder_sparse_step and "
             "decoder_sparse_step) put experts into other layers of the encoder than of the decoder, which "
@@ -289,7 +289,8 @@ def read_switch(hf_config: Json) -> ModelConfig:
 
 
 def _sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> list[bool]:
-    """Which layers transformers gives experts to: with none asked for, the second, where there are two or more.
+    """Return the layers to which transformers gives experts: with none asked for, the second, where there are two or
+    more.
 
     step: from config.json, where it overrules the number of such layers.
     """
@@ -320,8 +321,8 @@ def write_switch(config: ModelConfig) -> Json:
             )
         hf_config |= {"num_experts": experts.n_experts, "expert_capacity": experts.expert_capacity}
     for side, n_layers in (("encoder", config.encoder_layers), ("decoder", config.n_layers)):
-        wanted = [isinstance(config.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
-        counts = (n for n in range(n_layers + 1) if _sparse_layers(n, n_layers) == wanted)
+        is_sparse = [isinstance(config.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
+        counts = (n for n in range(n_layers + 1) if _sparse_layers(n, n_layers) == is_sparse)
         if (count := next(counts, None)) is None:
             raise UsageError(
                 f"model.layer_types: transformers' Switch can't have experts in these layers of the {side}"

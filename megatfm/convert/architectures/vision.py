@@ -64,56 +64,58 @@ TRAINED_MAPPING = {
 }
 
 
-def square(theirs: Json, key: str) -> int:
+def square(hf_config: Json, key: str) -> int:
     """A side in pixels. Raises UsageError for sides that differ."""
-    sides = theirs[key] if isinstance(theirs[key], list) else [theirs[key]]
+    sides = hf_config[key] if isinstance(hf_config[key], list) else [hf_config[key]]
     if len(set(sides)) != 1:
-        raise UsageError(f"config.json: {key} = {theirs[key]}: megatfm reads square images and patches here")
+        raise UsageError(
+            f"config.json: {key} = {hf_config[key]}: megatfm reads square images and patches here"
+        )
     return int(sides[0])
 
 
-def read_vision(theirs: Json, mean: Sequence[float], std: Sequence[float], **others: Any) -> ModelConfig:
+def read_vision(hf_config: Json, mean: Sequence[float], std: Sequence[float], **options: Any) -> ModelConfig:
     """Our config of a pre-norm encoder on patches. mean, std: of pixels, where no file says others.
 
-    others: what differs. Raises UsageError for what we lack.
+    options: what differs. Raises UsageError for what we lack.
     """
     position: Json = {"position.name": "learned_2d"}
-    if "position.name" not in others:
-        side = square(theirs, "image_size") // square(theirs, "patch_size")
+    if "position.name" not in options:
+        side = square(hf_config, "image_size") // square(hf_config, "patch_size")
         position["position.grid"] = (side, side)
-    trained = read_mapped(theirs, {k: v for k, v in TRAINED_MAPPING.items() if k in theirs})
+    trained = read_mapped(hf_config, {k: v for k, v in TRAINED_MAPPING.items() if k in hf_config})
     common = {
-        **read_mapped(theirs, COMMON_MAPPING),
+        **read_mapped(hf_config, COMMON_MAPPING),
         **trained,
         "family": "encoder",
         "norm.name": "layer_norm",
-        "ffn.activation": activation_from_hf(theirs["hidden_act"]),
+        "ffn.activation": activation_from_hf(hf_config["hidden_act"]),
         "ffn.bias": True,
         "attention.bias": True,
         "embedding.name": "patches",
-        "embedding.patch_size": square(theirs, "patch_size"),
-        "embedding.mean": tuple(theirs["image_mean"] or mean),
-        "embedding.std": tuple(theirs["image_std"] or std),
+        "embedding.patch_size": square(hf_config, "patch_size"),
+        "embedding.mean": tuple(hf_config["image_mean"] or mean),
+        "embedding.std": tuple(hf_config["image_std"] or std),
         "lm_head.name": "none",
         "init.name": "bert",
     }
-    return ModelConfig.from_dotted(common | position | others)
+    return ModelConfig.from_dotted(common | position | options)
 
 
-def write_vision(ours: ModelConfig, mapping: dict[str, str]) -> Json:
+def write_vision(config: ModelConfig, mapping: dict[str, str]) -> Json:
     """The reverse of `read_vision`."""
-    embedding = require_variant(ours.embedding, PatchEmbeddingConfig, "model.embedding")
+    embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     side = USUAL_SIZE // embedding.patch_size
-    if not isinstance(ours.position, Rope2dConfig):
-        position = require_variant(ours.position, LearnedPosition2dConfig, "model.position")
+    if not isinstance(config.position, Rope2dConfig):
+        position = require_variant(config.position, LearnedPosition2dConfig, "model.position")
         if position.grid[0] != position.grid[1]:
             raise UsageError(
                 f"model.position.grid = {list(position.grid)}: transformers has square tables alone"
             )
         side = position.grid[0]
     return {
-        **write_mapped(ours, COMMON_MAPPING | mapping),
-        "hidden_act": activation_to_hf(ours.ffn.activation),
+        **write_mapped(config, COMMON_MAPPING | mapping),
+        "hidden_act": activation_to_hf(config.ffn.activation),
         "image_size": side * embedding.patch_size,
         "patch_size": embedding.patch_size,
         "image_mean": list(embedding.mean),
@@ -121,9 +123,9 @@ def write_vision(ours: ModelConfig, mapping: dict[str, str]) -> Json:
     }
 
 
-def read_labels(theirs: Json, pool: str) -> Json:
+def read_labels(hf_config: Json, pool: str) -> Json:
     """Our classifier; transformers has two classes where the file says none. Raises UsageError for two counts."""
-    names, count = theirs["id2label"], theirs["num_labels"]
+    names, count = hf_config["id2label"], hf_config["num_labels"]
     if names and count is not None and count != len(names):
         raise UsageError(
             f"config.json: num_labels = {count}, but id2label has {len(names)}: take one of them out"
@@ -132,9 +134,9 @@ def read_labels(theirs: Json, pool: str) -> Json:
     return {"extra_heads.classifier.n_classes": n_classes, "extra_heads.classifier.pool": pool}
 
 
-def write_labels(ours: ModelConfig) -> Json:
+def write_labels(config: ModelConfig) -> Json:
     """The reverse of `read_labels`, with names that transformers makes up. Raises UsageError without a classifier."""
-    head = ours.extra_heads.get("classifier")
+    head = config.extra_heads.get("classifier")
     if not isinstance(head, ClassifierHeadConfig):
         raise UsageError("without model.extra_heads.classifier this is a backbone alone")
     names = {str(number): f"LABEL_{number}" for number in range(head.n_classes)}
@@ -165,7 +167,7 @@ class VisionNames:
 def special_tokens(names: VisionNames) -> WeightMapping:
     """Our table of special tokens, apart in theirs."""
     sizes = [size for _, size in names.special]
-    theirs = tuple(f"{names.prefix}{name}" for name, _ in names.special)
+    hf_names = tuple(f"{names.prefix}{name}" for name, _ in names.special)
     unused = (f"{names.prefix}{names.unused}",) if names.unused else ()
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -175,12 +177,14 @@ def special_tokens(names: VisionNames) -> WeightMapping:
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.cat([tensor[0] for tensor in tensors[: len(sizes)]])]
 
-    return WeightMapping(("encoder.embedding.patches.special",), (*theirs, *unused), forth, back)
+    return WeightMapping(("encoder.embedding.patches.special",), (*hf_names, *unused), forth, back)
 
 
-def position_table(theirs: str, n_class: int, *, batched: bool) -> WeightMapping:
+def position_table(hf_name: str, n_class: int, *, batched: bool) -> WeightMapping:
     """Our tables of class tokens and patches, in one of theirs; batched: with a first dim of 1."""
-    ours = ["encoder.embedding.positions.special"] * bool(n_class) + ["encoder.embedding.positions.weight"]
+    megatfm_names = ["encoder.embedding.positions.special"] * bool(n_class) + [
+        "encoder.embedding.positions.weight"
+    ]
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         table = torch.cat(list(tensors))
@@ -190,12 +194,12 @@ def position_table(theirs: str, n_class: int, *, batched: bool) -> WeightMapping
         table = tensors[0][0] if batched else tensors[0]
         return [table[:n_class], table[n_class:]] if n_class else [table]
 
-    return WeightMapping(tuple(ours), (theirs,), forth, back)
+    return WeightMapping(tuple(megatfm_names), (hf_name,), forth, back)
 
 
-def convolution(theirs: str, embedding: PatchEmbeddingConfig) -> list[WeightMapping]:
+def convolution(hf_name: str, embedding: PatchEmbeddingConfig) -> list[WeightMapping]:
     """The projection of patches as a convolution's weight [D, channels, side, side]."""
-    ours, side = "encoder.embedding.patches.projection", embedding.patch_size
+    megatfm_name, side = "encoder.embedding.patches.projection", embedding.patch_size
 
     def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].unflatten(1, (embedding.channels, side, side))]
@@ -203,8 +207,8 @@ def convolution(theirs: str, embedding: PatchEmbeddingConfig) -> list[WeightMapp
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].flatten(1)]
 
-    weight = WeightMapping((f"{ours}.weight",), (f"{theirs}.weight",), forth, back)
-    return [weight, *([rename(f"{ours}.bias", f"{theirs}.bias")] if embedding.bias else [])]
+    weight = WeightMapping((f"{megatfm_name}.weight",), (f"{hf_name}.weight",), forth, back)
+    return [weight, *([rename(f"{megatfm_name}.bias", f"{hf_name}.bias")] if embedding.bias else [])]
 
 
 def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]:

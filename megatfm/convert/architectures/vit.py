@@ -78,13 +78,13 @@ def register_vit(
         head=CLASSIFIER,
     )
 
-    def read(theirs: Json) -> ModelConfig:
-        sizes = {"ffn.d_ff": theirs["intermediate_size"], "embedding.n_class_tokens": len(special)}
-        return read_vision(theirs, mean, std, **sizes, **read_labels(theirs, "class"))
+    def read(hf_config: Json) -> ModelConfig:
+        sizes = {"ffn.d_ff": hf_config["intermediate_size"], "embedding.n_class_tokens": len(special)}
+        return read_vision(hf_config, mean, std, **sizes, **read_labels(hf_config, "class"))
 
-    def write(ours: ModelConfig) -> Json:
-        labels = write_labels(ours) if ours.extra_heads else {}
-        return {**write_vision(ours, VIT_MAPPING), "qkv_bias": True, **labels}
+    def write(config: ModelConfig) -> Json:
+        labels = write_labels(config) if config.extra_heads else {}
+        return {**write_vision(config, VIT_MAPPING), "qkv_bias": True, **labels}
 
     register_architecture(
         name,
@@ -147,32 +147,34 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
         unused="embeddings.mask_token" if registers else "",
     )  # fmt: skip
 
-    def read(theirs: Json) -> ModelConfig:
-        others = {
-            "ffn.d_ff": round(theirs["hidden_size"] * theirs["mlp_ratio"]),
-            "layer_scale": theirs["layerscale_value"],
-            "drop_path": theirs["drop_path_rate"],
+    def read(hf_config: Json) -> ModelConfig:
+        options = {
+            "ffn.d_ff": round(hf_config["hidden_size"] * hf_config["mlp_ratio"]),
+            "layer_scale": hf_config["layerscale_value"],
+            "drop_path": hf_config["drop_path_rate"],
             "position.antialias": registers,
-            "embedding.n_register_tokens": theirs.get("num_register_tokens", 0),
+            "embedding.n_register_tokens": hf_config.get("num_register_tokens", 0),
         }
-        return read_vision(theirs, IMAGENET_MEAN, IMAGENET_STD, **others, **read_labels(theirs, "class_mean"))
+        return read_vision(
+            hf_config, IMAGENET_MEAN, IMAGENET_STD, **options, **read_labels(hf_config, "class_mean")
+        )
 
-    def write(ours: ModelConfig) -> Json:
-        if ours.ffn.d_ff % ours.d_model:
+    def write(config: ModelConfig) -> Json:
+        if config.ffn.d_ff % config.d_model:
             raise UsageError(
-                f"model.ffn.d_ff = {ours.ffn.d_ff}: a {name} stores a whole multiple of d_model = {ours.d_model}"
+                f"model.ffn.d_ff = {config.ffn.d_ff}: a {name} stores a whole multiple of d_model = {config.d_model}"
             )
-        embedding = require_variant(ours.embedding, PatchEmbeddingConfig, "model.embedding")
+        embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
         tokens = (
             {"num_register_tokens": embedding.n_register_tokens} if registers else {"use_mask_token": False}
         )
         return {
-            **write_vision(ours, TRAINED_MAPPING),
+            **write_vision(config, TRAINED_MAPPING),
             **tokens,
-            "mlp_ratio": ours.ffn.d_ff // ours.d_model,
-            "layerscale_value": ours.layer_scale,
-            "drop_path_rate": ours.drop_path,
-            **(write_labels(ours) if ours.extra_heads else {}),
+            "mlp_ratio": config.ffn.d_ff // config.d_model,
+            "layerscale_value": config.layer_scale,
+            "drop_path_rate": config.drop_path,
+            **(write_labels(config) if config.extra_heads else {}),
         }
 
     more = {"num_register_tokens": used(4), "patch_size": used(16, int, list)}

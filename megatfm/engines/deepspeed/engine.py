@@ -211,8 +211,8 @@ class DeepSpeedEngine(BaseEngine):
                 self.partitions.set_frozen(parameter, self.local[name])
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """Stages 0 and 1 keep whole gradients, and stage 3 gathers a block at a time. What is offloaded to the host
-        counts nothing, unless the device is the host; what is in files never counts."""
+        """Stages 0 and 1 keep whole gradients, and stage 3 gathers a block at a time. Tensors offloaded to the host
+        don't count, unless the device is the host; files never count."""
         on_host = self.offload != "none" and self.device.type != "cpu"
         elements = sum(math.prod(self.layout[name].region[1]) for name in self.partitions.parts)
         shard = sum(part.size for part in self.partitions.parts.values())

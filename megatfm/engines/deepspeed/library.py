@@ -28,7 +28,7 @@ from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.parallel.process_environment import read_process_environment
 
 CACHED_METHOD = "_PartitionedParameterCoordinator__params_to_release"
-"""A method whose results are cached for ever, with the models that they are of."""
+"""A method whose results stay cached, and keep their models alive."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 def load(device: torch.device) -> ModuleType:
     """The package, set up for this device in a process whose groups torch has made. Raises UsageError where it is
     missing."""
-    # What is asked for before the import decides; else it compiles one operator to find out what it may compile.
+    # Set before the import, which would compile one operator to find out what it may compile.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if "LOCAL_RANK" not in os.environ:
         place = read_process_environment(os.environ)
@@ -92,7 +92,7 @@ def _reset_globals() -> None:
 
 
 def release(engine: Any) -> None:
-    """Take the hooks of an engine that nobody uses any more off its parameters, and the model out of what DeepSpeed
+    """Take the hooks of an unused engine off its parameters, and the model out of what DeepSpeed
     keeps for a process: they would keep it, and its groups."""
     with _tolerate_missing_group():
         engine.destroy()
@@ -107,19 +107,19 @@ def release(engine: Any) -> None:
 
 @contextmanager
 def _tolerate_missing_group() -> Iterator[None]:
-    """Where the groups are gone already: DeepSpeed asks for its rank, and does with it nothing but print."""
+    """Answer DeepSpeed's question for its rank after the process groups are destroyed; it only prints the answer."""
     comm = importlib.import_module("deepspeed.comm")
-    asked = comm.get_rank
+    original_get_rank = comm.get_rank
     if not torch.distributed.is_initialized():
         comm.get_rank = lambda group=None: -1  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        comm.get_rank = asked  # type: ignore[attr-defined]
+        comm.get_rank = original_get_rank  # type: ignore[attr-defined]
 
 
 def clear_module_stack() -> None:
-    """After passes: where modules are computed again, and not to their ends, which nobody needs, DeepSpeed would
+    """After passes: where modules are computed again, and not to their ends, which aren't needed, DeepSpeed would
     believe for ever that they are running."""
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
 
@@ -127,8 +127,8 @@ def clear_module_stack() -> None:
 def register_experts(
     parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int
 ) -> nn.Module | None:
-    """Tell DeepSpeed which parameters are experts that lie on different ranks, and over whom each one's gradients are
-    summed. Returns what must be a part of its model, for it looks for experts there."""
+    """Tell DeepSpeed which parameters are experts that lie on different ranks, and the ranks over which each one's
+    gradients are summed. Returns a module to add to its model, in which it looks for experts."""
     groups = importlib.import_module("deepspeed.utils.groups")
     experts = [
         parameter for name, parameter in parameters.items() if layout[name].data_axes == EXPERT_DATA_AXES
@@ -156,25 +156,25 @@ def _make_moe_marker() -> nn.Module:
             nn.Module.__init__(self)
 
         def set_deepspeed_parallelism(self, *_: Any) -> None:
-            """The groups are there."""
+            """The groups exist."""
 
     return MoEMarker()
 
 
 class ModelParallelUnit:
-    """Our groups, as DeepSpeed asks for Megatron-LM's (`mpu`). Those who see other parts of the same rows are data
-    ranks to it: gradients are summed over them, and ZeRO cuts over them, too."""
+    """Our groups, as DeepSpeed asks for Megatron-LM's (`mpu`). Ranks with other parts of the same rows are data ranks
+    to DeepSpeed: gradients are summed over them, and ZeRO cuts over them, too."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._data = mesh.flat_group(DENSE_DATA_AXES.all)
         self._model = mesh.flat_group((PIPELINE, TENSOR))
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those that hold the other parts of its copy of the model."""
+        """This rank in the group that holds the parts of one copy of the model."""
         return torch.distributed.get_rank(self._model)
 
     def get_model_parallel_world_size(self) -> int:
-        """How many these are."""
+        """Size of that group."""
         return torch.distributed.get_world_size(self._model)
 
     def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
@@ -182,11 +182,11 @@ class ModelParallelUnit:
         return self._model
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among those that see other rows, or other parts of rows."""
+        """This rank in the group that reads different rows, or different parts of rows."""
         return torch.distributed.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many these are."""
+        """Size of that group."""
         return torch.distributed.get_world_size(self._data)
 
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
@@ -210,14 +210,14 @@ def parameter_groups(
     _refuse_frozen_ranks(pipeline)
     names, options = [], []
     for group_names, settings in group.parameter_groups(trained):
-        alike: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
+        names_by_kind: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
         for name in group_names:
             placement, holders = layout[name], pipeline.parameter_ranks[name] if pipeline else ()
             shared = holders if len(holders) > 1 else ()
-            alike.setdefault(
+            names_by_kind.setdefault(
                 (placement.data_axes == EXPERT_DATA_AXES, bool(placement.shards), shared), []
             ).append(name)
-        for (experts, _, _), alike_names in sorted(alike.items()):
+        for (experts, _, _), alike_names in sorted(names_by_kind.items()):
             statistics = {"moe": True, "name": EXPERT} if experts else {}
             names.append(alike_names)
             options.append({**settings, **statistics, "params": [trained[name] for name in alike_names]})
@@ -228,8 +228,8 @@ def _refuse_frozen_ranks(pipeline: Pipeline | None) -> None:
     if pipeline is None:
         return
     for rank in range(pipeline.ranks):
-        held = {name for name, holders in pipeline.parameter_ranks.items() if rank in holders}
-        if held <= pipeline.frozen:
+        local_names = {name for name, holders in pipeline.parameter_ranks.items() if rank in holders}
+        if local_names <= pipeline.frozen:
             raise UsageError(
                 f"parallel.engine = 'deepspeed': train.freeze leaves pipeline rank {rank} no weight to train, and "
                 "DeepSpeed makes no optimizer of none: set a smaller parallel.pp, or parallel.engine = 'native'"
@@ -252,48 +252,50 @@ HOW = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' 
 
 
 @quiet()
-def load_quantizer(package: ModuleType, device: torch.device, what: str) -> None:
-    """Load the operator that rounds to 8 and 4 bits, for these keys. Raises UsageError where there is none."""
+def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> None:
+    """Load the operator that rounds to 8 and 4 bits, for these keys. Raises UsageError if there is none."""
     if device.type != "cuda":
         raise UsageError(
-            f"{what} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
+            f"{feature} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
         )
-    _load(package, "QuantizerBuilder", what, "or leave it out")
+    _load(package, "QuantizerBuilder", feature, "or leave it out")
 
 
-def _load(package: ModuleType, name: str, what: str, way_out: str) -> None:
+def _load(package: ModuleType, name: str, feature: str, way_out: str) -> None:
     """Let DeepSpeed find an operator: by itself it would compile it, or compile it again under another ninja."""
     builder = getattr(package.ops.op_builder, name)()
-    known: Any = importlib.import_module("deepspeed.git_version_info")
-    if not known.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
-        needs = f"{what} needs DeepSpeed's operator {builder.name}"
-        builder._loaded_ops[builder.name] = _compiled(builder, needs, f"{HOW.format(name=name)}, {way_out}")
+    version_info: Any = importlib.import_module("deepspeed.git_version_info")
+    if not version_info.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
+        requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
+        builder._loaded_ops[builder.name] = _compiled(
+            builder, requirement, f"{HOW.format(name=name)}, {way_out}"
+        )
     builder.load(verbose=False)
 
 
-def _compiled(builder: Any, needs: str, how: str) -> ModuleType:
+def _compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
     """An operator out of the folder where torch compiles extensions."""
     folder = Path(_get_build_directory(builder.name, verbose=False))
     library, lock = folder / f"{builder.name}.so", folder / "lock"
     if lock.exists():
         raise UsageError(
-            f"{needs}, and {lock} says that it is being compiled: wait for that, or, if nothing compiles here "
+            f"{requirement}, and {lock} says that it is being compiled: wait for that, or, if nothing compiles here "
             "(`megatfm doctor` tells), remove that file"
         )
     if library.exists():
         try:
             module: ModuleType = _import_module_from_library(builder.name, str(folder), True)
         except ImportError as error:
-            why = f"{library} can't be loaded ({error}): remove {folder}, and compile it for this torch"
-            raise UsageError(f"{needs}, but {why}: {how}") from None
+            reason = f"{library} can't be loaded ({error}): remove {folder}, and compile it for this torch"
+            raise UsageError(f"{requirement}, but {reason}: {way_out}") from None
         return module
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise UsageError(
-            f"{needs}, which isn't compiled, and there is no compiler: apt-get install g++; {how}"
+            f"{requirement}, which isn't compiled, and there is no compiler: apt-get install g++; {way_out}"
         )
     if not builder.is_compatible(verbose=False):
-        raise UsageError(f"{needs}, which doesn't compile here: `megatfm doctor` tells more; {how}")
-    raise UsageError(f"{needs}, which isn't compiled yet: {how}")
+        raise UsageError(f"{requirement}, which doesn't compile here: `megatfm doctor` tells more; {way_out}")
+    raise UsageError(f"{requirement}, which isn't compiled yet: {way_out}")
 
 
 log = logging.getLogger("megatfm")
@@ -301,19 +303,19 @@ log = logging.getLogger("megatfm")
 
 @dataclass(frozen=True)
 class Settings:
-    """DeepSpeed's JSON. folder: this engine's own, for what is kept in files."""
+    """DeepSpeed's JSON. folder: this engine's own, for state in files."""
 
     json: dict[str, Any]
     folder: OffloadDirectory | None
 
     def remove(self) -> None:
-        """Nobody needs the files any more."""
+        """Remove the files, which aren't needed any more."""
         if self.folder:
             self.folder.remove()
 
 
 def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Settings:
-    """Raises UsageError for what this machine or number of ranks can't do."""
+    """Raises UsageError for features that this machine or number of ranks doesn't support."""
     options, folder = config.deepspeed, None
     if (ranks := setup.mesh.gradient_ranks) % options.zero_hpz_partition_size:
         raise UsageError(

@@ -24,7 +24,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.layout import transformer_blocks
 
 MARK = "megatfm-offload.json"
-"""The file by which we know a folder as one of ours; its lock says whether the engine lives."""
+"""The file that marks a folder as megatfm's; its lock says whether the engine lives."""
 CONTENT = b'{"made by": "megatfm, for what DeepSpeed offloads: removed with its run"}\n'
 BUFFERS_OF_A_STEP = 4
 """Buffers of the optimizer's step: a group's weights, gradients and, for each optimizer, up to two kinds of state."""
@@ -33,9 +33,9 @@ BUFFERS_OF_A_STEP = 4
 class OffloadDirectory:
     """A new folder in `path`, which no other engine writes to, and which is removed with its engine.
 
-    DeepSpeed names files by a rank alone, and removes what an earlier engine has left under that name: two runs, or two
-    engines of one process, would write over each other's. All lie in one hidden folder a user, which nobody else may
-    enter:
+    DeepSpeed names files by a rank alone, and removes an earlier engine's files of that name: two runs, or two
+    engines of one process, would write over each other's. All lie in one hidden folder for each user, which no other
+    user may enter:
 
         nvme_path/.megatfm-offload-UID/lock
         nvme_path/.megatfm-offload-UID/HOST-xxxxxxxx/megatfm-offload.json   locked as long as the engine lives
@@ -52,8 +52,8 @@ class OffloadDirectory:
             )
         try:
             parent = _folder_of_user(path)
-            with (parent / "lock").open("ab") as turn:
-                fcntl.flock(turn, fcntl.LOCK_EX)
+            with (parent / "lock").open("ab") as lock_file:
+                fcntl.flock(lock_file, fcntl.LOCK_EX)
                 host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
                 _remove_stale(parent, host)
                 self.path = Path(tempfile.mkdtemp(prefix=f"{host}-", dir=parent))
@@ -73,7 +73,7 @@ class OffloadDirectory:
 
 
 def _folder_of_user(path: Path) -> Path:
-    """This user's folder of offloaded files, made where there is none. Raises OSError."""
+    """Return this user's folder of offloaded files, and create it if needed. Raises OSError."""
     parent = path / f".megatfm-offload-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
     status = parent.lstat()
@@ -133,8 +133,8 @@ class SyncIOHandle:
 
     def wait(self) -> int:
         """The number of reads and writes since the last call."""
-        done, self._pending = self._pending, 0
-        return done
+        n_pending, self._pending = self._pending, 0
+        return n_pending
 
     def new_cpu_locked_tensor(self, count: int, like: Tensor) -> Tensor:
         """A buffer of `count` elements, pinned where there are GPUs."""
@@ -156,9 +156,9 @@ class SyncIOHandle:
             file = os.open(path, flags, 0o600)
             try:
                 while unmoved:
-                    if not (done := call(file, [unmoved], offset)):
+                    if not (n_bytes := call(file, [unmoved], offset)):
                         raise OSError(0, f"it ends {len(unmoved):,} bytes early")
-                    unmoved, offset = unmoved[done:], offset + done
+                    unmoved, offset = unmoved[n_bytes:], offset + n_bytes
             finally:
                 os.close(file)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""Where DeepSpeed 0.19 keeps weights, gradients and optimizer state; only `nvme_offload.py` knows its insides, too.
+"""Access to DeepSpeed 0.19's weights, gradients and optimizer state; only `nvme_offload.py` uses its internals, too.
 
 Stage 0 leaves parameters alone. Stages 1 and 2 lay those of an optimizer's group one after another, and give each data
-rank an equal part of that; stage 3 does so with each parameter by itself. So what a rank holds of a parameter is
-elements that follow each other, and `FlatShardedTensor` says which.
+rank an equal part of that; stage 3 does so with each parameter by itself. So a rank holds consecutive elements of a
+parameter, and `FlatShardedTensor` says which.
 """
 
 from abc import ABC, abstractmethod
@@ -127,7 +127,7 @@ class UnpartitionedParameters(Partitions):
         self._engine.zero_grad()
 
     def weights_changed(self) -> None:
-        """Nothing to do: they are what the model computes with."""
+        """Nothing to do: they are the model's compute weights."""
 
 
 class FlatPartitions(Partitions):
@@ -182,7 +182,7 @@ class Bf16OptimizerPartitions(FlatPartitions):
     OWNERS = "fp32_groups_flat_partition"
 
     def _complete(self) -> bool:
-        return any(any(there) for there in self._optimizer.fp32_groups_has_gradients)
+        return any(any(has_gradients) for has_gradients in self._optimizer.fp32_groups_has_gradients)
 
     def _gradient(self, parameter: Any, part: Part) -> Tensor:
         return part.view_in(self._optimizer.fp32_groups_gradient_flat_partition[part.group])
@@ -224,7 +224,7 @@ class ShardedPartitions(Partitions):
 
     @quiet()
     def prepare_step(self) -> None:
-        """DeepSpeed copies what it offloads as it is reduced; here it waits, so that clipping comes before."""
+        """DeepSpeed copies offloaded gradients as they are reduced; here it waits, so that clipping comes before."""
         super().prepare_step()
         self._optimizer.finalize_gradient_accumulation_boundary()
 
@@ -264,7 +264,7 @@ class ShardedPartitions(Partitions):
 def partitions(
     engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]], stage: int
 ) -> Partitions:
-    """Read what an engine of DeepSpeed keeps, as its stage and precision lay it out."""
+    """Read the state of a DeepSpeed engine, in the layout of its stage and precision."""
     if hasattr(engine.optimizer, Bf16OptimizerPartitions.OWNERS):
         return Bf16OptimizerPartitions(engine, parameters, groups)
     if stage == 0:

@@ -188,9 +188,9 @@ def _merge_matmuls(scattered: Node) -> None:
         return
     with graph.inserting_before(scattered):
         lefts, rights = ([product.args[i] for product in products] for i in (0, 1))
-        left = _call(graph, _aten.cat.default, lefts, 1)
+        left_product = _call(graph, _aten.cat.default, lefts, 1)
         right = _call(graph, _aten.cat.default, rights, 0)
-        product = _call(graph, _aten.mm.default, left, right)
+        product = _call(graph, _aten.mm.default, left_product, right)
         if product.meta["val"].shape != summed.meta["val"].shape:
             product = _call(graph, _aten.reshape.default, product, list(summed.meta["val"].shape))
     scattered.args = (product, *more_arguments)

@@ -1,8 +1,8 @@
 """Forward and backward pass of a micro-batch as one CUDA graph, where a model is so small that asking for thousands of
 kernels takes longer than running them (Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs").
 
-A graph repeats what was asked of the device on the same memory. So inputs, factors of the loss and gradients have
-places of their own, and whatever in a pass depends on a number that the host reads can't be recorded.
+A graph repeats the recorded kernels on the same memory. So inputs, factors of the loss and gradients have fixed
+buffers, and code that depends on a number read by the host can't be recorded.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +21,14 @@ from megatfm.errors import MegatfmError, UsageError
 Run = Callable[[], None]
 
 SHAPES = 64
-"""For so many shapes of micro-batches graphs are kept; a schedule of batches has a few."""
+"""Number of micro-batch shapes whose graphs are kept; a schedule of batches has a few."""
 
 
 class GraphCapture(Protocol):
     """Recorder of the work that is queued on a device."""
 
     def warm_up(self, run: Run) -> None:
-        """Run it, so that whatever is made once is there."""
+        """Run the pass once, so that one-time allocations exist."""
 
     def record(self, run: Run) -> Run:
         """Return a function that repeats all that `run` queues, on the same memory; what it writes is undefined before.
@@ -37,7 +37,7 @@ class GraphCapture(Protocol):
 
 
 class CudaGraphs:
-    """torch's. All graphs of a device share memory for what is in between, since they never run at once."""
+    """torch's. All graphs of a device share memory for intermediate tensors, since they never run at once."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -144,7 +144,7 @@ class GraphedModel:
             terms.update({name: term.detach() for name, term in computed.items()})
 
         parameters = [p for p in self._model.parameters() if p.requires_grad]
-        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        original_grads = [None if p.grad is None else p.grad.clone() for p in parameters]
         _forget(parameters)
         self._recorder.warm_up(run)
         for parameter in parameters:
@@ -153,14 +153,16 @@ class GraphedModel:
         _forget(parameters)
         self._bind_gradients()
         replay = self._recorder.record(run)
-        for parameter, gradient in zip(parameters, before, strict=True):
+        for parameter, gradient in zip(parameters, original_grads, strict=True):
             parameter.grad = gradient
         return CapturedPass(objective, inputs, scaled.factors, terms, replay)
 
     def _bind_gradients(self) -> None:
         """Gradients are in the places to which graphs add: what there was, or 0."""
-        if none := [gradient for parameter, gradient in self._gradients.items() if parameter.grad is None]:
-            torch._foreach_zero_(none)
+        if without_gradient := [
+            gradient for parameter, gradient in self._gradients.items() if parameter.grad is None
+        ]:
+            torch._foreach_zero_(without_gradient)
         for parameter, gradient in self._gradients.items():
             if parameter.grad is not None and parameter.grad is not gradient:
                 gradient.copy_(parameter.grad)

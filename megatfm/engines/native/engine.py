@@ -38,7 +38,7 @@ class NativeEngine(BaseEngine):
     """Carries out forward, backward and optimizer steps.
 
     model: on the meta device, its plan laid. layout: what laying the plan returned. pipeline: how the whole model is
-    cut into stages, where `model` has only this rank's. graphs: who records passes as graphs, in one process.
+    cut into stages, where `model` has only this rank's. graphs: records passes as CUDA graphs, in one process.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class NativeEngine(BaseEngine):
         self._build_state(
             model, weights, self.optimizers, ties, sharded=self.data.sharded, compiled=compile_blocks
         )
-        # On a CPU there is nobody to wait for, and gradients that aren't clipped need no pass over them.
+        # On a CPU there is nothing to wait for, and gradients that aren't clipped need no pass over them.
         self.skipping_optimizers = (
             [optimizer for optimizer in self.optimizers if optimizer.can_skip] if device.type != "cpu" else []
         )
@@ -112,7 +112,7 @@ class NativeEngine(BaseEngine):
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
         scale_loss = losses.shares(self.loss_scale.value if self.loss_scale else 1.0)
-        # Hooks that measure are no part of what was recorded.
+        # Measuring hooks are not part of the recording.
         passes = (
             SequentialForwardBackward(self._model) if record_activations and self.has_graphs else self.passes
         )

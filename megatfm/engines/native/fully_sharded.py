@@ -79,10 +79,10 @@ class FullySharded:
         if self._needs_reduction:
             reduce_gradients(self._model)
         self._needs_reduction = False
-        before = self.gradients()
-        for name, gradient in align_all(before).items():
+        gradients = self.gradients()
+        for name, gradient in align_all(gradients).items():
             dtensor = self._parameters[name].grad
-            if gradient is not before[name] and isinstance(dtensor, DTensor):
+            if gradient is not gradients[name] and isinstance(dtensor, DTensor):
                 dtensor._local_tensor = gradient  # as FSDP2 itself sets it
 
     def gradients(self) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class FullySharded:
 
     def weights_changed(self, frozen: bool = False) -> None:
         for module in self._modules:
-            module.reshard()  # what was gathered and kept would be the weights before these
+            module.reshard()  # cached gathered weights would be the old ones
 
 
 def _shard(
@@ -141,9 +141,9 @@ def _shard(
             module.set_gradient_divide_factor(1.0)
 
 
-def _prefetch(model: nn.Module, ahead: int) -> None:
-    """Have each block ask for the weights of so many after it before it runs, and of so many before it before its
-    backward pass. Only within its own stack, whose blocks surely run one after another: what is asked for and not used
+def _prefetch(model: nn.Module, depth: int) -> None:
+    """Have each block prefetch the weights of the next `depth` blocks before it runs, and of the previous ones before
+    its backward pass. Only within its own stack, whose blocks surely run one after another: unused prefetched weights
     would stay."""
     stacks: dict[str, list[FSDPModule]] = {}
     for path, module in model.named_modules():
@@ -151,12 +151,12 @@ def _prefetch(model: nn.Module, ahead: int) -> None:
             stacks.setdefault(path.rpartition(".")[0], []).append(module)
     for stack in stacks.values():
         for place, block in enumerate(stack):
-            block.set_modules_to_forward_prefetch(stack[place + 1 : place + 1 + ahead])
-            block.set_modules_to_backward_prefetch(stack[max(place - ahead, 0) : place][::-1])
+            block.set_modules_to_forward_prefetch(stack[place + 1 : place + 1 + depth])
+            block.set_modules_to_backward_prefetch(stack[max(place - depth, 0) : place][::-1])
 
 
 def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Have process groups allocate what is sent, where they can."""
+    """Have process groups allocate communication buffers, if they can."""
     group = mesh.group(DENSE_DATA_AXES.shard)
     if not group._get_backend(device).supports_tensor_alloc(device):
         log.warning(
@@ -172,7 +172,7 @@ def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> N
 
 def _hide_hooks(module: nn.Module) -> None:
     """A block that is computed again must repeat its operations, and what gathers weights inside it may have less to do
-    the second time: selective recomputation is not to see it; whoever counts what is sent is."""
+    the second time: selective recomputation is not to see it; code that counts traffic is."""
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,7 @@ class Bucket:
 
     @property
     def width(self) -> int:
-        """Elements that each rank has in the buffer, those that pad it included."""
+        """Elements of each rank in the buffer, with padding."""
         return sum(size for _, _, size in self._columns)
 
     @cached_property
@@ -100,21 +100,21 @@ class Bucket:
         return columns
 
 
-def _fill(room: Tensor, part: Tensor) -> None:
-    """Put a part at the beginning of a room, and zeros into what is left of it: most often nothing, and to write them
-    everywhere first is half as much again."""
-    room[: part.numel()] = part.reshape(-1)
-    if part.numel() < room.numel():
-        room[part.numel() :] = 0
+def _fill(buffer: Tensor, part: Tensor) -> None:
+    """Copy a part to the beginning of a buffer, and zeros after it. Usually none are needed, and zeroing the buffer
+    first would take half as long again."""
+    buffer[: part.numel()] = part.reshape(-1)
+    if part.numel() < buffer.numel():
+        buffer[part.numel() :] = 0
 
 
-def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator[Bucket]:
-    """Buckets of neighbouring tensors, each of at most so many elements or of one tensor."""
+def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, max_elements: int) -> Iterator[Bucket]:
+    """Buckets of neighbouring tensors, each of at most `max_elements` elements or of one tensor."""
     bucket: dict[str, Sequence[int]] = {}
     filled = 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel()
-        if bucket and filled + size > most:
+        if bucket and filled + size > max_elements:
             yield Bucket(bucket, ranks)
             bucket, filled = {}, 0
         bucket[name] = shape
@@ -235,11 +235,11 @@ class Replicated:
 
     def _register_gradient_hooks(self) -> None:
         places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
-        # Hooks lie where Python's collector sees no cycle: what they hold would stay for ever.
-        this = weakref.ref(self)
+        # Hooks lie where Python's collector sees no cycle: they would keep it alive.
+        weak_self = weakref.ref(self)
 
         def complete(place: int, parameter: Tensor) -> None:
-            if engine := this():
+            if engine := weak_self():
                 engine._on_gradient_ready(place, parameter)
 
         for name in places:
@@ -252,11 +252,11 @@ class Replicated:
         places = {
             self._parameters[name]: p for p, bucket in enumerate(self._buckets) for name in bucket.shapes
         }
-        this = weakref.ref(self)
+        weak_self = weakref.ref(self)
 
-        def arrive(wanted: frozenset[int], *_: Any) -> None:
-            if engine := this():
-                engine._finish_parameter_sync(wanted)
+        def arrive(indices: frozenset[int], *_: Any) -> None:
+            if engine := weak_self():
+                engine._finish_parameter_sync(indices)
 
         in_blocks: set[nn.Parameter] = set()
         compiled: set[nn.Module] = set()
@@ -281,14 +281,14 @@ class Replicated:
 
     @torch.no_grad()
     def _finish_parameter_sync(self, places: Collection[int]) -> None:
-        """Buckets of weights that are on their way are there, and in their places."""
+        """Wait for the buckets of weights in transfer, and unpack them."""
         for place in [place for place in self._pending_parameters if place in places]:
             buffer, work = self._pending_parameters.pop(place)
             work.wait()
             self._buckets[place].unpack(buffer, self._parameters)
 
     def _on_gradient_ready(self, place: int, parameter: Tensor) -> None:
-        """A gradient is there. Buckets go in one order, the same on all ranks: the one of the last layers first."""
+        """A gradient has arrived. Buckets go in one order, the same on all ranks: the one of the last layers first."""
         if not self._awaited:
             return
         if place in self._pending_gradients:
@@ -339,12 +339,12 @@ class Replicated:
         for place, (bucket, data) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_shard(self.local, next(iter(self._parameters.values())))
-                sent = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
+                gathered_rows = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
                 if not frozen:
-                    self._pending_parameters[place] = sent
+                    self._pending_parameters[place] = gathered_rows
                     continue
-                sent[1].wait()
-                bucket.unpack(sent[0], self._parameters)
+                gathered_rows[1].wait()
+                bucket.unpack(gathered_rows[0], self._parameters)
             elif self._precision.is_mixed:
                 parameters: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
                 torch._foreach_copy_(parameters, [self.local[name] for name in bucket.shapes])

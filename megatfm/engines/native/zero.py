@@ -36,10 +36,9 @@ class ZeroOptions:
 
     zero: the stage. accumulate: gradients of a step's micro-batches, "unsharded": each rank adds up whole ones, reduced
     once; "sharded": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
-    reduce_dtype: the dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: of
-    stages 2 and 3, blocks whose weights are asked for before the one ahead of them runs; 0: as FSDP2 does by itself;
-    None: see `prefetch_depth`.
-    use_group_allocator: what they send is allocated by the process group.
+    reduce_dtype: the dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: number of
+    blocks whose weights stages 2 and 3 prefetch; 0: as FSDP2 does by itself; None: see `prefetch_depth`.
+    use_group_allocator: the process group allocates their buffers.
     """
 
     zero: Literal[0, 1, 2, 3] = 3
@@ -71,7 +70,7 @@ class DataParallel(GradientSync, Protocol):
     local: dict[str, Tensor]
     """The blocks of the weights that the optimizer moves here, in the stored precision."""
     boxes: dict[str, Chunk]
-    """Where they are in the global tensors."""
+    """Their offsets in the global tensors."""
     sharded: bool
     """Whether the blocks on the ranks of a parameter's shard axis are different ones, or copies."""
 

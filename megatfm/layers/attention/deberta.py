@@ -107,7 +107,7 @@ class DisentangledSharedAttention(_Projections):
 
 
 class DisentangledCore(nn.Module):
-    """The scores and what follows from them. rows: of the table, which has `n_rows`, for distances query − key."""
+    """Attention from the scores on. rows: of the table, which has `n_rows`, for distances query − key."""
 
     tp_plan = (("dropout", "local_shard_dropout"),)
 
@@ -145,16 +145,16 @@ class DisentangledCore(nn.Module):
 
         def attend(rows: slice) -> Tensor:
             distances_TS, some_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key
-            of_keys, of_queries = (
+            key_positions, query_positions = (
                 self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
             )
-            content_to_position = (some_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, of_keys)
-            position_to_content = of_keys_BNSR.gather(-1, of_queries)
+            content_to_position = (some_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, key_positions)
+            position_to_content = of_keys_BNSR.gather(-1, query_positions)
             scores_BNTS = some_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
             scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
-            drawn = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
+            chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
             mask_B1TS = sequence.mask(self.pattern, rows=rows)
-            shares_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, drawn)
+            shares_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, chunk_keys)
             return unless_blind(shares_BNTS @ v_BNSH, mask_B1TS)
 
         return attend_in_chunks(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
@@ -199,8 +199,8 @@ def log_bucket_position(distances: Tensor, n_buckets: int, farthest: int) -> Ten
     ranges = torch.log(distances.abs().clamp(min=1).float() / exact) / torch.log(
         torch.full((), (farthest - 1) / exact, dtype=torch.float32, device=distances.device)
     )
-    far = torch.ceil(ranges * (exact - 1)).long() + exact
-    return torch.where(distances.abs() <= exact, distances, far * distances.sign())
+    logarithmic = torch.ceil(ranges * (exact - 1)).long() + exact
+    return torch.where(distances.abs() <= exact, distances, logarithmic * distances.sign())
 
 
 class BucketedPositionTable(nn.Module):

@@ -80,12 +80,12 @@ class DotProductAttention(nn.Module):
             dropout=options.dropout,
         )
 
-    def seen(self, sequence: SequenceMetadata, n_heads: int) -> PatternMask:
+    def attention_mask(self, sequence: SequenceMetadata, n_heads: int) -> PatternMask:
         """The mask of the local heads' queries."""
         return PatternMask(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
 
     def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor:
-        """The places of whole rows that queries at some may look at, but for wide ones."""
+        """Return the places of full rows that queries at these places may see, except wide ones."""
         return reachable_keys(self.pattern.simplify(row.length), row, places)
 
     def is_local(self, length: int) -> bool:
@@ -119,29 +119,29 @@ class DotProductAttention(nn.Module):
         v_BKSH: Tensor,
         sequence: SequenceMetadata,
         bias: Tensor | None = None,
-        seen: AttentionMask | None = None,
+        mask: AttentionMask | None = None,
     ) -> Tensor:
         """Attend with the heads from `head_shard` · N on. seen: the mask if keys are not the sequence's tokens."""
         n_heads = q_BNTH.shape[1]
         rng_keys = self.dropout.head_rng_keys(sequence, n_heads, head_shard)
-        seen = seen or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
+        mask = mask or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
         sinks = None
         if self.sinks is not None:
-            of_parts = self.sinks.weight.view(-1, n_heads)
-            sinks = of_parts[head_shard % len(of_parts)]
+            sinks_by_part = self.sinks.weight.view(-1, n_heads)
+            sinks = sinks_by_part[head_shard % len(sinks_by_part)]
         case = AttentionRequest.from_inputs(
             q_BNTH,
             k_BKSH,
-            seen,
+            mask,
             self.variant,
             drops=rng_keys is not None,
             bias=bias,
             sinks=sinks is not None,
-            of_values=v_BKSH.shape[-1],
+            v_width=v_BKSH.shape[-1],
         )
         kernel = choose(case)
         log_once(kernel.name, self.pattern_name, case)
-        return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, rng_keys, sinks)
+        return kernel.run(q_BNTH, k_BKSH, v_BKSH, mask, bias, self.variant, rng_keys, sinks)
 
 
 class Sinks(nn.Module):
@@ -169,15 +169,21 @@ def _tell(
     kind = (kernel, pattern, plain, slow, drops, device, dtype)
     if kind not in _TOLD:
         _TOLD.add(kind)
-        by = {"products": "by a mask", "fused": "by a mask", "varlen": "by documents laid end to end"}
-        how = f"plainly {plain}" if plain else by.get(kernel, "by blocks")
+        method_of = {"products": "by a mask", "fused": "by a mask", "varlen": "by documents laid end to end"}
+        strategy = f"plainly {plain}" if plain else method_of.get(kernel, "by blocks")
         costs = ""
         if slow:
             costs = ", which looks at all pairs: slow, and memory grows with the square of the length"
         elif kernel == "flex" and drops:
             costs = ", scores twice: dropped probabilities cost about as much again (attention.dropout = 0 does not)"
         log.info(
-            "attention %s, %s, on %s in %s: kernel %s%s", pattern, how, device, str(dtype)[6:], kernel, costs
+            "attention %s, %s, on %s in %s: kernel %s%s",
+            pattern,
+            strategy,
+            device,
+            str(dtype)[6:],
+            kernel,
+            costs,
         )
 
 

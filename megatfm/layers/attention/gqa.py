@@ -43,8 +43,8 @@ class GroupedQueryAttention(HeadProjections):
         elif options.qk_norm:
             self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         position = POSITIONS.get(config.position.name)
-        turns = position.rotary is not None and not pattern.is_cross_attention
-        self.position = position.rotary(config, initial) if turns and position.rotary else None
+        is_rotary = position.rotary is not None and not pattern.is_cross_attention
+        self.position = position.rotary(config, initial) if is_rotary and position.rotary else None
         core = (
             position.attention
             if position.attention and not pattern.is_cross_attention
@@ -53,7 +53,7 @@ class GroupedQueryAttention(HeadProjections):
         self.core, self.pattern = core(config, initial, pattern), pattern
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Keys and values are made from what is looked at."""
+        """Keys and values are made from the attended tokens."""
         looked_at = tokens.with_count(tokens.encoder_tokens) if self.of_memory else tokens
         keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
         remaining_parts = (part for part in self.children() if part not in keys_and_values)
@@ -75,7 +75,7 @@ class GroupedQueryAttention(HeadProjections):
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
-                # Of keys that don't stand next to one another, biases are not those of distances in a row.
+                # Keys that aren't neighbours in the row have other biases than their distance in the cache.
                 keep_all = bias is not None and self.pattern.n_initial_kept > 0
                 k_BKSH, v_BKSH, sequence = update_cache(
                     cache, k_BKSH, v_BKSH, self.pattern, sequence, keep_all=keep_all
@@ -101,7 +101,7 @@ class GroupedQueryAttention(HeadProjections):
 
 
 def _head_norm(config: ModelConfig) -> nn.Module:
-    """An RMSNorm, whatever the model's norm is; of its kind if that is one."""
+    """An RMSNorm, independent of the model's norm; of its kind if that is one."""
     if config.norm.name == "rms_norm":
         return make_norm(config, config.head_width)
     return RMSNorm(config.head_width, config.norm.eps)

@@ -53,7 +53,9 @@ def layerwise_projection(
     config: ModelConfig, sketched: Sequence[bool], initial: Initialiser
 ) -> "SequenceProjection | None":
     """The projection that these layers of an encoder have in common. Raises UsageError where its sizes differ."""
-    options = [config.layer_config(depth).attention for depth, has in enumerate(sketched) if has]
+    options = [
+        config.layer_config(depth).attention for depth, is_sketched in enumerate(sketched) if is_sketched
+    ]
     linformers = [
         require_variant(attention, LinformerAttentionConfig, "model.attention") for attention in options
     ]
@@ -111,9 +113,9 @@ class LinformerAttention(HeadProjections):
                 "shorter, or length longer"
             )
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
-        of_keys = bias if self.of_keys is None else self.of_keys.weight
-        assert of_keys is not None
-        sketches = of_keys, of_keys if self.of_values is None else self.of_values.weight
+        key_sketch = bias if self.of_keys is None else self.of_keys.weight
+        assert key_sketch is not None
+        sketches = key_sketch, key_sketch if self.of_values is None else self.of_values.weight
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
         if isinstance(sequence, SequenceShard):
             heads_BNTH = self._parts(sketches, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
@@ -164,8 +166,8 @@ class LinformerAttention(HeadProjections):
         log_once(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", case)
         if kernel:
             return kernel.run(q_BNTH, *shared_arguments, None)
-        of_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()
-        piece = max(1, min(MAX_QUERIES_PER_CHUNK, MAX_SCORE_BYTES // of_query))
+        bytes_per_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()
+        piece = max(1, min(MAX_QUERIES_PER_CHUNK, MAX_SCORE_BYTES // bytes_per_query))
         if q_BNTH.shape[2] <= piece:
             return attention_reference(q_BNTH, *shared_arguments, rng_keys_BNT)
         pieces = q_BNTH.split(piece, 2)
@@ -189,28 +191,28 @@ class LinformerAttention(HeadProjections):
     ) -> Tensor:
         """[B, N, T, H] of some of the tokens of documents: what is here of each is sketched, and these are summed."""
         documents, sketches = [], []
-        indices, of_rows = (
+        indices, row_lengths = (
             to_host(part.token_indices),
             part.full_sequence.on_host().positions_in_document()[0],
         )
-        for row, places_S in enumerate(of_rows.expand(len(q_BNTH), -1)):
+        for row, places_S in enumerate(row_lengths.expand(len(q_BNTH), -1)):
             for start, end in pairwise([*(places_S == 0).nonzero()[:, 0].tolist(), len(places_S)]):
                 first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
                 places_T = part.token_indices[at[2]] - start
                 outputs = [
-                    project_sequence(x[at], one[places_T])
-                    for x, one in zip((k_BNTH, v_BNTH), of, strict=True)
+                    project_sequence(x[at], tensor[places_T])
+                    for x, tensor in zip((k_BNTH, v_BNTH), of, strict=True)
                 ]
                 sketches.append(torch.cat(outputs, -1))
         k_MNRH, v_MNRH = self.summed(torch.cat(sketches)).chunk(2, -1)
-        looked = []
+        results = []
         for i, at in enumerate(documents):
             rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-            looked.append(self._looked(q_BNTH[at], k_MNRH[i : i + 1], v_MNRH[i : i + 1], rng_keys))
+            results.append(self._looked(q_BNTH[at], k_MNRH[i : i + 1], v_MNRH[i : i + 1], rng_keys))
         rows = [
-            [y for y, at in zip(looked, documents, strict=True) if at[0].start == b]
+            [y for y, at in zip(results, documents, strict=True) if at[0].start == b]
             for b in range(len(q_BNTH))
         ]
         return torch.cat([torch.cat(row, 2) for row in rows])

@@ -51,12 +51,12 @@ class LongformerAttention(nn.Module):
         d, self.head_dim = config.d_model, config.head_width
         width = options.n_heads * self.head_dim
         for part in ("", "_global"):
-            drawn = {
+            initial_weights = {
                 "q": initial("query", d, width),
                 "k": initial("key", d, width),
                 "v": initial("value", d, width),
             }
-            for name, values in drawn.items():
+            for name, values in initial_weights.items():
                 self.add_module(f"w{name}{part}", Linear(d, width, values, bias=options.bias))
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
         self.core, self.wide = (
@@ -84,8 +84,8 @@ class LongformerAttention(nn.Module):
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _places(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where in their rows tokens stand that see all [B, G], and whether it is one: rows have unequally many. The
-        host finds them, which has to know how many."""
+        """Return the places of global tokens in their rows [B, G], and a mask, since rows have unequally many. The host
+        computes them, since it has to know their number."""
         places_BT = sequence.on_host().positions_in_document()[0].expand(len(sequence.positions), -1)
         is_wide_BT = torch.isin(places_BT, torch.tensor(self.tokens))
         count_B = is_wide_BT.sum(1)
@@ -101,7 +101,8 @@ class LongformerAttention(nn.Module):
 
 
 class LocalAttention(DotProductAttention):
-    """Attention to a window and to tokens that see all. What these see is computed apart, and put in its place."""
+    """Attention to a window and to tokens that see all. Their attention is computed separately, and written to their
+    places."""
 
     def wide(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
         """None."""
@@ -134,9 +135,9 @@ class GlobalAttention(DotProductAttention):
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
         if rng_keys_BNT is not None:
             rng_keys_BNT = rng_keys_BNT.gather(2, places_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
-        seen = DenseMask(None, seen_BGT[:, None])
-        wide_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, seen, None, self.variant, rng_keys_BNT)
-        # Where a row has fewer such tokens than another, its first place keeps what it has.
+        mask = DenseMask(None, seen_BGT[:, None])
+        wide_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, mask, None, self.variant, rng_keys_BNT)
+        # A row with fewer such tokens than another keeps the value at its first place.
         index = places_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
         wide_BNGH = wide_BNGH.where(found_BG[:, None, :, None], heads_BNTH.gather(2, index))
         return heads_BNTH.scatter(2, index, wide_BNGH.to(heads_BNTH.dtype))

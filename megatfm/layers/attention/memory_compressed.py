@@ -63,8 +63,8 @@ def _stretches(
     else:
         count_B = stands_BT.sum(1)
         known_BT = row.on_host().positions_in_document()[1][:, old:]
-        most = int((known_BT % factor == 0).sum(1).max())
-        at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        max_keys = int((known_BT % factor == 0).sum(1).max())
+        at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :max_keys]
         has_BS = torch.arange(at_BS.shape[1], device=at_BS.device) < count_B[:, None]
     at_BS = at_BS + old
     first_BS = (places_BT.gather(1, at_BS) == 0) & has_BS
@@ -100,9 +100,9 @@ class CompressedKeyMask:
         return self.cached("mask", self._mask)
 
     def _mask(self) -> Tensor:
-        of_q, of_k = self._documents()
-        near = self._places[:, None, None] <= self._sequence.indices[None, None, :, None]
-        return near & (of_q[:, None, :, None] == of_k[:, None, None])
+        documents_q, documents_k = self._documents()
+        is_earlier = self._places[:, None, None] <= self._sequence.indices[None, None, :, None]
+        return is_earlier & (documents_q[:, None, :, None] == documents_k[:, None, None])
 
     def block_mask(self, size: int) -> Tensor:
         return self._table(size, full=False)
@@ -116,23 +116,23 @@ class CompressedKeyMask:
             _ends(x, size, dim) for x, dim in ((self._sequence.indices[None], -1), (self._places, -2))
         )
         documents_q, documents_k = self._documents()
-        (of_q, of_q_last), (of_k, of_k_last) = _ends(documents_q, size, -1), _ends(documents_k, size, -2)
+        (first_q, last_q), (first_k, last_k) = _ends(documents_q, size, -1), _ends(documents_k, size, -2)
         if full:
-            same = (of_q == of_q_last) & (of_k == of_k_last) & (of_q == of_k)
-            return (k_last <= q_first) & same
-        return (k_first <= q_last) & (of_k <= of_q_last) & (of_k_last >= of_q)
+            is_same_block = (first_q == last_q) & (first_k == last_k) & (first_q == first_k)
+            return (k_last <= q_first) & is_same_block
+        return (k_first <= q_last) & (first_k <= last_q) & (last_k >= first_q)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        of_q, of_k = self._documents()
+        documents_q, documents_k = self._documents()
         rows = b % len(self._places)
-        near = self._places[rows, k] <= self._sequence.indices[q]
-        return near & (of_q[b % len(of_q), q] == of_k[b % len(of_k), k])
+        is_earlier = self._places[rows, k] <= self._sequence.indices[q]
+        return is_earlier & (documents_q[b % len(documents_q), q] == documents_k[b % len(documents_k), k])
 
     def translation_invariant_blocks(self, size: int) -> None:
         return None
 
     def starts(self) -> Tensor:
-        """Nobody asks, without a window."""
+        """Not needed, since there is no window."""
         raise NotImplementedError
 
     def bands(self, *, fused: bool) -> None:
@@ -145,7 +145,8 @@ class CompressedKeyMask:
         return self.cached("documents", self._numbered)
 
     def _numbered(self) -> tuple[Tensor, Tensor]:
-        """For queries [B or 1, T] and stretches [B or 1, S]: how many documents begin in the row before theirs ends."""
+        """For queries [B or 1, T] and stretches [B or 1, S]: the number of documents that begin in the row before their
+        own ends."""
         sequence = self._sequence
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
         places_BT = row.positions_in_document()[1]
@@ -154,8 +155,8 @@ class CompressedKeyMask:
         starts_BT = (places_BT == 0).cumsum(1)
         starts_BT = starts_BT.expand(max(len(starts_BT), len(self._places)), -1)
         has_BS = self._places < NO_POSITION
-        of_k = starts_BT.gather(1, self._places.where(has_BS, 0)).where(has_BS, NO_POSITION)
-        return starts_BT[:, sequence.indices], of_k
+        key_documents = starts_BT.gather(1, self._places.where(has_BS, 0)).where(has_BS, NO_POSITION)
+        return starts_BT[:, sequence.indices], key_documents
 
 
 def _ends(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ class MemoryCompressedPattern(AttentionPattern):
         return True
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        """Whether a token is in what a query sees."""
+        """Whether a query sees a token."""
         return ((k == 0) & (q >= 0)) | ((k // self.factor + 1) * self.factor <= q)
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
@@ -248,7 +249,7 @@ class CompressedAttention(HeadProjections):
 
 
 class CompressedAttentionCore(DotProductAttention):
-    """Attention to stretches, which are all here wherever the tokens are."""
+    """Attention to stretches, all of which are on this rank even if the tokens are not."""
 
     cp_plan = "local"
     attends_in_chunks = True
@@ -257,14 +258,14 @@ class CompressedAttentionCore(DotProductAttention):
         self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, places_BS: Tensor
     ) -> Tensor:
         """[B, N, T, H]."""
-        # What a block stores is measured with a plain pattern in place of its own.
+        # Activations of a block are measured with a plain pattern in place of its own.
         pattern = self.pattern
-        seen = (
+        mask = (
             CompressedKeyMask(sequence, places_BS, pattern.factor)
             if isinstance(pattern, MemoryCompressedPattern)
             else FULL_MASK
         )
-        return self.of_heads(self.dropout.part, q_BNTH, k_BNSH, v_BNSH, sequence, seen=seen)
+        return self.of_heads(self.dropout.part, q_BNTH, k_BNSH, v_BNSH, sequence, mask=mask)
 
 
 class Convolution(nn.Module):

@@ -52,23 +52,23 @@ class LatentAttention(nn.Module):
             config.head_width,
             latent.qk_rope_head_dim,
         )
-        of_latents = initial
+        latent_initial = initial
         if config.mup is not None and config.mup.latent_ranks == "fixed":
-            of_latents = with_fixed_inputs(initial)
+            latent_initial = with_fixed_inputs(initial)
         self.v_dim = latent.v_head_dim or self.nope_dim
         q_width = n * (self.nope_dim + self.rope_dim)
         q_in = latent.q_lora_rank or d
         if latent.q_lora_rank:
             self.wq_down = Linear(d, q_in, initial("query", d, q_in))
             self.q_norm = RMSNorm(q_in, config.norm.eps)
-        of_queries = of_latents if latent.q_lora_rank else initial
-        self.wq = Linear(q_in, q_width, of_queries("query", q_in, q_width))
+        query_initial = latent_initial if latent.q_lora_rank else initial
+        self.wq = Linear(q_in, q_width, query_initial("query", q_in, q_width))
         self.wkv_down = Linear(d, latent.kv_lora_rank, initial("key", d, latent.kv_lora_rank))
         self.kv_norm = RMSNorm(latent.kv_lora_rank, config.norm.eps)
         self.wk_rope = Linear(d, self.rope_dim, initial("key", d, self.rope_dim))
         rank, k_width, v_width = latent.kv_lora_rank, n * self.nope_dim, n * self.v_dim
-        self.wk = Linear(rank, k_width, of_latents("key", rank, k_width))
-        self.wv = Linear(rank, v_width, of_latents("value", rank, v_width))
+        self.wk = Linear(rank, k_width, latent_initial("key", rank, k_width))
+        self.wv = Linear(rank, v_width, latent_initial("value", rank, v_width))
         self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
         self.position = Rope(config, initial, self.rope_dim)
         self.core = LatentCore(
@@ -185,7 +185,7 @@ class LatentCore(DotProductAttention):
         scores_BN1S = (q_BN1X.transpose(1, 2) @ latent_B1SX.transpose(-1, -2)).transpose(1, 2)
         if self.variant.softcap:
             scores_BN1S = self.variant.softcap * torch.tanh(scores_BN1S / self.variant.softcap)
-        # Where no mask is needed, the last token sees all before it.
-        shares_BN1S = probabilities(scores_BN1S, self.seen(sequence, n).mask())
+        # Without a mask, the last token sees all before it.
+        shares_BN1S = probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
         latent_BN1C = (shares_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(1, 2)
         return latent_BN1C @ of_values_NVC.transpose(-1, -2)

@@ -61,11 +61,11 @@ class PooledAttention(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost where `tokens` are those of the output: projections are of the input's."""
-        before, keys = (
+        input_tokens, keys = (
             tokens.with_count(tokens.n * self.stride**2),
             tokens.n * (self.stride / self.pool_k.stride) ** 2,
         )
-        projections = total_cost((self.wq, self.wk, self.wv), before) + total_cost((self.wo,), tokens)
+        projections = total_cost((self.wq, self.wk, self.wv), input_tokens) + total_cost((self.wo,), tokens)
         pairs = self.core.channels * tokens.n * keys
         return projections + Cost(attention_macs=pairs, visible_attention_macs=pairs)
 
@@ -77,9 +77,9 @@ class PooledAttention(nn.Module):
             project(x_IHWD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
         )
         pools = (self.pool_q, self.pool_k, self.pool_v)
-        q_INHWC, k_INHWC, v_INHWC = (pool(each) for pool, each in zip(pools, heads, strict=True))
+        q_INHWC, k_INHWC, v_INHWC = (pool(tensor) for pool, tensor in zip(pools, heads, strict=True))
         bias = None if self.position is None else self.position(q_INHWC, k_INHWC.shape[2:4])
-        q, k, v = (each.flatten(2, 3) for each in (q_INHWC, k_INHWC, v_INHWC))
+        q, k, v = (tensor.flatten(2, 3) for tensor in (q_INHWC, k_INHWC, v_INHWC))
         images = sequence.of_images() if self.core.dropout.active else sequence
         y_INQC = self.core.of_heads(self.core.dropout.part, q, k, v, images, bias, FULL_MASK) + q
         return self.wo(to_rows(y_INQC.transpose(1, 2).flatten(2), len(x_BTD)))
@@ -134,9 +134,9 @@ class AxisBias(nn.Module):
     def forward(self, q_INHWC: Tensor, keys: tuple[int, int]) -> Tensor:
         """[I, N, Q, K] of pooled queries, not scaled, and the sides of the keys' map."""
         rows, columns = q_INHWC.shape[2:4]
-        of_rows = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _by_offset(self.rows, rows, keys[0]))
-        of_columns = torch.einsum("inhwc,wkc->inhwk", q_INHWC, _by_offset(self.columns, columns, keys[1]))
-        return (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4, 5).flatten(2, 3)
+        row_bias = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _by_offset(self.rows, rows, keys[0]))
+        column_bias = torch.einsum("inhwc,wkc->inhwk", q_INHWC, _by_offset(self.columns, columns, keys[1]))
+        return (row_bias[..., :, None] + column_bias[..., None, :]).flatten(4, 5).flatten(2, 3)
 
 
 def _by_offset(table_OC: Tensor, queries: int, keys: int) -> Tensor:

@@ -68,8 +68,8 @@ class ShawCore(nn.Module):
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
 
         def attend(rows: slice) -> Tensor:
-            drawn = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
-            return self._attend(q_BNTH[:, :, rows], k_BKSH, v_BKSH, sequence, rows, drawn)
+            chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
+            return self._attend(q_BNTH[:, :, rows], k_BKSH, v_BKSH, sequence, rows, chunk_keys)
 
         return attend_in_chunks(attend, q_BNTH, k_BKSH.shape[2], f"{self.pattern!r} with Shaw's positions")
 

@@ -67,13 +67,13 @@ class QueryStream:
         return self.sequence.cached("pairs of a stream", lambda: self._pairs(rows))
 
     def _pairs(self, rows: slice) -> PairwiseInputs:
-        of_row = self.segments.full
-        places_S = torch.arange(of_row.shape[1], device=of_row.device)
-        distances_BQS = self.places_BQ[:, rows, None] - places_S + of_row.shape[1] - 1
-        segments_BQS = (self.segments.local[:, rows, None] != of_row[:, None]).long()
-        seen = [of.full[:, None] <= of.local[:, rows, None] for of in (self.order,) if of]
-        seen += [of.full[:, None] == of.local[:, rows, None] for of in (self.documents,) if of]
-        mask_B1QS = reduce(torch.logical_and, seen)[:, None] if seen else None
+        full_segments = self.segments.full
+        places_S = torch.arange(full_segments.shape[1], device=full_segments.device)
+        distances_BQS = self.places_BQ[:, rows, None] - places_S + full_segments.shape[1] - 1
+        segments_BQS = (self.segments.local[:, rows, None] != full_segments[:, None]).long()
+        masks = [of.full[:, None] <= of.local[:, rows, None] for of in (self.order,) if of]
+        masks += [of.full[:, None] == of.local[:, rows, None] for of in (self.documents,) if of]
+        mask_B1QS = reduce(torch.logical_and, masks)[:, None] if masks else None
         return PairwiseInputs(mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
 
@@ -97,7 +97,7 @@ class GatherKV(nn.Module):
 
 
 class TwoStreamAttention(nn.Module):
-    """`seen` is made once a layer from the content, and called for each stream with its queries.
+    """`content_keys_values` is called once a layer; the module is then called for each stream with its queries.
 
     The paper's u, v and b are the biases of content, position and segment; its s₊ and s₋ are `segments`.
     """
@@ -131,10 +131,10 @@ class TwoStreamAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segment_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segments = nn.Parameter(torch.empty(2, heads, self.head_dim))
-        # As in the released code, biases start as everything else; they are added to all queries, and don't decay.
+        # Biases are initialised like all weights, as in the released code; they are added to queries, and don't decay.
         biases = ("content_bias", "position_bias", "segment_bias")
-        drawn = initial("relative", 2, width)
-        self.initial = dict.fromkeys((*biases, "segments"), drawn)
+        relative_init = initial("relative", 2, width)
+        self.initial = dict.fromkeys((*biases, "segments"), relative_init)
         self.roles = dict.fromkeys(biases, "vector") | {"segments": "embedding"}
         self.dropout = Dropout(config.attention.dropout, "attention")
 
@@ -156,41 +156,43 @@ class TwoStreamAttention(nn.Module):
             + Cost(self.segments.numel() * tokens.n, biases * tokens.n, products, products)
         )
 
-    def seen(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
+    def content_keys_values(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
         """Keys and values of both streams' queries; table: of relative positions."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
         keys, values = self.gather_kv(keys, values, (len(table_RD) + 1) // 2)
         return ContentKeysValues(keys, values, self._heads(self.wk_position, positions_RD))
 
-    def forward(self, x_BQD: Tensor, seen: ContentKeysValues, stream: QueryStream) -> Tensor:
+    def forward(self, x_BQD: Tensor, content: ContentKeysValues, stream: QueryStream) -> Tensor:
         """[B, Q, D]."""
         q_BNQH = self._heads(self.wq, x_BQD) * self.scale
         rng_keys_BNQ = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
 
         def attend(rows: slice) -> Tensor:
-            scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], seen, stream.pairs(rows))
-            drawn = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
-            shares_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, drawn)
-            return unless_blind(shares_BNQS @ seen.values, mask_B1QS)
+            scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], content, stream.pairs(rows))
+            chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
+            shares_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
+            return unless_blind(shares_BNQS @ content.values, mask_B1QS)
 
-        heads_BNQH = attend_in_chunks(attend, q_BNQH, seen.keys.shape[2], "of two streams")
+        heads_BNQH = attend_in_chunks(attend, q_BNQH, content.keys.shape[2], "of two streams")
         return self.wo(heads_BNQH.transpose(1, 2).flatten(2))
 
     def _scores(
-        self, q_BNQH: Tensor, seen: ContentKeysValues, pairs: PairwiseInputs
+        self, q_BNQH: Tensor, content: ContentKeysValues, pairs: PairwiseInputs
     ) -> tuple[Tensor, Tensor | None]:
         """Scaled scores of some queries, and their mask."""
-        content, position, segment = (
+        content_queries, position_queries, segment_queries = (
             q_BNQH + self.scale * bias[:, None]
             for bias in (self.content_bias, self.position_bias, self.segment_bias)
         )
-        by_distance_BNQR = position @ seen.positions.transpose(-1, -2)
-        by_segment_BNQ2 = segment @ self.segments.permute(1, 2, 0)
+        by_distance_BNQR = position_queries @ content.positions.transpose(-1, -2)
+        by_segment_BNQ2 = segment_queries @ self.segments.permute(1, 2, 0)
         distances, segments = (
             index.expand(-1, q_BNQH.shape[1], -1, -1) for index in (pairs.distances, pairs.segments)
         )
-        scores_BNQS = content @ seen.keys.transpose(-1, -2) + by_distance_BNQR.gather(-1, distances)
+        scores_BNQS = content_queries @ content.keys.transpose(-1, -2) + by_distance_BNQR.gather(
+            -1, distances
+        )
         return scores_BNQS + by_segment_BNQ2.gather(-1, segments), pairs.mask
 
     def _heads(self, projection: nn.Module, x: Tensor) -> Tensor:

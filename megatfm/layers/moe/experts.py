@@ -92,7 +92,7 @@ class Rows:
         return self.zero_undefined(rows_MD)
 
     def zero_undefined(self, rows_RD: Tensor) -> Tensor:
-        """The rows that experts made, and gradients of those that they were given, 0 where nobody made any."""
+        """The rows that experts made, and gradients of those that they were given, 0 where no expert made any."""
         return rows_RD if self._is_rest_M1 is None else rows_RD.masked_fill(self._is_rest_M1, 0)
 
     def combine(self, rows_RD: Tensor, n: int) -> Tensor:
@@ -175,25 +175,25 @@ class Experts(nn.Module):
             if has_bias:
                 self.initial[name] = Constant(0.0)
         self.roles = {name: "vector" if name in biases else "matrices" for name in self.initial}
-        self.down_bias_scale = 1.0  # of the last bias, where others add the rest
-        # Where ranks that share the experts get each other's tokens, and their parts of the sums.
+        self.down_bias_scale = 1.0  # of the last bias, if other ranks add the rest
+        # Seams at which ranks that share the experts gather tokens, and reduce the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
-        # Where ranks that have a part of each row get its other choices, and their part of what follows from all.
+        # Seams at which ranks that share a row gather its choices, and take their part of the result.
         self.gather_row, self.split_row = RowSeam(), RowSeam()
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """A token meets those experts that it chooses."""
-        one = sum(parameter[0].numel() for parameter in self.parameters())
+        n_expert_parameters = sum(parameter[0].numel() for parameter in self.parameters())
         matrices = sum(parameter[0].numel() for parameter in self.parameters() if parameter.dim() > 2)
         return Cost(
             matmul_macs=self.top_k * matrices * tokens.n,
-            vector_macs=self.top_k * (one - matrices) * tokens.n,
-            inactive_parameters=(self.n_experts - self.top_k) * one,
+            vector_macs=self.top_k * (n_expert_parameters - matrices) * tokens.n,
+            inactive_parameters=(self.n_experts - self.top_k) * n_expert_parameters,
         )
 
     @property
     def has_capacity(self) -> bool:
-        """Whether an expert takes no more than so many tokens of a row."""
+        """Whether the number of a row's tokens that an expert takes is limited."""
         return (self.capacity is not None or self.places is not None) and not self.is_unlimited
 
     @property
@@ -211,7 +211,7 @@ class Experts(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none.
 
-        overlap_with: what is done while rows travel; only where they do.
+        overlap_with: work to do while rows are in transfer; only where they do.
         """
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts
@@ -231,9 +231,9 @@ class Experts(nn.Module):
 
     def _reached(self, choices_M: Tensor) -> Tensor:
         """The places of choices among the experts that are reached; −1, or one too large, for others."""
-        of_group, local_experts = self.n_experts // self.ep_size, len(self.w_up)
-        within_M = choices_M % of_group - self.first
-        places_M = choices_M // of_group * local_experts + within_M
+        group_experts, local_experts = self.n_experts // self.ep_size, len(self.w_up)
+        within_M = choices_M % group_experts - self.first
+        places_M = choices_M // group_experts * local_experts + within_M
         return places_M.where((within_M >= 0) & (within_M < local_experts), -1)
 
     def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class RealTokens(nn.Module):
 class MoE(nn.Module):
     """Each token goes through the experts that the router chooses, and all go through shared ones, if there are any.
 
-    Padding goes through no expert that is chosen, and counts nowhere. What a capacity leaves out is 0: the residual
+    Padding goes through no expert that is chosen, and counts nowhere. Choices beyond the capacity give 0: the residual
     stream carries it on.
     """
 
@@ -122,7 +122,7 @@ class MoE(nn.Module):
         self.shared = None
         if options.n_shared_experts:
             self.shared = FFN(config.with_changes({"ffn": options.shared}), initial)
-        # Where sums over a part of the row become those over all of it.
+        # Seam at which sums over a part of the row become sums over all of it.
         self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), RowSums()
         self.register_buffer(
             "shares", torch.empty(options.n_experts), persistent=options.router.aux_loss_coef > 0
@@ -134,22 +134,24 @@ class MoE(nn.Module):
     @property
     def cp_plan(self) -> str:
         """See `parallel.cp_method`."""
-        of_rows = self.options.seq_aux_loss_coef or self.options.of_encoders or self.experts.has_capacity
-        return "moe" if of_rows else "local"
+        needs_full_rows = (
+            self.options.seq_aux_loss_coef or self.options.of_encoders or self.experts.has_capacity
+        )
+        return "moe" if needs_full_rows else "local"
 
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
         """The router's loss terms whose weight is not 0."""
         router = require_variant(config.ffn, MoEConfig, "model.ffn").router
-        every = {
+        costs = {
             "balance": AuxiliaryLoss(router.aux_loss_coef, "tokens"),
             "sequence_balance": AuxiliaryLoss(router.seq_aux_loss_coef, "rows"),
             "router_z": AuxiliaryLoss(router.z_loss_coef, "tokens"),
         }
-        every |= {
+        costs |= {
             name: AuxiliaryLoss(getattr(router, f"{name}_loss_coef"), "tokens") for name in router.evens
         }
-        return {name: term for name, term in every.items() if term.weight}
+        return {name: term for name, term in costs.items() if term.weight}
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> BlockOutput:
         routing, real_BT = self.router(x_BTD, sequence), self.real(sequence)
@@ -159,8 +161,8 @@ class MoE(nn.Module):
         if self.shared is None:
             y_BTD, taken_BTK = self.experts(*inputs)
         elif self.experts.uses_expert_parallelism:
-            of_all = partial(self._share, shared, x_BTD, sequence)
-            y_BTD, taken_BTK = self.experts(*inputs, of_all)
+            shared_output = partial(self._share, shared, x_BTD, sequence)
+            y_BTD, taken_BTK = self.experts(*inputs, shared_output)
             y_BTD = y_BTD + shared[0]
         else:
             y_BTD, taken_BTK = self.experts(*inputs)
@@ -170,7 +172,7 @@ class MoE(nn.Module):
         )
 
     def _share(self, outputs: list[Tensor], x_BTD: Tensor, sequence: SequenceMetadata) -> None:
-        """Add what the shared experts make to a list."""
+        """Append the output of the shared experts to a list."""
         assert self.shared is not None
         outputs.append(self.shared(x_BTD, sequence))
 
@@ -219,11 +221,11 @@ class MoE(nn.Module):
         self.observed = {name: self.observed.get(name, 0) + value for name, value in counts.items()}
 
     def update(self, observed: Mapping[str, Tensor]) -> None:
-        """The shares of this step are those that the next one is balanced by; one without tokens changes nothing."""
+        """The shares of this step balance the next one; one without tokens changes nothing."""
         load_E, tokens = observed["load"], observed["tokens"]
-        chosen = load_E.sum()
-        shares_E = load_E.double() / chosen.clamp(min=1)
-        self.shares.copy_(shares_E.where(chosen > 0, self.shares.double()))
+        n_choices = load_E.sum()
+        shares_E = load_E.double() / n_choices.clamp(min=1)
+        self.shares.copy_(shares_E.where(n_choices > 0, self.shares.double()))
         means = {}
         for name in self.options.evens:
             if (sums_E := observed.get(f"evened {name}")) is None:
@@ -238,9 +240,9 @@ class MoE(nn.Module):
         a token's probabilities, in nats; importance_cv2, load_cv2: of what is evened CV² itself, of which the loss is a
         tangent that may be negative."""
         load_E = observed["load"].double()
-        chosen = load_E.sum().clamp(min=1)
-        loads = (load_E / chosen * len(load_E)).tolist()
-        dropped = {"dropped": float(observed["dropped"] / chosen)} if self.experts.has_capacity else {}
+        n_choices = load_E.sum().clamp(min=1)
+        loads = (load_E / n_choices * len(load_E)).tolist()
+        dropped = {"dropped": float(observed["dropped"] / n_choices)} if self.experts.has_capacity else {}
         return {
             "load": loads,
             "load_max": max(loads),

@@ -31,7 +31,7 @@ from megatfm.registry import Registry
 class RouterOutput(NamedTuple):
     """A router's choices for each token.
 
-    expert_indices [B, T, K]: the best first, or their number for none; expert_weights [B, T, K]: of what they make.
+    expert_indices [B, T, K]: the best first, or their number for none; expert_weights [B, T, K]: of their outputs.
     logits [B, T, E], probabilities [B, T, E]: of which terms of the loss are made; the latter add up to 1. balanced:
     numbers [B, T, E] by the name of a term of the loss that keeps their sums over the batch even.
     """
@@ -70,8 +70,7 @@ class Router(nn.Module):
         raise NotImplementedError
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
-        """After each step, take how often each expert was chosen in it, and the means of what is `balanced`, over the
-        global batch."""
+        """After each step, take the counts of chosen experts, and the means of `balanced`, over the global batch."""
 
 
 ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Any]] = Registry("router (model.ffn.router)")
@@ -192,7 +191,7 @@ class NoisyTopKRouter(Router):
         if "load" in self.evens:
             last_BT2 = logits_BTE.gather(-1, best_BTX[..., self.top_k - 1 :])
             chosen_BTE = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, 1.0).bool()
-            # What an expert must exceed is the best that the others leave for it.
+            # An expert's score must exceed the best one that the others leave for it.
             bar_BTE = last_BT2[..., 1:].where(chosen_BTE, last_BT2[..., :1])
             evened["load"] = torch.special.ndtr((clean_BTE - bar_BTE) / scale_BTE)
         return RouterOutput(
@@ -288,26 +287,26 @@ class ExpertChoiceRouter(Router):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
         self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
-        # Where ranks that have a part of a row each get all of it, and keep their own.
+        # Seams at which ranks that share a row gather all of it, and take their part again.
         self.gather_tokens, self.split_tokens = nn.Identity(), nn.Identity()
-        # The same where ranks cut rows for attention, too.
+        # Seams for ranks that share a row in attention, too.
         self.gather_row, self.split_row = RowSeam(), RowSeam()
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
         shares_BTE = logits_BTE.softmax(-1)
-        of_row_BSE = self.gather_row(self.gather_tokens(shares_BTE.detach()), sequence)
-        of_row_BSE = self._taken(of_row_BSE, sequence.full_non_padding_mask)
-        taken_BTE = self.split_tokens(self.split_row(of_row_BSE, sequence))
-        # Those who chose a token first, and as many columns as the token with most has, on every rank.
+        full_row_BSE = self.gather_row(self.gather_tokens(shares_BTE.detach()), sequence)
+        full_row_BSE = self._choose(full_row_BSE, sequence.full_non_padding_mask)
+        taken_BTE = self.split_tokens(self.split_row(full_row_BSE, sequence))
+        # Experts that chose a token come first; as many columns as the token with most has, on every rank.
         order_BTE = stable_topk(taken_BTE.to(torch.int8), self.n_experts)
-        width = max(int(of_row_BSE.sum(-1).max()), 1)
+        width = max(int(full_row_BSE.sum(-1).max()), 1)
         choices_BTK = order_BTE[..., :width]
         weights_BTK = shares_BTE.gather(-1, choices_BTK)
         choices_BTK = choices_BTK.where(taken_BTE.gather(-1, choices_BTK), self.n_experts)
         return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, shares_BTE)
 
-    def _taken(self, shares_BSE: Tensor, real_BS: Tensor) -> Tensor:
+    def _choose(self, shares_BSE: Tensor, real_BS: Tensor) -> Tensor:
         S = shares_BSE.shape[1]
         places = min(math.ceil(self.top_k * S / self.n_experts), S)
         scores_BES = shares_BSE.masked_fill(~real_BS[..., None], -1).transpose(1, 2)

@@ -35,7 +35,7 @@ class ReturnSlots(nn.Module):
 
 @FFNS.register("soft_moe")
 class SoftMoE(nn.Module):
-    """Each slot is a mean of a document's tokens, and each token gets a mean of what is made of its slots."""
+    """Each slot is a mean of a document's tokens, and each token gets a mean of its slots' outputs."""
 
     cp_plan = "soft_moe"
 
@@ -47,7 +47,7 @@ class SoftMoE(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_slots, config.d_model))
         self.initial = {"weight": initial("dense", config.d_model, n_slots)}
         self.experts = Experts(config, initial)
-        # Where ranks that have a part of each row make means of all of it, and each takes some of them to experts.
+        # Seams at which ranks that share a row compute means over all of it, and each passes some to experts.
         self.gather_slots, self.return_slots = GatherSlots(), ReturnSlots()
 
     def cost(self, tokens: TokenCounts) -> Cost:

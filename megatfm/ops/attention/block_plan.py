@@ -18,7 +18,7 @@ from megatfm.ops.transfer import moved
 # R rows (query blocks of a row of the batch) of a piece, M key blocks that a row sees, P of them in part
 
 MASKED = 2**22
-"""So many pairs are looked at together when masks are made."""
+"""Number of pairs examined together when masks are made."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Sizes of what is asked: batch, queries, keys, and tokens in a block."""
+    """Sizes of the attention problem: batch, queries, keys, and tokens in a block."""
 
     batch: int
     queries: int
@@ -54,7 +54,7 @@ class BlockGrid:
 
 
 def plan_blocks(
-    seen: AttentionMask,
+    mask: AttentionMask,
     grid: BlockGrid,
     host_mask: AttentionMask | None = None,
     device: torch.device | None = None,
@@ -62,9 +62,9 @@ def plan_blocks(
     """Rows that see equally many blocks, as many of them in part, and where all their masks are the same, one mask.
 
     Memory is that of the table of blocks, and linear in T besides. host_mask: the same in the host's memory, where
-    `seen` is on a device: by it the host plans, since it would wait for each number; masks are made there.
+    `mask` is on a device: by it the host plans, since it would wait for each number; masks are made there.
     """
-    host_mask = host_mask or seen
+    host_mask = host_mask or mask
     table = _rows(host_mask.block_mask(grid.size), grid)
     device = device or table.device
     partial = table & ~_rows(host_mask.full_block_mask(grid.size), grid)
@@ -75,20 +75,22 @@ def plan_blocks(
     counts = table.sum(-1)
     count = counts.amax(1)
     masked = (partial.sum(-1) + count[:, None] - counts).amax(1)
-    alike = _shares_mask(host_mask, table, grid)
+    shares_mask = _shares_mask(host_mask, table, grid)
     planned = []
     for m, p in torch.stack([count, masked], 1).unique(dim=0).tolist():
         rows = ((count == m) & (masked == p)).nonzero()[:, 0]
         if not m:
             continue
-        listed = order[rows][..., :m]
+        visible_blocks = order[rows][..., :m]
         if not p:
-            planned.append(BlockGroup(moved(rows, device), moved(listed, device), None))
+            planned.append(BlockGroup(moved(rows, device), moved(visible_blocks, device), None))
             continue
-        for at, shared in _group_by_offset(rows % grid.rows, listed[..., m - p :], alike[rows]):
-            asked = at[:1] if shared else at
-            mask = _masks(seen, table, rows[asked], listed[asked][..., m - p :], grid, device)
-            planned.append(BlockGroup(moved(rows[at], device), moved(listed[at], device), mask))
+        for at, shared in _group_by_offset(rows % grid.rows, visible_blocks[..., m - p :], shares_mask[rows]):
+            queried = at[:1] if shared else at
+            group_mask = _masks(
+                mask, table, rows[queried], visible_blocks[queried][..., m - p :], grid, device
+            )
+            planned.append(BlockGroup(moved(rows[at], device), moved(visible_blocks[at], device), group_mask))
     return planned
 
 
@@ -97,23 +99,23 @@ def _rows(table_BnQJ: Tensor, grid: BlockGrid) -> Tensor:
     return table_BnQJ.expand(grid.batch, -1, -1, -1).transpose(1, 2).flatten(0, 1)
 
 
-def _shares_mask(seen: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
+def _shares_mask(mask: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
     """[B · Q]: the rows whose masks depend on the distances of their blocks alone."""
-    repeats = seen.translation_invariant_blocks(grid.size)
+    repeats = mask.translation_invariant_blocks(grid.size)
     if repeats is None:
         return table.new_zeros(len(table))
     q_BQ, k_BJ = (x.expand(grid.batch, -1) for x in repeats)
     if grid.keys % grid.size:
         k_BJ = k_BJ & (torch.arange(grid.columns, device=k_BJ.device) < grid.columns - 1)
-    other = (~k_BJ)[:, None].expand(-1, grid.rows, -1).flatten(0, 1)
-    return q_BQ.flatten() & ~(table & other[:, None]).flatten(1).any(1)
+    is_hidden = (~k_BJ)[:, None].expand(-1, grid.rows, -1).flatten(0, 1)
+    return q_BQ.flatten() & ~(table & is_hidden[:, None]).flatten(1).any(1)
 
 
-def _group_by_offset(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[tuple[Tensor, bool]]:
+def _group_by_offset(places: Tensor, blocks: Tensor, shares_mask: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """Yield the rows of each group, and whether they share one mask."""
-    if not alike.all():
-        yield (~alike).nonzero()[:, 0], False
-    at = alike.nonzero()[:, 0]
+    if not shares_mask.all():
+        yield (~shares_mask).nonzero()[:, 0], False
+    at = shares_mask.nonzero()[:, 0]
     if len(at):
         distances, kind = (blocks[at] - places[at, None, None]).flatten(1).unique(dim=0, return_inverse=True)
         for number in range(len(distances)):
@@ -121,20 +123,20 @@ def _group_by_offset(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[
 
 
 def _masks(
-    seen: AttentionMask, table: Tensor, rows: Tensor, blocks: Tensor, grid: BlockGrid, device: torch.device
+    mask: AttentionMask, table: Tensor, rows: Tensor, blocks: Tensor, grid: BlockGrid, device: torch.device
 ) -> Tensor:
     """[R, n, b, P·b] on the device, true where a query of a row sees a key of the blocks [R, n, P]."""
     inside = torch.arange(grid.size, device=device)
     n = torch.arange(blocks.shape[1], device=device)[None, :, None, None]
     blocks_at_once = max(1, MASKED // (grid.size**2 * blocks[0].numel()))
-    of_all = (moved(x, device).split(blocks_at_once) for x in (rows, blocks, table[rows].gather(-1, blocks)))
+    chunks = (moved(x, device).split(blocks_at_once) for x in (rows, blocks, table[rows].gather(-1, blocks)))
     masks = []
-    for row, block, listed in zip(*of_all, strict=True):
+    for row, block, listed in zip(*chunks, strict=True):
         b = (row // grid.rows)[:, None, None, None]
         q = ((row % grid.rows)[:, None] * grid.size + inside).clamp(max=grid.queries - 1)[:, None, :, None]
         k = (block[..., None] * grid.size + inside).flatten(2)[:, :, None]
-        held = (k < grid.keys) & listed.repeat_interleave(grid.size, -1)[:, :, None]
-        masks.append(seen.mask_mod(b, n, q, k.clamp(max=grid.keys - 1)) & held)
+        is_listed = (k < grid.keys) & listed.repeat_interleave(grid.size, -1)[:, :, None]
+        masks.append(mask.mask_mod(b, n, q, k.clamp(max=grid.keys - 1)) & is_listed)
     return torch.cat(masks)
 
 
@@ -152,7 +154,7 @@ TILES = (64, 128, 256)
 2026-11-23). The widest are of documents that are seen whole."""
 
 ALIGNED = 64
-"""Tiles have multiples of so many keys, where there are some to spare."""
+"""Tiles have multiples of this many keys, if there are enough."""
 
 
 def bands(
@@ -182,8 +184,8 @@ def bands(
 
 def tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tensor:
     """[…, T, H] → […, n, size, H], a view."""
-    over = x.narrow(-2, first, (count - 1) * step + size)
-    return over.unfold(-2, size, step).transpose(-1, -2)
+    windows = x.narrow(-2, first, (count - 1) * step + size)
+    return windows.unfold(-2, size, step).transpose(-1, -2)
 
 
 def add_tiles(total: Tensor, parts: Tensor, first: int, step: int) -> None:
@@ -213,8 +215,8 @@ def _tiles(sides: BandLimits, begin: int, end: int, fused: bool) -> Iterator[tup
     size = far if is_full else middle if left + right >= 128 else near
     for first in range(begin, end, size):
         last = min(first + size, end)
-        before, after = (-(-side // ALIGNED) * ALIGNED for side in (left, right))
-        yield first, last, max(begin, first - before), min(end, last + after), False
+        n_before, n_after = (-(-side // ALIGNED) * ALIGNED for side in (left, right))
+        yield first, last, max(begin, first - n_before), min(end, last + n_after), False
 
 
 def _of_tokens(
@@ -224,16 +226,30 @@ def _of_tokens(
     places = torch.arange(end - begin, device=device)
     tokens = moved(torch.tensor(sides.global_tokens, dtype=torch.int64), device)
     for low, high in _neighbours([token for token in sides.global_tokens if token < end - begin]):
-        far = ~_near(sides, places[:, None], places[low:high])
-        of_others = far & ~torch.isin(places, tokens)[:, None]
-        of_token = ~_near(sides, places[low:high, None], places)
+        is_far = ~_near(sides, places[:, None], places[low:high])
+        is_hidden_for_rows = is_far & ~torch.isin(places, tokens)[:, None]
+        is_hidden_for_tokens = ~_near(sides, places[low:high, None], places)
         at, count = begin + low, high - low
-        if of_others.any():
+        if is_hidden_for_rows.any():
             yield Band(
-                row, begin, at, end - begin, count, partial_columns=((0, of_others),), accumulates=True
+                row,
+                begin,
+                at,
+                end - begin,
+                count,
+                partial_columns=((0, is_hidden_for_rows),),
+                accumulates=True,
             )
-        if of_token.any():
-            yield Band(row, at, begin, count, end - begin, partial_columns=((0, of_token),), accumulates=True)
+        if is_hidden_for_tokens.any():
+            yield Band(
+                row,
+                at,
+                begin,
+                count,
+                end - begin,
+                partial_columns=((0, is_hidden_for_tokens),),
+                accumulates=True,
+            )
 
 
 def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -246,8 +262,8 @@ def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _near(sides: BandLimits, q: Tensor, k: Tensor) -> Tensor:
-    near = q == q if sides.left is None else k >= q - sides.left
-    return near & (k == k) if sides.right is None else near & (k <= q + sides.right)
+    in_window = q == q if sides.left is None else k >= q - sides.left
+    return in_window & (k == k) if sides.right is None else in_window & (k <= q + sides.right)
 
 
 def _edges(

@@ -41,36 +41,36 @@ def blocked(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: AttentionMask,
+    mask: AttentionMask,
     bias: Tensor | None,
     variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, with biases by distance only; a query that sees nothing gets 0."""
+    """Compute `attention_reference` with biases by distance only; a query that sees nothing gets 0."""
     queries = q_BNTH.shape[2]
-    same = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not variant.softcap and bias is None
-    visits, size, covers = _visits(seen, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None, fused=same)
+    has_same_width = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not variant.softcap and bias is None
+    visits, size, covers = _visits(mask, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None, fused=has_same_width)
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
-    drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
-    how = BlockAttentionPlan.build(visits, size, q.shape[-1], variant, zero=queries - 1, covers=covers)
-    result: Tensor = _Blocked.apply(q, k, v, bias, drawn, sinks_N, how)
+    rng_keys = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
+    plan = BlockAttentionPlan.build(visits, size, q.shape[-1], variant, zero=queries - 1, covers=covers)
+    result: Tensor = _Blocked.apply(q, k, v, bias, rng_keys, sinks_N, plan)
     return result if result.shape[2] == queries else result[:, :, :queries]
 
 
 def _visits(
-    seen: AttentionMask, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool, fused: bool
+    mask: AttentionMask, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool, fused: bool
 ) -> tuple[list[BlockGroup | Band], int, bool]:
     """The visits, into multiples of how many tokens rows are padded for them, and whether they hold every query."""
-    bands = None if drops else seen.cached(("bands", fused), lambda: seen.bands(fused=fused))
+    bands = None if drops else mask.cached(("bands", fused), lambda: mask.bands(fused=fused))
     if bands is not None:
         return list(bands), 1, True
-    size = block_size(seen)
+    size = block_size(mask)
     grid = BlockGrid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
-    result = seen.cached(("pieces", size), lambda: list(plan_blocks(seen, grid)))
+    result = mask.cached(("pieces", size), lambda: list(plan_blocks(mask, grid)))
     visits: list[BlockGroup | Band] = (
-        [*result] if drops else seen.cached(("wide", size), lambda: dense_blocks_as_bands(result, grid))
+        [*result] if drops else mask.cached(("wide", size), lambda: dense_blocks_as_bands(result, grid))
     )
     return visits, size, False
 
@@ -89,9 +89,9 @@ def dense_blocks_as_bands(result: Sequence[BlockGroup], grid: BlockGrid) -> list
     return visits
 
 
-def block_size(seen: AttentionMask) -> int:
+def block_size(mask: AttentionMask) -> int:
     """Tokens of a block: of what is seen, if it is made of blocks of about the right size."""
-    grain = seen.grain or 0
+    grain = mask.grain or 0
     return grain if SIZE // 4 <= grain <= SIZE and grain % 4 == 0 else SIZE
 
 
@@ -115,73 +115,78 @@ class Chunk:
 class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drawn: Tensor | None,
-        sinks: Tensor | None, how: BlockAttentionPlan,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rng_keys: Tensor | None,
+        sinks: Tensor | None, plan: BlockAttentionPlan,
     ) -> Tensor:  # fmt: skip
-        out, lse = with_sinks(*forward(q, k, v, drawn, how, bias), sinks)
-        ctx.save_for_backward(q, k, v, bias, drawn, sinks, out, lse)
-        ctx.how = how
+        out, lse = with_sinks(*forward(q, k, v, rng_keys, plan, bias), sinks)
+        ctx.save_for_backward(q, k, v, bias, rng_keys, sinks, out, lse)
+        ctx.how = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        q, k, v, bias, drawn, sinks, out, lse = ctx.saved_tensors
-        of_bias = bias.new_zeros(bias.shape, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        dq, dk, dv = backward(g, q, k, v, out, lse, drawn, ctx.how, bias, of_bias)
-        of_sinks = gradient_of_sinks(g, out, lse, sinks)
+        q, k, v, bias, rng_keys, sinks, out, lse = ctx.saved_tensors
+        bias_grad = bias.new_zeros(bias.shape, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
+        dq, dk, dv = backward(g, q, k, v, out, lse, rng_keys, ctx.how, bias, bias_grad)
+        sinks_grad = gradient_of_sinks(g, out, lse, sinks)
         return (
-            dq, dk.to(k.dtype), dv.to(v.dtype), None if of_bias is None else of_bias.to(bias.dtype), None,
-            of_sinks, None,
+            dq, dk.to(k.dtype), dv.to(v.dtype), None if bias_grad is None else bias_grad.to(bias.dtype), None,
+            sinks_grad, None,
         )  # fmt: skip
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: BlockAttentionPlan, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng_keys: Tensor | None,
+    plan: BlockAttentionPlan,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logarithms of the sums [B, N, T, 1] over these keys, −∞ where none is seen; T and S divide into
     blocks. bias: by distance."""
-    filled = torch.empty if how.is_banded else torch.zeros
+    filled = torch.empty if plan.is_banded else torch.zeros
     out = filled(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for band in how.steps:
+    for band in plan.steps:
         if isinstance(band, Band):
-            tile.forward(band, q, k, v, out, lse, bias, how)
-    for chunk in _chunks(how, q, k, bias):
+            tile.forward(band, q, k, v, out, lse, bias, plan)
+    for chunk in _chunks(plan, q, k, bias):
         (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
-        keep = _kept(chunk, drawn, how)
-        part, total = tile_forward(qc, kc, vc, chunk.added, keep, how)
+        keep = _kept(chunk, rng_keys, plan)
+        part, total = tile_forward(qc, kc, vc, chunk.added, keep, plan)
         _put(out, part, chunk)
         _put(lse, total, chunk)
     return out, lse
 
 
 def backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: BlockAttentionPlan,
-    bias: Tensor | None = None, of_bias: Tensor | None = None,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rng_keys: Tensor | None,
+    plan: BlockAttentionPlan, bias: Tensor | None = None, bias_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys, others too.
 
-    That of a bias that learns is added to `of_bias`.
+    That of a bias that learns is added to `bias_grad`.
     """
-    dq = torch.empty_like(q) if how.is_banded else torch.zeros_like(q)
-    folded = uses_bf16_backward(q, v, drawn, how) and bias is None
+    dq = torch.empty_like(q) if plan.is_banded else torch.zeros_like(q)
+    folded = uses_bf16_backward(q, v, rng_keys, plan) and bias is None
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
     if folded:
         k, v = append_columns(k), append_columns(v)
     lse = lse.masked_fill(lse == -torch.inf, 0)
-    for band in how.steps:
+    for band in plan.steps:
         if isinstance(band, Band):
-            tile.backward(band, g, q, k, v, out, lse, dq, dk, dv, bias, of_bias, how)
-    for chunk in _chunks(how, q, k, bias):
+            tile.backward(band, g, q, k, v, out, lse, dq, dk, dv, bias, bias_grad, plan)
+    for chunk in _chunks(plan, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
         if folded:
-            results: Gradients = (*tile_backward_bf16(gc, qc, kc, vc, oc, lc, chunk.added, how.scale), None)
+            results: Gradients = (*tile_backward_bf16(gc, qc, kc, vc, oc, lc, chunk.added, plan.scale), None)
         else:
-            keep, learns = _kept(chunk, drawn, how), of_bias is not None
-            results = attend_backward(gc, qc, kc, vc, oc, lc, chunk.added, keep, how, learns=learns)
-            if of_bias is not None and results[3] is not None:
+            keep, learns = _kept(chunk, rng_keys, plan), bias_grad is not None
+            results = attend_backward(gc, qc, kc, vc, oc, lc, chunk.added, keep, plan, learns=learns)
+            if bias_grad is not None and results[3] is not None:
                 part = results[3].unflatten(2, (-1, chunk.size)).flatten(1, 2)
-                of_bias.index_put_(_of_heads(chunk, q.shape[1]), part, accumulate=True)
+                bias_grad.index_put_(_of_heads(chunk, q.shape[1]), part, accumulate=True)
         _put(dq, results[0], chunk)
         for total, part in ((dk, results[1]), (dv, results[2])):
             part = part.reshape(len(chunk.flat), -1).to(total.dtype)
@@ -205,15 +210,15 @@ def gradient_of_sinks(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None)
     return -(share * (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).sum((0, 2, 3)).to(sinks.dtype)
 
 
-def _chunks(how: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
-    size = how.size
+def _chunks(plan: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
+    size = plan.size
     N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // size, k.shape[2] // size
-    for piece in how.steps:
+    for piece in plan.steps:
         if isinstance(piece, Band):
             continue
         differ, count = piece.table.shape[1:]
         heads = N if differ > 1 else K
-        of_head = torch.arange(heads, device=q.device) // (heads // K)
+        kv_head_of = torch.arange(heads, device=q.device) // (heads // K)
         step = max(1, SCORES // (N * size * size * count))
         # One mask for all rows is made into a bias once.
         shared = None
@@ -221,7 +226,7 @@ def _chunks(how: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None) 
             shared = _hidden(piece.mask, count * size, N // heads, q.dtype)
         for at in range(0, len(piece.query_blocks), step):
             rows, table = piece.query_blocks[at : at + step], piece.table[at : at + step]
-            flat = (((rows // Q)[:, None] * K + of_head)[..., None] * J + table).flatten()
+            flat = (((rows // Q)[:, None] * K + kv_head_of)[..., None] * J + table).flatten()
             added = shared
             if piece.mask is not None and shared is None:
                 added = _hidden(piece.mask[at : at + step], count * size, N // heads, q.dtype)
@@ -229,7 +234,7 @@ def _chunks(how: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None) 
                 yield Chunk(rows, flat, heads, size, added, table, None)
                 continue
             distances = block_indices(
-                bias.shape[1], how.zero_distance, size, rows % Q, table, how.q_places, how.places
+                bias.shape[1], plan.zero_distance, size, rows % Q, table, plan.q_places, plan.places
             )
             chunk = Chunk(rows, flat, heads, size, added, table, distances)
             results = bias.to(q.dtype)[_of_heads(chunk, N)].unflatten(1, (heads, -1)).flatten(2, 3)
@@ -275,17 +280,17 @@ def _keys(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
         yield results.view(len(chunk.query_blocks), chunk.heads, -1, x.shape[-1])
 
 
-def _kept(chunk: Chunk, drawn: Tensor | None, how: BlockAttentionPlan) -> Tensor | None:
+def _kept(chunk: Chunk, rng_keys: Tensor | None, plan: BlockAttentionPlan) -> Tensor | None:
     """Booleans [R, K', g·b, M·b] of probabilities that are not dropped: the same as `ops.dropout` draws for a row."""
-    if drawn is None:
+    if rng_keys is None:
         return None
-    (keys,) = _queries(chunk, drawn[..., None])
+    (keys,) = _queries(chunk, rng_keys[..., None])
     table, size = chunk.table, chunk.size
-    if how.places is not None:
-        channels = block_positions(how.places, table, size)
-        return keep_at(keys, channels.flatten(2)[:, :, None], how.threshold)
+    if plan.places is not None:
+        channels = block_positions(plan.places, table, size)
+        return keep_at(keys, channels.flatten(2)[:, :, None], plan.threshold)
     groups = table[..., None] * (size // 4) + torch.arange(size // 4, device=table.device)
-    return fold_in(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= how.threshold - RATE_STEPS // 2
+    return fold_in(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= plan.threshold - RATE_STEPS // 2
 
 
 def padded(x: Tensor, size: int) -> Tensor:

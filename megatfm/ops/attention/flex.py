@@ -31,13 +31,13 @@ def flex(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: AttentionMask,
+    mask: AttentionMask,
     bias: Tensor | None,
     variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, with biases by distance only.
+    """Compute `attention_reference` with biases by distance only.
 
     Probabilities are dropped inside the kernel, by the keys: with scores of −∞ at what is dropped it gives the mean of
     the values that are left, and the logarithm of the sum over these. A second pass gives that over all of them.
@@ -45,7 +45,7 @@ def flex(
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
-    visits = seen.cached(("block mask", SIZE), lambda: block_mask(seen, *lengths))
+    visits = mask.cached(("block mask", SIZE), lambda: block_mask(mask, *lengths))
     run: Any = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
     options = {
         "block_mask": visits,
@@ -75,11 +75,11 @@ def flex(
     return out_BNTV * shares_BNT[..., None].to(out_BNTV.dtype)
 
 
-def block_mask(seen: AttentionMask, queries: int, keys: int) -> "BlockMask":
+def block_mask(mask: AttentionMask, queries: int, keys: int) -> "BlockMask":
     """The blocks that are visited, from the table of blocks: torch's own way asks for all pairs first."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    table_BnQJ, full_BnQJ = seen.block_mask(SIZE), seen.full_block_mask(SIZE)
+    table_BnQJ, full_BnQJ = mask.block_mask(SIZE), mask.full_block_mask(SIZE)
     if keys % SIZE:
         full_BnQJ = full_BnQJ & (
             torch.arange(full_BnQJ.shape[-1], device=full_BnQJ.device) < full_BnQJ.shape[-1] - 1
@@ -88,7 +88,7 @@ def block_mask(seen: AttentionMask, queries: int, keys: int) -> "BlockMask":
     partial = table_BnQJ & ~full_BnQJ
 
     def pair(b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return seen.mask_mod(b, n, q, k)
+        return mask.mask_mod(b, n, q, k)
 
     return BlockMask.from_kv_blocks(
         *_listed(partial), *_listed(full_BnQJ), BLOCK_SIZE=SIZE, mask_mod=pair, seq_lengths=(queries, keys)

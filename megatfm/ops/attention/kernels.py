@@ -20,10 +20,10 @@ MATMUL_SCORES = 2**26
 oneDNN's bfloat16 kernels, 1.5 to 3 times as fast as the fused kernel (docs/LOG.md, 2026-11-21)."""
 
 LONG = 1024
-"""From so many queries on, a mask of T × S costs more than to look at blocks (docs/LOG.md, 2026-11-22)."""
+"""Number of queries from which on a mask of T × S costs more than visiting blocks (docs/LOG.md, 2026-11-22)."""
 
 LONG_ON_GPU = 256
-"""The same where a mask also means another kernel than FlashAttention; not measured yet."""
+"""The same number on a GPU, where a mask also rules FlashAttention out; not measured yet."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AttentionRequest:
         drops: bool,
         bias: Tensor | None = None,
         sinks: bool = False,
-        of_values: int | None = None,
+        v_width: int | None = None,
     ) -> Self:
         """The case of queries and keys. of_values: their width, where it is not that of the keys."""
         queries, keys = q_BNTH.shape[2], k_BKSH.shape[2]
@@ -69,7 +69,7 @@ class AttentionRequest:
         softcap = variant.softcap is not None
         compiled = torch.compiler.is_compiling()
         width, grouped = q_BNTH.shape[-1], q_BNTH.shape[1] != k_BKSH.shape[1]
-        in_runs = mask.window is not None and supports_head_dims(width, of_values or width, grouped=grouped)
+        in_runs = mask.window is not None and supports_head_dims(width, v_width or width, grouped=grouped)
         return cls(
             q_BNTH.device.type,
             q_BNTH.dtype,
@@ -160,7 +160,7 @@ STAND_INS: dict[str, Callable[..., Tensor]] = {}
 
 def choose(case: AttentionRequest) -> Kernel:
     """The first kernel that carries a case and is the fastest in it, else the first that carries it."""
-    able = [kernel for kernel in KERNELS if kernel.supports(case)]
-    chosen = next((kernel for kernel in able if kernel.is_preferred(case)), able[0])
-    stand_in = STAND_INS.get(chosen.name)
-    return replace(chosen, run=stand_in) if stand_in else chosen
+    supporting = [kernel for kernel in KERNELS if kernel.supports(case)]
+    kernel = next((kernel for kernel in supporting if kernel.is_preferred(case)), supporting[0])
+    stand_in = STAND_INS.get(kernel.name)
+    return replace(kernel, run=stand_in) if stand_in else kernel

@@ -71,13 +71,13 @@ class AttentionMask(Protocol):
         """With a window: where sequences begin in all rows laid end to end, int32 [C + 1]; at last where they end."""
 
     def mask(self) -> Tensor | None:
-        """Boolean [B or 1, N or 1, T, S], true where a query looks; None where `builtin_mask` says it."""
+        """Boolean [B or 1, N or 1, T, S], true where a query sees a key; None if `builtin_mask` says it all."""
 
     def block_mask(self, size: int) -> Tensor:
         """Boolean [B or 1, N or 1, ⌈T/size⌉, ⌈S/size⌉], true where a block of queries may see a key of a block."""
 
     def full_block_mask(self, size: int) -> Tensor:
-        """The same, true where all of a block of queries surely see all keys of a block."""
+        """Boolean, of the shape of `block_mask`, true if all queries of a block surely see all keys of a block."""
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Booleans for single pairs: int64 numbers of rows, heads, queries and keys that broadcast to one another."""

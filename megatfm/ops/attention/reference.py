@@ -33,13 +33,13 @@ def attention_reference(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
-    seen: AttentionMask = FULL_MASK,
+    mask: AttentionMask = FULL_MASK,
     bias: Tensor | None = None,
     variant: AttentionOptions = AttentionOptions(),
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale + bias) v over what is seen, written out; [B, N, T, V].
+    """softmax(q kᵀ · scale + bias) v over visible keys, written out; [B, N, T, V].
 
     bias broadcasts to [B, N, T, S], or has a number for each distance (`megatfm.ops.attention.relative_bias`); it is
     added after the soft cap. sinks: a score for each head that takes part in the softmax, but has no key (Agarwal et
@@ -54,12 +54,12 @@ def attention_reference(
         scores_BNTS = variant.softcap * torch.tanh(scores_BNTS / variant.softcap)
     if bias is not None:
         scores_BNTS = scores_BNTS + expand(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
-    mask = seen.mask()
-    if seen.builtin_mask == "causal":
+    mask_B1TS = mask.mask()
+    if mask.builtin_mask == "causal":
         queries, keys = scores_BNTS.shape[-2:]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
-    shares_BNTS = probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT, sinks_N)
-    return unless_blind(shares_BNTS @ v_BKSV, mask, seen)
+        mask_B1TS = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
+    shares_BNTS = probabilities(scores_BNTS, mask_B1TS, variant.dropout, rng_keys_BNT, sinks_N)
+    return unless_blind(shares_BNTS @ v_BKSV, mask_B1TS, mask)
 
 
 def probabilities(
@@ -90,18 +90,18 @@ def probabilities(
     return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)
 
 
-def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None, seen: AttentionMask = FULL_MASK) -> Tensor:
+def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None, mask: AttentionMask = FULL_MASK) -> Tensor:
     """Attention's output with 0 where a query sees no key, and nothing that goes back from there.
 
     seen: whose mask it is; layers that see the same then share which queries these are."""
     if mask_B1TS is None:
         return heads_BNTV
-    blind_B1T1 = seen.cached("blind", lambda: ~mask_B1TS.any(-1, keepdim=True))
+    blind_B1T1 = mask.cached("blind", lambda: ~mask_B1TS.any(-1, keepdim=True))
     return heads_BNTV.masked_fill(blind_B1T1, 0)
 
 
 MAX_SCORES = 2**26
-"""So many scores are held at once; those of more are computed again in the backward pass."""
+"""Number of scores held at once; those of more are computed again in the backward pass."""
 
 log = logging.getLogger("megatfm")
 
@@ -126,8 +126,10 @@ def log_once(kind: str, at_once: bool, device: str, dtype: torch.dtype) -> None:
     """Log once how attention of a kind is computed."""
     if (entry := (kind, at_once, device, dtype)) not in _LOGGED:
         _LOGGED.add(entry)
-        how = "all queries at once" if at_once else "some queries at a time, and again in the backward pass"
-        log.info("attention %s, on %s in %s: kernel products, %s", kind, device, str(dtype)[6:], how)
+        strategy = (
+            "all queries at once" if at_once else "some queries at a time, and again in the backward pass"
+        )
+        log.info("attention %s, on %s in %s: kernel products, %s", kind, device, str(dtype)[6:], strategy)
 
 
 _LOGGED: set[tuple[str, bool, str, torch.dtype]] = set()

@@ -21,7 +21,7 @@ FLASH = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes that the fused CPU kernel serves."""
 
 SCORES = 2**20
-"""So many scores are held at once, besides what is linear in T."""
+"""Number of scores held at once, besides tensors linear in T."""
 
 EXTRA_COLUMNS = 32 if has_amx_tiles() else 8
 """Columns that are added to bfloat16 keys and values for what is taken off the scores: two, and zeros up to what matrix
@@ -81,23 +81,23 @@ def tile_forward(
     v: Tensor,
     bias: Tensor | None,
     keep: Tensor | None,
-    how: BlockAttentionPlan,
+    plan: BlockAttentionPlan,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and logarithm of the sum [X, n, b, 1]."""
-    if is_plain(q, v, keep, how):
-        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=how.scale)
+    if is_plain(q, v, keep, plan):
+        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=plan.scale)
         if bias is not None:  # of a query that sees nothing, the kernel says 0 and not −∞
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return out, lse[..., None]
-    scores, _ = _scores(q, k, bias, how)
+    scores, _ = _scores(q, k, bias, plan)
     shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     lse = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()
     if bias is not None:
         blind = bias.amax(-1, keepdim=True) == -torch.inf
         shares, lse = shares.masked_fill_(blind, 0), lse.masked_fill_(blind, -torch.inf)
     if keep is not None:
-        shares = shares.mul_(keep).mul_(RATE_STEPS / (RATE_STEPS - how.threshold))
+        shares = shares.mul_(keep).mul_(RATE_STEPS / (RATE_STEPS - plan.threshold))
     return shares.to(q.dtype) @ v, lse
 
 
@@ -110,27 +110,27 @@ def attend_backward(
     lse: Tensor,
     bias: Tensor | None,
     keep: Tensor | None,
-    how: BlockAttentionPlan,
+    plan: BlockAttentionPlan,
     causal: bool = False,
     learns: bool = False,
 ) -> Gradients:
     """Gradients of q, k and v, and where the bias learns, of that; `out` and `lse` over all keys."""
-    if is_plain(q, v, keep, how) and not learns:
+    if is_plain(q, v, keep, plan) and not learns:
         dq, dk, dv = flash_on_cpu_backward(
-            g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=how.scale
+            g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=plan.scale
         )
         return dq, dk, dv, None
-    scores, slope = _scores(q, k, bias, how)
+    scores, slope = _scores(q, k, bias, plan)
     shares = scores.to(lse.dtype).sub_(lse).exp_()
-    of_shares, used = g @ v.transpose(-1, -2), shares
+    shares_grad, used = g @ v.transpose(-1, -2), shares
     if keep is not None:
-        factor = keep.to(shares.dtype) * (RATE_STEPS / (RATE_STEPS - how.threshold))
-        of_shares, used = of_shares * factor, shares * factor
-    of_scores = (of_shares - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
-    of_bias = of_scores if learns else None
-    of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
-    of_q, of_k = (of_scores @ k) * how.scale, of_scores.transpose(-1, -2) @ (q * how.scale)
-    return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g, of_bias
+        factor = keep.to(shares.dtype) * (RATE_STEPS / (RATE_STEPS - plan.threshold))
+        shares_grad, used = shares_grad * factor, shares * factor
+    scores_grad = (shares_grad - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
+    bias_grad = scores_grad if learns else None
+    scores_grad = (scores_grad if slope is None else scores_grad * slope).to(q.dtype)
+    q_grad, k_grad = (scores_grad @ k) * plan.scale, scores_grad.transpose(-1, -2) @ (q * plan.scale)
+    return q_grad, k_grad, used.to(q.dtype).transpose(-1, -2) @ g, bias_grad
 
 
 def append_columns(x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def append_columns(x: Tensor) -> Tensor:
 def tile_backward_bf16(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_backward` in bfloat16; keys and values have room beside them.
+    """Compute `attend_backward` in bfloat16; keys and values have room beside them.
 
     What is taken off scores and their gradients, in float32, is taken off within the matrix product, in two parts:
     the scores are then rounded once, and near 0, where bfloat16 is finest. Probabilities are kept `level` powers of 2
@@ -159,10 +159,10 @@ def tile_backward_bf16(
     if bias is not None:
         shares.add_(bias)
     shares.exp_()
-    of_scores = torch.cat([g, *_split_high_low(delta * -(2.0**-level), g.dtype)], -1) @ v.transpose(-1, -2)
-    of_scores.mul_(shares)
-    of_q, of_k = (of_scores @ k)[..., :-EXTRA_COLUMNS], of_scores.transpose(-1, -2) @ scaled
-    return of_q * scale, of_k, shares.transpose(-1, -2) @ g
+    scores_grad = torch.cat([g, *_split_high_low(delta * -(2.0**-level), g.dtype)], -1) @ v.transpose(-1, -2)
+    scores_grad.mul_(shares)
+    q_grad, k_grad = (scores_grad @ k)[..., :-EXTRA_COLUMNS], scores_grad.transpose(-1, -2) @ scaled
+    return q_grad * scale, k_grad, shares.transpose(-1, -2) @ g
 
 
 def _split_high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,31 +172,31 @@ def _split_high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def _scores(
-    q: Tensor, k: Tensor, bias: Tensor | None, how: BlockAttentionPlan
+    q: Tensor, k: Tensor, bias: Tensor | None, plan: BlockAttentionPlan
 ) -> tuple[Tensor, Tensor | None]:
     """Capped and masked scores, and the slope of the cap."""
-    scores, slope = (q * how.scale) @ k.transpose(-1, -2), None
-    if how.softcap:
-        share = torch.tanh(scores / how.softcap)
-        scores, slope = how.softcap * share, 1 - share**2
+    scores, slope = (q * plan.scale) @ k.transpose(-1, -2), None
+    if plan.softcap:
+        share = torch.tanh(scores / plan.softcap)
+        scores, slope = plan.softcap * share, 1 - share**2
     return (scores if bias is None else scores.add_(bias)), slope
 
 
-def uses_bf16_backward(q: Tensor, v: Tensor, drawn: Tensor | None, how: BlockAttentionPlan) -> bool:
+def uses_bf16_backward(q: Tensor, v: Tensor, rng_keys: Tensor | None, plan: BlockAttentionPlan) -> bool:
     """Whether `tile_backward_bf16` serves it: on matrix units it is several times as fast as the fused kernel."""
-    return q.dtype == torch.bfloat16 and is_plain(q, v, drawn, how)
+    return q.dtype == torch.bfloat16 and is_plain(q, v, rng_keys, plan)
 
 
-def is_plain(q: Tensor, v: Tensor, keep: Tensor | None, how: BlockAttentionPlan) -> bool:
+def is_plain(q: Tensor, v: Tensor, keep: Tensor | None, plan: BlockAttentionPlan) -> bool:
     """Whether the fused kernel serves it."""
     is_flash = q.device.type == "cpu" and q.dtype in FLASH
-    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not how.softcap
+    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not plan.softcap
 
 
 # B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries
 
 FOLDED = 2**23
-"""So many scores of a tile are held in bfloat16; of larger ones the fused kernel computes them again."""
+"""Number of scores of a tile held in bfloat16; of larger ones the fused kernel computes them again."""
 
 HELD = 2**21
 """Scores of the tiles whose keys' gradients, which overlap, are held at once."""
@@ -210,9 +210,9 @@ def forward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    how: BlockAttentionPlan,
+    plan: BlockAttentionPlan,
 ) -> None:
-    """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with what is there.
+    """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with existing values.
 
     bias: by distance."""
     added = _added(band, bias, q, k.shape[1])
@@ -222,7 +222,7 @@ def forward(
         keys, values = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        results = tile_forward(_queries(q, first, count, band), keys, values, added, None, how, band.causal)
+        results = tile_forward(_queries(q, first, count, band), keys, values, added, None, plan, band.causal)
         places = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
         outputs = [_of_heads(x, q.shape[1], band) for x in results]
         if band.accumulates:
@@ -233,7 +233,7 @@ def forward(
 
 def backward(
     band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, bias: Tensor | None, of_bias: Tensor | None, how: BlockAttentionPlan,
+    dv: Tensor, bias: Tensor | None, bias_grad: Tensor | None, plan: BlockAttentionPlan,
 ) -> None:  # fmt: skip
     """Adds to the gradients of q, k and v, and of a bias that learns; all but that of q in the type of `lse`."""
     heads, length, width = k.shape[1], *q.shape[2:]
@@ -249,28 +249,28 @@ def backward(
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if folded:
-            results: Gradients = (*_products(gc, qc, kc, vc, oc, lc, added, how.scale), None)
+            results: Gradients = (*_products(gc, qc, kc, vc, oc, lc, added, plan.scale), None)
         else:
-            learns = of_bias is not None
-            results = attend_backward(gc, qc, kc, vc, oc, lc, added, None, how, band.causal, learns)
-            if of_bias is not None and results[3] is not None:
-                of_head = (
+            learns = bias_grad is not None
+            results = attend_backward(gc, qc, kc, vc, oc, lc, added, None, plan, band.causal, learns)
+            if bias_grad is not None and results[3] is not None:
+                kv_head_of = (
                     results[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
                 )
-                add_tile(of_bias, of_head, length, band.first, band.start)
-        of_q = _of_heads(results[0], q.shape[1], band)
+                add_tile(bias_grad, kv_head_of, length, band.first, band.start)
+        q_grad = _of_heads(results[0], q.shape[1], band)
         place = tiles(dq, first, band.queries, count, band.step)
-        place.copy_(place + of_q if band.accumulates else of_q)
+        place.copy_(place + q_grad if band.accumulates else q_grad)
         for total, part in ((dk, results[1]), (dv, results[2])):
             part = part.sum(1, keepdim=True, dtype=total.dtype) if band.causal else part
             add_tiles(total, part, start, band.step)
 
 
-def merge_partial(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+def merge_partial(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
-    total = torch.logaddexp(lse, of_more)
+    total = torch.logaddexp(lse, more_lse)
     safe = total.masked_fill(total == -torch.inf, 0)
-    return out * (lse - safe).exp() + more * (of_more - safe).exp(), total
+    return out * (lse - safe).exp() + more_out * (more_lse - safe).exp(), total
 
 
 def _by_keys(x: Tensor, band: Band, heads: int) -> Tensor:
@@ -290,8 +290,8 @@ def _of_heads(x: Tensor, groups: int, band: Band) -> Tensor:
     return x[:, :, None] if band.causal else x.unflatten(2, (groups, -1)).transpose(1, 2)
 
 
-def _parts(band: Band, held: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
-    count = max(1, held // (q.shape[0] * q.shape[1] * band.queries * band.keys))
+def _parts(band: Band, group_size: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
+    count = max(1, group_size // (q.shape[0] * q.shape[1] * band.queries * band.keys))
     for at in range(0, band.count, count):
         yield band.part(at, count)
 
@@ -310,8 +310,8 @@ def _added(band: Band, bias: Tensor | None, q: Tensor, heads: int) -> Tensor | N
         added = q.new_zeros(n_heads // heads, band.queries, band.keys)
     else:
         return None
-    for at, seen in band.partial_columns:
-        added[..., at : at + seen.shape[-1]].masked_fill_(~seen, -torch.inf)
+    for at, is_visible in band.partial_columns:
+        added[..., at : at + is_visible.shape[-1]].masked_fill_(~is_visible, -torch.inf)
     if bias is None:
         return added.view(1, 1, -1, band.keys)
     by_keys = added.view(heads, 1, -1, band.keys)

@@ -33,18 +33,18 @@ def varlen(
     q_BNTH: Tensor,
     k_BKTH: Tensor,
     v_BKTH: Tensor,
-    seen: AttentionMask,
+    mask: AttentionMask,
     bias: Tensor | None,
     variant: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, without biases, soft cap, dropped probabilities and sinks."""
-    assert seen.window is not None
+    """Compute `attention_reference` without biases, soft cap, dropped probabilities and sinks."""
+    assert mask.window is not None
     rows, heads, length = q_BNTH.shape[:3]
-    starts_C = seen.starts()
+    starts_C = mask.starts()
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
-    options: dict[str, Any] = {"scale": variant.scale, "window_size": seen.window}
+    options: dict[str, Any] = {"scale": variant.scale, "window_size": mask.window}
     if heads != k.shape[1]:
         options["enable_gqa"] = True
     # The longest is the row's length and not the longest document's, which would be another one in each batch.
@@ -53,9 +53,9 @@ def varlen(
 
 
 @constant_when_compiled
-def supports_head_dims(width: int, of_values: int, *, grouped: bool) -> bool:
+def supports_head_dims(width: int, v_width: int, *, grouped: bool) -> bool:
     """Whether this torch has the operator, and it takes heads of these widths, of which several share keys."""
-    fits = width == of_values and width <= WIDEST and width % 8 == 0
+    fits = width == v_width and width <= WIDEST and width % 8 == 0
     return fits and (not grouped or "enable_gqa" in parameters()) and all(n in parameters() for n in NEEDED)
 
 
@@ -87,7 +87,7 @@ def operator() -> Callable[..., Any]:
 
 @cache
 def parameters() -> frozenset[str]:
-    """The names of those that torch's operator takes: they differ from version to version."""
+    """Names of the options that torch's operator takes: they differ from version to version."""
     try:
         return frozenset(inspect.signature(operator()).parameters)
     except (ImportError, AttributeError):

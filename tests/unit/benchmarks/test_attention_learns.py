@@ -62,8 +62,8 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
         documents, targets = batch["documents"][0], batch["targets"][0]
         for number in range(int(documents.max()) + 1):
             at = (documents == number).nonzero()[:, 0]
-            asked = at[0 if encoder else -1]
-            assert targets[asked] == value_of(batch["tokens"][0, at[1:-1]].tolist())
+            requested = at[0 if encoder else -1]
+            assert targets[requested] == value_of(batch["tokens"][0, at[1:-1]].tolist())
             assert batch["positions"][0, at].tolist() == list(range(len(at)))
         assert (targets >= 0).sum() == documents.max() + 1 > 3
     recall = tasks.Recall(facts=5)

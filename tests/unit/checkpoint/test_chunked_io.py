@@ -98,8 +98,8 @@ def test_reads_that_give_less_than_was_asked_for(
     content, real = made(tmp_path / "file", SIZES[-1]), os.preadv
 
     def short(fd: int, buffers: Any, offset: int) -> int:
-        got = real(fd, buffers, offset)
-        return min(got, part) if is_direct(fd) else got
+        actual = real(fd, buffers, offset)
+        return min(actual, part) if is_direct(fd) else actual
 
     monkeypatch.setattr(os, "preadv", short)
     with file_io.HashedFile(tmp_path / "file", direct=True) as file:
@@ -226,14 +226,14 @@ def read_alike_and_apart(folder: Path) -> list[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_format, "read_safetensors", read)
-        for wanted, host in (
+        for expected, host in (
             (local_rows, "one"),
             (torch.empty(4, 3), "one"),
             (torch.empty(4, 3), f"host-{rank}"),
         ):
             actual.append([])
             patch.setattr(socket, "gethostname", lambda host=host: host)
-            load(path, {"rows": wanted})
+            load(path, {"rows": expected})
     return actual
 
 

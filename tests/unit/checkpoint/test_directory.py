@@ -57,7 +57,7 @@ def test_other_names_are_not_checkpoints(tmp_path: Path) -> None:
     assert find_latest(tmp_path) == path
 
 
-def test_keep(tmp_path: Path) -> None:
+def test_save_keeps_the_newest_steps(tmp_path: Path) -> None:
     for step in range(1, 6):
         save_step(tmp_path, step, keep=2)
     assert steps(tmp_path) == [4, 5]
@@ -215,9 +215,9 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     for step in (3, 5):
         save_step(tmp_path, step)
     newer(tmp_path / "step-00000005")
-    wanted = r"written by a newer megatfm \(9\.1\.0, schema version 2\); this is .*, which reads 1: go on with that"
+    expected = r"written by a newer megatfm \(9\.1\.0, schema version 2\); this is .*, which reads 1: go on with that"
     for use in (find_latest, find_latest_intact, lambda folder: save_step(folder, 5)):
-        with pytest.raises(MegatfmError, match=wanted):
+        with pytest.raises(MegatfmError, match=expected):
             use(tmp_path)
     assert steps(tmp_path) == [3, 5]
 

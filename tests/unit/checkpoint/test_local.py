@@ -63,14 +63,14 @@ def go_on(folder: Path, per_node: int = 1) -> int | None:
     held = find_latest_local(nodes)
     if held is None:
         return None
-    wanted = rows()
+    expected = rows()
     path = fetch_missing_files(
-        nodes, held, {name: ShardedTensor.from_tensor(tensor) for name, tensor in wanted.items()}
+        nodes, held, {name: ShardedTensor.from_tensor(tensor) for name, tensor in expected.items()}
     )
-    assert load(path, wanted) == {"step": held.step}
+    assert load(path, expected) == {"step": held.step}
     for name, tensor in rows(held.step).items():
         assert torch.equal(
-            ShardedTensor.from_tensor(wanted[name]).tensor, ShardedTensor.from_tensor(tensor).tensor
+            ShardedTensor.from_tensor(expected[name]).tensor, ShardedTensor.from_tensor(tensor).tensor
         ), name
     assert read_state(path) == {"step": held.step}
     return held.step

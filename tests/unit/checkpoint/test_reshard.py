@@ -73,15 +73,15 @@ def save_as(folder: Path, layout: str, piece_bytes: int = 64) -> Path:
 
 def load_as(path: Path, layouts: tuple[str, ...]) -> None:
     for layout in layouts:
-        wanted = arrange(layout, reference(), dist.get_rank(), dist.get_world_size())
+        expected = arrange(layout, reference(), dist.get_rank(), dist.get_world_size())
         target = {
             name: ShardedTensor(torch.full_like(part.tensor, 9), part.global_shape, part.offsets)
             if isinstance(part, ShardedTensor)
             else torch.full_like(part, 9)
-            for name, part in wanted.items()
+            for name, part in expected.items()
         }
         assert load(path, target) == {"a": 1}
-        for name, part in wanted.items():
+        for name, part in expected.items():
             assert torch.equal(
                 ShardedTensor.from_tensor(target[name]).tensor, ShardedTensor.from_tensor(part).tensor
             ), (layout, name)

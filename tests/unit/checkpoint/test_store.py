@@ -189,7 +189,7 @@ def test_a_request_that_does_not_fit(tmp_path: Path, targets: dict[str, Tensor],
         load(path, targets)
 
 
-def test_cast_converts(tmp_path: Path) -> None:
+def test_load_with_cast_converts_dtypes(tmp_path: Path) -> None:
     tensors = sample()
     target = torch.zeros(6, 4, dtype=torch.bfloat16)
     load(save(tmp_path, 1, tensors, {}), {"weight": target}, cast=True)

@@ -49,7 +49,7 @@ def test_without_kinds_all_blocks_are_the_model_s() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "wanted"),
+    ("change", "expected"),
     [
         (
             {"layer_types": ["wied", "plain"]},
@@ -65,8 +65,8 @@ def test_without_kinds_all_blocks_are_the_model_s() -> None:
         ({"distinct_layers": 1}, r"distinct_layers uses a block's weights in several layers"),
     ],
 )
-def test_mistakes_are_named(change: dict[str, object], wanted: str) -> None:
-    with pytest.raises(ValueError, match=wanted):
+def test_mistakes_are_named(change: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         ModelConfig.from_dotted({**SMALL, **KINDS, **change})
 
 

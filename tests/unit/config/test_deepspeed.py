@@ -115,14 +115,14 @@ def test_config_and_its_deepspeed_section_are_no_circle() -> None:
 
 
 def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
-    gone = tmp_path / "gone.json"
-    stored = config(f"deepspeed.json_file={gone}").model_dump(mode="json")
+    removed = tmp_path / "gone.json"
+    stored = config(f"deepspeed.json_file={removed}").model_dump(mode="json")
     read = Config.model_validate(stored)
     with pytest.raises(
         UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: .*No such file"
     ):
         derive(read, "fp32")
-    gone.write_text('{"zero_optimization": {"stage": 2}}')
+    removed.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(UsageError, match=r"zero_optimization\.stage = 2, but parallel\.zero = 3"):
         derive(read, "fp32")
 

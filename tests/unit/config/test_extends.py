@@ -286,9 +286,9 @@ def test_config_show_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as end:
         cli.main(["config", "show", str(mine), "train.steps=50"])
     assert end.value.code == 0
-    first, shown = capsys.readouterr().out.split("\n", 1)
+    first, displayed = capsys.readouterr().out.split("\n", 1)
     assert first == f"# {mine}, which extends preset quickstart; then train.steps=50"
-    assert shown == to_toml(load_config(mine, ["train.steps=50"]))
+    assert displayed == to_toml(load_config(mine, ["train.steps=50"]))
 
 
 def test_a_preset_takes_two_files_to_read() -> None:

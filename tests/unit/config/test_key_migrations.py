@@ -36,7 +36,7 @@ def test_keys_move_to_their_new_names_wherever_they_stand(monkeypatch: pytest.Mo
         "data": {"mixture": {"a": {"weight": 1.0}, "b": {"weight": 2.0}}, "warmup": [{"steps": 3}, {"steps": 4}]},
     }  # fmt: skip
     before = repr(stored)
-    wanted = {
+    expected = {
         "lr_schedule": {"name": "cosine"},
         "parallel": {"pp_schedule": "1f1b", "tp": 2},
         "optimizer": {"name": "soap", "precondition_frequency": 7},
@@ -51,9 +51,9 @@ def test_keys_move_to_their_new_names_wherever_they_stand(monkeypatch: pytest.Mo
         "engine": {"graphs": {"enabled": True}},
         "data": {"mixture": {"a": {"share": 1.0}, "b": {"share": 2.0}}, "warmup": [{"n_steps": 3}, {"n_steps": 4}]},
     }  # fmt: skip
-    assert migrate(stored, RENAMED, (), ()) == wanted
+    assert migrate(stored, RENAMED, (), ()) == expected
     assert repr(stored) == before
-    assert migrate(wanted, RENAMED, (), ()) == wanted
+    assert migrate(expected, RENAMED, (), ()) == expected
     other = {"optimizer": {"name": "adamw", "every": 7}}
     assert migrate(other, RENAMED, (), ()) == other
 
@@ -139,8 +139,8 @@ def test_stored_keys_are_translated_and_a_user_s_refused(
     for path in (tmp_path / "config.toml", tmp_path / "mine.toml"):
         path.write_text(text)
     assert load_config(tmp_path).optimizer == load_config("quickstart").optimizer
-    wanted = r"mine\.toml: .*: optimizer\.max_norm is optimizer\.max_grad_norm now: write"
-    with pytest.raises(UsageError, match=wanted):
+    expected = r"mine\.toml: .*: optimizer\.max_norm is optimizer\.max_grad_norm now: write"
+    with pytest.raises(UsageError, match=expected):
         load_config(tmp_path / "mine.toml")
     with pytest.raises(UsageError, match=r"optimizer\.max_norm is optimizer\.max_grad_norm now"):
         load_config("quickstart", ["optimizer.max_norm=2"])

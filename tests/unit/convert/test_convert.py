@@ -160,7 +160,7 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
         convert(tmp_path / "texts", tmp_path / "x", "megatfm")
 
 
-def test_sizes() -> None:
+def test_max_shard_size_is_parsed() -> None:
     assert (size("5GB"), size("200 mb"), size("1.5KB"), size("7")) == (5 * 10**9, 2 * 10**8, 1500, 7)
     for wrong in ("", "GB", "-1GB", "0", "5 GiB"):
         with pytest.raises(UsageError, match="--max-shard-size"):

@@ -45,10 +45,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
-        wanted = decoder_logits(reference, is_megatfm=False)
+        expected = decoder_logits(reference, is_megatfm=False)
         for path in ("theirs", "ours"):
-            got = decoder_logits(megatfm.load(tmp_path / path), is_megatfm=True)
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            actual = decoder_logits(megatfm.load(tmp_path / path), is_megatfm=True)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
         HF_DECODERS[name][0]
@@ -56,7 +56,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        assert torch.equal(decoder_logits(with_fresh_memory(loaded), is_megatfm=False), wanted)
+        assert torch.equal(decoder_logits(with_fresh_memory(loaded), is_megatfm=False), expected)
     original, back = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(original[key], back[key]) for key in original)
@@ -68,9 +68,9 @@ def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Pa
     reference.save_pretrained(tmp_path, save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
-        wanted = decoder_logits(reference, is_megatfm=False)
-        got = decoder_logits(megatfm.load(tmp_path), is_megatfm=True)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        expected = decoder_logits(reference, is_megatfm=False)
+        actual = decoder_logits(megatfm.load(tmp_path), is_megatfm=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,7 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
         ("deepseek-v3", {"n_group": 8}, "n_group = 8 of n_routed_experts = 8: transformers ranks groups"),
         ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
         ("gpt1", {"afn": "mish"}, "afn = 'mish' is not one of gelu"),
-        (
-            "t5",
-            {"feed_forward_proj": "gated-relu", "is_gated_act": True},
-            "gated activation 'relu'",
-        ),
+        ("t5", {"feed_forward_proj": "gated-relu", "is_gated_act": True}, "gated activation 'relu'"),
         ("t5", {"dense_act_fn": "silu"}, "dense_act_fn = 'silu' is not supported, only 'relu'"),
         ("mla", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06"),
         ("mla", {"sliding_window": 8}, "sliding_window = 8 is not supported, only None"),

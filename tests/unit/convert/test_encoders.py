@@ -280,9 +280,9 @@ def test_bare_encoders_and_downstream_folders_open(
     )
     reference.save_pretrained(tmp_path / "theirs")
     actual = megatfm.load(tmp_path / "theirs")
-    wanted = getattr(reference, reference.base_model_prefix) if task != "Model" else reference
+    expected = getattr(reference, reference.base_model_prefix) if task != "Model" else reference
     torch.testing.assert_close(
-        actual(ENCODER_TOKENS).hidden, wanted(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5
+        actual(ENCODER_TOKENS).hidden, expected(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5
     )
     assert actual(ENCODER_TOKENS).logits is None
     pooled = any("pooler" in name for name in reference.state_dict())
@@ -366,12 +366,12 @@ def test_a_bare_t5_opens(version: dict[str, Any], tmp_path: Path) -> None:
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     back = transformers.T5Model.from_pretrained(tmp_path / "back").eval()
-    wanted = reference(input_ids=ENCODER_TOKENS, decoder_input_ids=ENCODER_TOKENS[:, :4]).last_hidden_state
-    assert wanted.abs().max() > 0.1
+    expected = reference(input_ids=ENCODER_TOKENS, decoder_input_ids=ENCODER_TOKENS[:, :4]).last_hidden_state
+    assert expected.abs().max() > 0.1
     for folder in ("theirs", "ours"):
         hidden = megatfm.load(tmp_path / folder)(ENCODER_TOKENS[:, :4], ENCODER_TOKENS).hidden
-        torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
     last_hidden_state = back(
         input_ids=ENCODER_TOKENS, decoder_input_ids=ENCODER_TOKENS[:, :4]
     ).last_hidden_state
-    torch.testing.assert_close(last_hidden_state, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last_hidden_state, expected, rtol=1e-5, atol=1e-5)

@@ -238,7 +238,7 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
         for name, edited in [("as it is", base), *edits(base, case, every)]:
             file.write_text(json.dumps(edited))
             try:
-                got = logits(model := megatfm.load(tmp_path), case, is_megatfm=True, config=edited)
+                actual = logits(model := megatfm.load(tmp_path), case, is_megatfm=True, config=edited)
                 if (
                     model.config.lm_head.name == "none" and case not in HF_IMAGES
                 ):  # said, see test_a_head_that_is_missing_is_told
@@ -247,10 +247,10 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
             except MegatfmError:
                 refused.append(name)
                 continue
-            wanted = their_logits(case, tmp_path, edited)
-            if isinstance(wanted, str):
-                wrong.append(f"{name}: opened, though {wanted}")
-            elif got.shape != wanted.shape or not torch.allclose(got, wanted, rtol=1e-4, atol=1e-4):
+            expected = their_logits(case, tmp_path, edited)
+            if isinstance(expected, str):
+                wrong.append(f"{name}: opened, though {expected}")
+            elif actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
                 wrong.append(f"{name}: other logits")
             opened.append(name)
     logging.disable(logging.NOTSET)

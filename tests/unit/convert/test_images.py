@@ -116,13 +116,13 @@ def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     image = pixels(16, 16, seed=1)
     mean, std = opened.config.embedding.mean, opened.config.embedding.std
-    wanted = reference(
+    expected = reference(
         pixel_values=((image / 255.0 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])[
             None
         ]
     ).last_hidden_state
     hidden = megatfm.load(tmp_path / "ours")(**to_batch([image], 4, 1, [[0]])).hidden
-    torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

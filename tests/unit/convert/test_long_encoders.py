@@ -22,10 +22,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
-        wanted = long_encoder_logits(reference)
+        expected = long_encoder_logits(reference)
         for folder in ("theirs", "ours"):
-            got = megatfm.load(tmp_path / folder)(LONG_TOKENS).logits
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            actual = megatfm.load(tmp_path / folder)(LONG_TOKENS).logits
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [name]
     original, back = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back"))

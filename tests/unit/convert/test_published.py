@@ -27,9 +27,9 @@ def test_a_window_slides_beyond_the_longest_sequence(window: int, tmp_path: Path
     reference.save_pretrained(tmp_path / "theirs")
     tokens = torch.randint(0, values["vocab_size"], (2, 36), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = reference.eval()(tokens).logits
-        got = megatfm.load(tmp_path / "theirs")(tokens).logits
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        expected = reference.eval()(tokens).logits
+        actual = megatfm.load(tmp_path / "theirs")(tokens).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").sliding_window == window

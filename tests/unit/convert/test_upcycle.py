@@ -48,10 +48,10 @@ def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
 def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     """Logits, and the gradient of all that is not a feed-forward network."""
     upcycle(dense, tmp_path / "moe", Upcycling(**options))
-    wanted, actual = (logits_and_gradients(megatfm.load(path)) for path in (dense, tmp_path / "moe"))
-    torch.testing.assert_close(actual[0], wanted[0], rtol=1e-10, atol=1e-10)
-    assert actual[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
+    expected, actual = (logits_and_gradients(megatfm.load(path)) for path in (dense, tmp_path / "moe"))
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-10, atol=1e-10)
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
         torch.testing.assert_close(actual[1][name], gradient, rtol=1e-9, atol=1e-9)
     result = megatfm.load(tmp_path / "moe")
     mixtures = [module for module in result.modules() if isinstance(module, Experts)]
@@ -148,8 +148,8 @@ def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_mo
     result = megatfm.load(tmp_path / "moe")
     widths = [result.config.layer_config(depth).ffn.d_ff for depth in range(3)]
     assert widths == [24, 48, 30]
-    wanted = megatfm.load(run).double()(DECODER_TOKENS).logits
-    torch.testing.assert_close(result.double()(DECODER_TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
+    expected = megatfm.load(run).double()(DECODER_TOKENS).logits
+    torch.testing.assert_close(result.double()(DECODER_TOKENS).logits, expected, rtol=1e-10, atol=1e-10)
     with pytest.raises(
         UsageError,
         match=r"--granularity 8 does not divide model\.layer_type\.plain\.ffn\.d_ff = 60: choose 6",

@@ -55,7 +55,7 @@ def test_a_url_gives_what_the_folder_gives(
     )
 
 
-def test_over_http(folder: Path, cache: ShardCacheConfig) -> None:
+def test_reads_a_corpus_over_http(folder: Path, cache: ShardCacheConfig) -> None:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
 
@@ -86,7 +86,9 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_over_s3(bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]) -> None:
+def test_reads_a_corpus_over_s3(
+    bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]
+) -> None:
     remote = Corpus.open(bucket, cache)
     assert same_corpora(remote, Corpus.open(folder))
     assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
@@ -128,7 +130,7 @@ class Gcs(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def test_over_gcs(
+def test_reads_a_corpus_over_gcs(
     folder: Path, cache: ShardCacheConfig, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By gcsfs, from a server of this file, since no fake server of GCS is small enough to be installed for it."""
@@ -263,14 +265,14 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(
     folder: Path, cache: ShardCacheConfig
 ) -> None:
     """Processes over HTTP: three at once, and before them one that is killed within its first shard."""
-    asked: list[str] = []
+    requested: list[str] = []
     slow = threading.Event()
 
     class Counting(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
 
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             if not slow.is_set() and self.path.endswith(".tar.zst"):
                 self.send_response(200)
                 self.send_header("Content-Length", "100000")
@@ -292,15 +294,15 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(
         victim = context.Process(target=read_all, args=(url, cache, alone, out))
         victim.start()
         for _ in range(12_000):
-            if any(path.endswith(".tar.zst") for path in asked):
+            if any(path.endswith(".tar.zst") for path in requested):
                 break
             time.sleep(0.01)
         os.kill(victim.pid or 0, signal.SIGKILL)
         victim.join()
         assert victim.exitcode == -signal.SIGKILL
-        assert any(path.endswith(".tar.zst") for path in asked), "it was killed within a download"
+        assert any(path.endswith(".tar.zst") for path in requested), "it was killed within a download"
         slow.set()
-        asked.clear()
+        requested.clear()
         readers = [context.Process(target=read_all, args=(url, cache, start, out)) for _ in range(3)]
         for reader in readers:
             reader.start()
@@ -311,7 +313,7 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(
     local = Corpus.open(folder)
     expected = sum(int(t.sum()) for number in range(local.n_blocks) for _, t in local.read_block(number))
     assert sums == [expected] * 3
-    shards = [path for path in asked if path.endswith(".tar.zst")]
+    shards = [path for path in requested if path.endswith(".tar.zst")]
     assert len(shards) == len(set(shards)) == len(local.manifest.shards)
 
 

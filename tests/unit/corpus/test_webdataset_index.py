@@ -279,7 +279,7 @@ def test_folders_without_shards(tmp_path: Path) -> None:
         index_folder(tmp_path, HASH)
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_index_command_writes_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("megatfm.tokenizers.load", lambda path: SimpleNamespace(hash=HASH, path=path))
     folder = write_wds(tmp_path / "theirs", documents(), "tar")
     parser = argparse.ArgumentParser()

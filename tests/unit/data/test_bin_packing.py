@@ -49,13 +49,13 @@ class Whole:
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Row:
         tokens, planned = piece.tokens, piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
         lengths = self.sequence_lengths(np.array([len(tokens)]), planned).reshape(-1)
-        shown = np.zeros(lengths[0], np.int64)
-        shown[: len(tokens)] = tokens
+        displayed = np.zeros(lengths[0], np.int64)
+        displayed[: len(tokens)] = tokens
         code = int(random_uint64(1, *key)[0] >> np.uint64(40)) * 100 + key.piece
         marks = np.full(lengths[-1], code % 2**31)
         prefix = self.field_prefixes[0]
-        fields = {f"{prefix}tokens": shown, "marks": marks}
-        return fields | {"tokens": marks, "targets": marks} if prefix else fields | {"targets": shown}
+        fields = {f"{prefix}tokens": displayed, "marks": marks}
+        return fields | {"tokens": marks, "targets": marks} if prefix else fields | {"targets": displayed}
 
 
 def rows_of(rows: PackedDataset, epoch: int = 0) -> list[Row]:
@@ -247,15 +247,15 @@ def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
     rows = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, pad_id=9)
     padding = rows.padding()
     assert padding.keys() == rows.row(0).keys()
-    wanted = {
+    expected = {
         "encoder_tokens": 9,
         "tokens": 9,
         "targets": IGNORE_INDEX,
         "marks": -7,
         "documents": PAD_DOCUMENT_ID,
     }
-    wanted |= {"encoder_documents": PAD_DOCUMENT_ID, "encoder_positions": 0, "positions": 0}
-    for name, fill in wanted.items():
+    expected |= {"encoder_documents": PAD_DOCUMENT_ID, "encoder_positions": 0, "positions": 0}
+    for name, fill in expected.items():
         assert padding[name].tolist() == [fill] * (64 if name.startswith("encoder_") else 110)
     assert rows.order_config()["target_length"] == 110
     with DataLoader(rows, global_batch=4, micro_batch=2) as loader:

@@ -151,8 +151,8 @@ class Stuck:
 
     seed, row_tokens, splits, notes = 0, 1, True, ()
 
-    def __init__(self, asked: Path) -> None:
-        self.asked = asked
+    def __init__(self, requested: Path) -> None:
+        self.asked = requested
 
     def rows(self, positions: Any) -> Any:
         self.asked.touch()

@@ -34,5 +34,7 @@ def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
         cut, full = padding(lengths, corpus.blocks, row)
         assert cut == PackedDataset(corpus, causal_type(), sequence_length=row, seed=0).padding_fraction
     assert full == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
-    shown = f"rows of 2,048  {100 * padding(lengths, corpus.blocks, 2048)[0]:.1f} % padding where documents are cut"
-    assert " ".join(shown.split()) in " ".join(show(corpus.folder, describe_rows=describe_padding).split())
+    displayed = f"rows of 2,048  {100 * padding(lengths, corpus.blocks, 2048)[0]:.1f} % padding where documents are cut"
+    assert " ".join(displayed.split()) in " ".join(
+        show(corpus.folder, describe_rows=describe_padding).split()
+    )

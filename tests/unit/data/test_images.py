@@ -122,8 +122,8 @@ def test_every_number_of_ranks_and_every_resume_gives_the_same_pixels(corpus: Co
 def test_worker_processes_give_the_same_pixels(corpus: Corpus) -> None:
     result = objective(mixup=0.8)
     rows = result.prepare_rows(rows_of(corpus, result), 1)
-    for batch, wanted in zip(batches(rows, 1, 2, workers=2), batches(rows, 1, 2), strict=True):
-        assert_same(batch, wanted)
+    for batch, expected in zip(batches(rows, 1, 2, workers=2), batches(rows, 1, 2), strict=True):
+        assert_same(batch, expected)
 
 
 def test_epochs_differ_and_evaluation_does_not(corpus: Corpus) -> None:

@@ -153,8 +153,8 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
     mixed = mixture.rows([*range(9), None])
     for position in range(9):
         name, at = mixture.place(position)
-        wanted = mixture.sources[name].rows([at])
-        for field, values in wanted.items():
+        expected = mixture.sources[name].rows([at])
+        for field, values in expected.items():
             np.testing.assert_array_equal(mixed[field][position], values[0])
             assert mixed[field].dtype == values.dtype
 
@@ -169,14 +169,14 @@ def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
         changed = 0
         for position in range(len(rows)):
             row, blank = rows.row(position), without.row(position)
-            gone = (row["documents"] >= 0) & (blank["documents"] < 0)
-            changed += int(gone.any())
+            removed = (row["documents"] >= 0) & (blank["documents"] < 0)
+            changed += int(removed.any())
             for name, fill in empty.items():
                 of_row = kind.fields[name].per == "row"
                 if of_row:
-                    assert (blank[name] == fill).all() or not gone.any()
+                    assert (blank[name] == fill).all() or not removed.any()
                 else:
-                    assert (blank[name][gone] == fill).all()
+                    assert (blank[name][removed] == fill).all()
         assert changed == 1
 
 

@@ -48,9 +48,9 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro
     actual = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
     for number, batch in enumerate(actual):
         places = range(number * micro_batch, (number + 1) * micro_batch)
-        wanted = np.stack([(rows.row(at) if at < 45 else rows.padding())["documents"] for at in places])
-        assert ("documents" in batch) == bool(wanted.any())
-        np.testing.assert_array_equal(batch.get("documents", np.zeros_like(wanted)), wanted)
+        expected = np.stack([(rows.row(at) if at < 45 else rows.padding())["documents"] for at in places])
+        assert ("documents" in batch) == bool(expected.any())
+        np.testing.assert_array_equal(batch.get("documents", np.zeros_like(expected)), expected)
     assert 0 < sum("documents" in batch for batch in actual) < len(actual)
 
 
@@ -265,11 +265,11 @@ WARMING = BatchSchedule(8, (Stage(2, 4, 4), Stage(2, 2, 2)))
 def test_readers_of_the_same_rows_read_each_once_and_get_all(
     rows: PackedDataset, batch: int | BatchSchedule
 ) -> None:
-    n, asked, read = 7, list[int | None](), rows.rows
+    n, requested, read = 7, list[int | None](), rows.rows
     full = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
 
     def counted(positions: Sequence[int | None]) -> Batch:
-        asked.extend(positions)
+        requested.extend(positions)
         return read(positions)
 
     rows.rows = counted  # type: ignore[method-assign]
@@ -280,7 +280,7 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(
                 assert mine.keys() == expected.keys()
                 for name, field in mine.items():
                     np.testing.assert_array_equal(field, expected[name])
-    assert len(asked) == len(set(asked)), "a row that was read twice"
+    assert len(requested) == len(set(requested)), "a row that was read twice"
 
 
 def test_what_one_reader_raises_all_do(rows: PackedDataset) -> None:

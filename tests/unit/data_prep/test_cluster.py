@@ -60,7 +60,7 @@ def test_what_is_wrong_is_told_as_by_one_process(config: Make, cluster: LocalClu
     with pytest.raises(MegatfmError) as alone:
         data_prep.run(wrong)
     with pytest.raises(MegatfmError) as together, dask_workers(cluster.scheduler_address, wrong) as team:
-        data_prep.run(wrong, team=team)
+        data_prep.run(wrong, make_executor=team)
     with Workspace(wrong).lock():
         pass  # as all have left
     assert str(together.value) == str(alone.value)
@@ -83,7 +83,7 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     with dask_workers(cluster.scheduler_address, together) as team:
-        data_prep.run(together, team=team)
+        data_prep.run(together, make_executor=team)
     killer.join(1)
     assert [nanny.pid for nanny in cluster.workers.values()] != pids
     assert file_hashes(tmp_path / "together") == full

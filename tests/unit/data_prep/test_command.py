@@ -30,7 +30,9 @@ def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     )
 
 
-def test_done(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_finished_prep_is_only_reported_again(
+    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert prep() == 0
     out, output = capfd.readouterr()
     assert out == ""
@@ -114,7 +116,7 @@ USAGE = {
 
 
 @pytest.mark.parametrize("name", USAGE)
-def test_usage_errors(
+def test_usage_errors_are_one_line_with_exit_code_2(
     prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     overrides, reason = USAGE[name]
@@ -133,7 +135,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_bad_files(
+def test_bad_input_files_are_named(
     prep: Callable[..., int], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     data, reason = FAILURES[name]

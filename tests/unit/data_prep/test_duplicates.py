@@ -61,7 +61,9 @@ CUTS: list[tuple[int, ...]] = [(), (1, 0, 7), (20, 20, 20)]
 
 @pytest.mark.parametrize("sizes", CUTS)
 @pytest.mark.parametrize("memory", [MANY, 3000])
-def test_lines(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
+def test_repeated_lines_are_removed_except_the_first(
+    tmp_path: Path, sizes: tuple[int, ...], memory: int
+) -> None:
     rng = random.Random(0)
     lines = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 9))) for _ in range(150)]
     lines += [line.upper() + "!" for line in lines[:40]] + ["", "  "]
@@ -119,7 +121,7 @@ def test_lines_that_differ_in_vowel_signs_are_different(tmp_path: Path) -> None:
     assert left == {"0": he, "1": she, "3": texts[3]}
 
 
-def test_paragraphs_strictly(tmp_path: Path) -> None:
+def test_paragraphs_without_normalization_match_exactly(tmp_path: Path) -> None:
     texts = [
         "One paragraph of text.\n\nAnother one here.\n  \nthird",
         "another one here.\n\nOne paragraph of text.\n\nnew",
@@ -151,16 +153,16 @@ def test_substrings_by_definition(tmp_path: Path, sizes: tuple[int, ...], memory
     expected = {}
     for number, text in enumerate(texts):
         data = text.encode()
-        gone = [False] * len(data)
+        removed = [False] * len(data)
         for at in range(len(data) - 23):
             run = data[at : at + 24]
             if run in seen:
-                gone[at : at + 24] = [True] * 24
+                removed[at : at + 24] = [True] * 24
             seen.add(run)
         kept, at = "", 0
         for character in text:
             size = len(character.encode())
-            kept += "" if all(gone[at : at + size]) else character
+            kept += "" if all(removed[at : at + size]) else character
             at += size
         if kept.strip():
             expected[str(number)] = kept
@@ -238,7 +240,7 @@ def test_near_duplicates_by_their_signatures(tmp_path: Path) -> None:
     assert counts.documents_out == len(left) < 150
 
 
-def test_large_buckets(tmp_path: Path) -> None:
+def test_minhash_finds_duplicates_in_large_buckets(tmp_path: Path) -> None:
     """Hundreds of documents that all agree in some band: copies of a few texts."""
     rng = random.Random(1)
     stock = [" ".join(rng.choices(WORDS, k=40)) for _ in range(3)]

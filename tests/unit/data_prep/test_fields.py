@@ -138,7 +138,7 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
         ({"field": "n", "min": "x"}, []),
     ],
 )
-def test_where(settings: dict[str, Any], kept: list[Any]) -> None:
+def test_metadata_filter_keeps_matching_documents(settings: dict[str, Any], kept: list[Any]) -> None:
     documents = [
         Document("1", "x", "https://b.org/1", fields={"n": 1, "date": "2026-01-01"}),
         Document("2", "x", "https://c.org/1", fields={"n": 2, "date": "2026-02-01", "licence": "mit"}),

@@ -50,9 +50,9 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    found = list(reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
-    assert [each.text for each in found if not isinstance(each, Bad)] == ["good"]
-    assert {each.key: each.reason for each in found if isinstance(each, Bad)} == {
+    result = list(reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
+    assert [each.text for each in result if not isinstance(each, Bad)] == ["good"]
+    assert {each.key: each.reason for each in result if isinstance(each, Bad)} == {
         "../out": "has a link or device: ../out.txt",
         "dev": "has a link or device: dev.txt",
         "c": "has a member that is not valid UTF-8 at byte 0: c.txt",
@@ -64,8 +64,8 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
 def test_tars_that_the_library_takes_for_whole(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.tar"
     path.parent.mkdir()
-    whole = tar()
-    path.write_bytes(whole.rstrip(b"\0") + bytes(-len(whole.rstrip(b"\0")) % 512))  # ends after a member
+    full = tar()
+    path.write_bytes(full.rstrip(b"\0") + bytes(-len(full.rstrip(b"\0")) % 512))  # ends after a member
     with pytest.raises(MegatfmError, match="the blocks that end it are missing"):
         read_documents(path)
     bomb = tarfile.TarInfo("x" * 10)
@@ -148,9 +148,9 @@ def test_no_bytes_bring_a_reader_down(
 ) -> None:
     """Rubbish in the place of a part of a good file: records, or an error that is meant."""
     path = tmp_path_factory.mktemp("fuzz") / name
-    whole = FILES[name]()
-    cut = at % (len(whole) + 1)
-    path.write_bytes(whole[:cut] + data + whole[cut + len(data) :])
+    full = FILES[name]()
+    cut = at % (len(full) + 1)
+    path.write_bytes(full[:cut] + data + full[cut + len(data) :])
     with contextlib.suppress(BadFileError):
         kind = "json" if name == "a.json" else formatted(path, ReadConfig(folder="x"))
         list(reader(kind)(path, ReadConfig(folder="x")))

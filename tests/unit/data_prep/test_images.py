@@ -152,10 +152,10 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert sample.text_bytes == len(caption.encode())
         captioned += bool(caption)
     assert captioned > 15
-    shown = show(tmp_path / "out" / "train", 0)
+    displayed = show(tmp_path / "out" / "train", 0)
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(item in page for item in ("<h1>30 images</h1>", "<dt>Captions</dt>", "<dt>Tokens</dt>"))
-    assert ".png" in shown or ".jp" in shown
+    assert ".png" in displayed or ".jp" in displayed
     with pytest.raises(SystemExit) as ended:
         main(["data", "show", str(tmp_path / "out" / "train"), "--sample", "1"])
     assert ended.value.code in (0, None)
@@ -206,7 +206,7 @@ def test_what_is_no_image_is_named(tmp_path: Path, lay: Any, members: dict[str, 
     assert "500" in result["skipped_files"][0]
 
 
-def test_hostile_tars(tmp_path: Path) -> None:
+def test_hostile_tars_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     path = tmp_path / "in" / "all.tar"
 

@@ -50,7 +50,9 @@ SIZES: list[tuple[int, ...]] = [(), (0, 1, 0, 90), (600,)]
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("memory", [MANY, 6000])
 @pytest.mark.parametrize("kinds", [1, 40, 10**9])
-def test_later_ones(tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: int) -> None:
+def test_repeated_keys_are_marked_except_the_first(
+    tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: int
+) -> None:
     rng = np.random.default_rng(kinds)
     stock = rng.integers(0, 2**64, min(kinds, 900), np.uint64)
     values = rng.choice(stock, (600, 1))
@@ -153,7 +155,7 @@ def test_rows_that_are_alike(tmp_path: Path, sizes: tuple[int, ...], memory: int
 
 
 @pytest.mark.parametrize("memory", [MANY, 20_000])
-def test_long_chains(tmp_path: Path, memory: int) -> None:
+def test_long_chain_of_near_duplicates_is_one_cluster(tmp_path: Path, memory: int) -> None:
     """Rows of which each is alike to two others only, in an order by chance: one cluster, and one that is apart."""
     length = 400
     chain = np.arange(length)[:, None] * 1000 + np.arange(8)

@@ -11,7 +11,7 @@ from megatfm.data_prep.filters.text import _identifier
 from tests.support.cleaning_rules import random_pages, rule, rule_outcome
 
 
-def test_html() -> None:
+def test_html_becomes_its_text() -> None:
     nav, main = "<nav><a href='/'>Home</a></nav>", "<main><h1>Title</h1><p>A &amp; B are here.</p></main>"
     page = f"<html><body>{nav}{main}</body></html>"
     text, _ = rule_outcome(rule("html"), page)
@@ -27,7 +27,7 @@ def test_html() -> None:
     )
 
 
-def test_languages() -> None:
+def test_language_filter_keeps_its_languages() -> None:
     texts = {
         "en": "The quick brown fox jumps over the lazy dog, and nobody knows why it would do so.",
         "de": "Der schnelle braune Fuchs springt über den faulen Hund, und niemand weiß, warum er das tut.",
@@ -43,7 +43,7 @@ def test_languages() -> None:
 
 
 def test_languages_and_probabilities_are_those_of_the_library() -> None:
-    theirs, ours = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
+    reference, actual = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
     rng = random.Random(0)
     blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
@@ -56,9 +56,9 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
     texts += [page[:at] for page in random_pages(40) for at in (7, 1000)]
     folder = Path(str(resources.files("megatfm.data_prep")))
     texts += [path.read_text()[:2000] for path in sorted(folder.rglob("*.py"))]
-    assert len({ours.classify(text)[0] for text in texts}) > 20
+    assert len({actual.classify(text)[0] for text in texts}) > 20
     for text in texts:
-        assert ours.rank(text) == theirs.rank(text), text
+        assert actual.rank(text) == reference.rank(text), text
 
 
 def test_a_language_is_that_of_most_of_the_text() -> None:
@@ -72,6 +72,6 @@ def test_a_language_is_that_of_most_of_the_text() -> None:
         assert kept.language == "en"
 
 
-def test_normal_forms() -> None:
+def test_normalize_gives_unicode_normal_forms() -> None:
     assert rule_outcome(rule("normalize"), "e\u0301")[0] == "é"
     assert rule_outcome(rule("normalize", form="NFKC"), "ﬁ ＡＢ")[0] == "fi AB"

@@ -35,8 +35,8 @@ def test_a_log_gets_lines_with_time_task_speed_and_what_is_left(monkeypatch: pyt
         with Reporter(Console(file=log), (3, 8)).stage("clean", total, unit) as advance:
             for percent in (10, 80, 10):
                 advance(total * percent // 100)
-        wanted = [*lines, "clean | done in 7512.5 s"]
-        assert log.getvalue().splitlines() == [f"12:01:07 task 3/8 | {line}" for line in wanted]
+        expected = [*lines, "clean | done in 7512.5 s"]
+        assert log.getvalue().splitlines() == [f"12:01:07 task 3/8 | {line}" for line in expected]
 
 
 def test_a_stage_that_was_committed_before_is_skipped_and_not_done(monkeypatch: pytest.MonkeyPatch) -> None:

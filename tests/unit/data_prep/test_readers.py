@@ -37,14 +37,14 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
     path = tmp_path / "in" / name
     path.parent.mkdir()
     path.write_bytes(FILES[name]())
-    found, read = read_documents(path)
+    result, read = read_documents(path)
     texts = (
         [f"Page {number}\n\n{text.strip()}" for number, text in enumerate(TEXTS)] if ".xml" in name else TEXTS
     )
-    assert [document.text for document in found] == texts
-    assert [document.url for document in found] == ([""] * 4 if name in WITHOUT_URL else URLS)
-    assert len({document.id for document in found}) == 4
-    assert {document.file for document in found} == {name}
+    assert [document.text for document in result] == texts
+    assert [document.url for document in result] == ([""] * 4 if name in WITHOUT_URL else URLS)
+    assert len({document.id for document in result}) == 4
+    assert {document.file for document in result} == {name}
     assert read.counts.documents_out == 4
     # What is too long is cut, without losing a byte.
     cut, _ = read_documents(path, limit=1024)
@@ -63,12 +63,12 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
     rows.to_parquet(tmp_path / "others" / "a.parquet")
     rows.to_json(tmp_path / "others" / "b.jsonl")
     (tmp_path / "others" / "state.json").write_text("the state of some text")
-    found, read = read_documents(tmp_path / "one")
-    by_folder = {name: [each for each in found if each.id.startswith(name)] for name in ("one", "splits/te")}
+    result, read = read_documents(tmp_path / "one")
+    by_folder = {name: [each for each in result if each.id.startswith(name)] for name in ("one", "splits/te")}
     assert [each.text for each in by_folder["one"]] == columns["text"]
     assert [each.url for each in by_folder["one"]] == columns["url"]
     assert [each.text for each in by_folder["splits/te"]] == columns["text"][:5]
-    assert len(found) == 4 * len(rows) + 5 + 1
+    assert len(result) == 4 * len(rows) + 5 + 1
     assert read._listing.n_excluded == 2 + 1 + 1 + 2 * 2
 
 
@@ -114,8 +114,8 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         read_documents(path)
-    found, read = read_documents(path, on_error="skip")
-    assert [(document.id, document.text) for document in found] == [
+    result, read = read_documents(path, on_error="skip")
+    assert [(document.id, document.text) for document in result] == [
         ("a.jsonl#1", "good"),
         ("a.jsonl#8", "\ufffd!"),
     ]
@@ -152,8 +152,8 @@ def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     path.write_text('{"page": {"body": "inside", "at": "u"}}')
-    found, _ = read_documents(path, text_key="page.body", url_key="page.at")
-    assert [(each.text, each.url) for each in found] == [("inside", "u")]
+    result, _ = read_documents(path, text_key="page.body", url_key="page.at")
+    assert [(each.text, each.url) for each in result] == [("inside", "u")]
     nested = pyarrow.table({"page": [{"body": "inside", "at": "u"}]})
     pyarrow.parquet.write_table(nested, path.with_name("b.parquet"))
     path.unlink()
@@ -165,8 +165,8 @@ def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
     (tmp_path / "b.md.zst").write_bytes(zstd_frames(b"two"))
     (tmp_path / "c.json").write_text('{"name": "a package"}')
     (tmp_path / "d.json").write_text("[1, 2]")
-    found, _ = read_documents(tmp_path / "x")
-    assert [(each.id, each.text) for each in found] == [
+    result, _ = read_documents(tmp_path / "x")
+    assert [(each.id, each.text) for each in result] == [
         ("a.txt.gz", "one\n\n" * 300),
         ("b.md.zst", "two"),
         ("c.json", '{"name": "a package"}'),
@@ -204,11 +204,11 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
         link = tarfile.TarInfo(f"{name}.txt")
         link.type = tarfile.SYMTYPE
         archive.addfile(link)
-    found, read = read_documents(tmp_path / "x", on_error="skip")
-    assert [each.text for each in found] == ["one", "two"]
-    said = [*found[0].to_list(), *found[1].to_list(), read.counts.as_json(), read._listing.bad]
-    assert "\ufffd" in str(said)
-    json.dumps(said, ensure_ascii=False, default=str).encode()
+    result, read = read_documents(tmp_path / "x", on_error="skip")
+    assert [each.text for each in result] == ["one", "two"]
+    output = [*result[0].to_list(), *result[1].to_list(), read.counts.as_json(), read._listing.bad]
+    assert "\ufffd" in str(output)
+    json.dumps(output, ensure_ascii=False, default=str).encode()
 
 
 def test_formats_by_name(tmp_path: Path) -> None:
@@ -258,30 +258,30 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
                         address, "response", payload=io.BytesIO(body), http_headers=http
                     )
                 )
-            asked = StatusAndHeaders("GET / HTTP/1.1", [("Host", "example.org")], is_http_request=True)
+            requested = StatusAndHeaders("GET / HTTP/1.1", [("Host", "example.org")], is_http_request=True)
             writer.write_record(
                 writer.create_warc_record(
-                    "https://example.org/", "request", payload=io.BytesIO(), http_headers=asked
+                    "https://example.org/", "request", payload=io.BytesIO(), http_headers=requested
                 )
             )
         with monkeypatch.context() as patch:
             patch.setattr("megatfm.data_prep.readers.web.MAX_RECORD_BYTES", 10_000)
-            found = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
-        texts = [(each.url, each.text) for each in found if not isinstance(each, Bad)]
+            result = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
+        texts = [(each.url, each.text) for each in result if not isinstance(each, Bad)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]
-        rubbish, bomb = (each.reason for each in found if isinstance(each, Bad))
+        rubbish, bomb = (each.reason for each in result if isinstance(each, Bad))
         assert rubbish.startswith("can't be understood")
         assert bomb == "is longer than 10,000 bytes once unpacked"
 
 
-def test_wikitext() -> None:
+def test_wikitext_loses_its_markup() -> None:
     text = (
         "'''Bold''' [[link|shown]] and [[plain]].<ref>{{cite|x}}</ref>\n[[File:a.jpg|thumb|A [[caption]]]]\n"
         "{{Infobox|name=x}}\n== Title ==\n{| class=x\n|a cell\n|}\n* item &amp; more\n[[Category:Cats]]"
     )
-    got = plain(text)
-    assert got.startswith("Bold shown and plain.")
-    assert "Title" in got
-    assert "item & more" in got
-    for gone in ("cite", "thumb", "caption", "Infobox", "a cell", "Category", "[[", "{{", "'''"):
-        assert gone not in got
+    actual = plain(text)
+    assert actual.startswith("Bold shown and plain.")
+    assert "Title" in actual
+    assert "item & more" in actual
+    for removed in ("cite", "thumb", "caption", "Infobox", "a cell", "Category", "[[", "{{", "'''"):
+        assert removed not in actual

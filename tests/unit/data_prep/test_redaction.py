@@ -21,7 +21,7 @@ REDACTED = {
 
 
 @pytest.mark.parametrize("text", REDACTED)
-def test_redaction(text: str) -> None:
+def test_pii_is_redacted(text: str) -> None:
     each = rule("pii")
     assert rule_outcome(each, text)[0] == REDACTED[text]
     assert sum(each.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))

@@ -175,7 +175,7 @@ def test_several_machines_share_the_work_by_a_folder_that_all_see(
     def task(number: int) -> None:
         names.host = f"node-{number}"
         try:
-            data_prep.run(config, team=lambda folder: LockExecutor(number, 3, folder))
+            data_prep.run(config, make_executor=lambda folder: LockExecutor(number, 3, folder))
         except BaseException as error:
             errors.append(error)
 

@@ -79,7 +79,7 @@ def test_a_result_of_an_older_version_has_a_page(config: Make) -> None:
     assert "Training split" in render(result)
 
 
-def test_numbers() -> None:
+def test_report_formats_numbers_and_bars() -> None:
     assert [number(value) for value in (0, 12_345, 3_214_000, 2e9)] == ["0", "12,345", "3.21 M", "2 B"]
     assert [size(value) for value in (12, 12_345, 3_214_000)] == ["12 B", "12.3 KB", "3.21 MB"]
     assert [bar.percent for bar in bars([("a", 5), ("b", 20)])] == [25.0, 100.0]

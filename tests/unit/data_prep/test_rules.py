@@ -67,25 +67,25 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Iterator[str]], dict[s
 @pytest.mark.parametrize("name", CASES)
 def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_theirs, texts, settings = CASES[name]
-    theirs = make_theirs()
+    reference = make_theirs()
     if name == "fineweb":
-        theirs.stop_chars = (*theirs.stop_chars, '"', "'")  # as the code that made FineWeb
+        reference.stop_chars = (*reference.stop_chars, '"', "'")  # as the code that made FineWeb
     monkeypatch.setattr(their_c4, "END_PUNCTUATION", (".", "?", "!", '"'))  # C4 has no apostrophe
     kept, reasons = 0, set()
     for text in texts(400):
         document = TheirDocument(text, "x")
-        verdict = theirs.filter(document)
-        ours, why = rule_outcome(rule(name, **settings), text)
-        assert (ours is not None) == (verdict is True), (text, verdict, why)
-        kept += ours is not None
+        verdict = reference.filter(document)
+        actual, why = rule_outcome(rule(name, **settings), text)
+        assert (actual is not None) == (verdict is True), (text, verdict, why)
+        kept += actual is not None
         if verdict is True:
-            assert ours is not None
+            assert actual is not None
             if name == "c4":
-                assert ours == document.text
+                assert actual == document.text
         else:
             reasons.add((verdict[1], why))
     # Each of their reasons is one of ours, and there are both kinds of pages.
-    assert len({theirs for theirs, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
+    assert len({reference for reference, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
     assert 20 < kept < 390
 
 
@@ -196,7 +196,7 @@ def test_ngrams_by_definition() -> None:
     assert over > 300, "bounds decided that often"
 
 
-def test_blocked_urls(tmp_path: Path) -> None:
+def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
     path = tmp_path / "urls.txt"
     path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\n")
     for url, why in {
@@ -211,18 +211,18 @@ def test_blocked_urls(tmp_path: Path) -> None:
         assert rule_outcome(rule("url_filter", file=str(path)), "text", url)[1] == why, url
 
 
-def test_blocked_words(tmp_path: Path) -> None:
+def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")
     each = lambda **settings: rule("c4_badwords", file=str(path), **settings)  # noqa: E731
-    for text, found in {
+    for text, result in {
         "Darn!": True,
         "darned": False,
         "a FOO BAR": True,
         "foobar": False,
         "in C++.": True,
     }.items():
-        assert (rule_outcome(each(), text)[0] is None) == found, text
+        assert (rule_outcome(each(), text)[0] is None) == result, text
     assert rule_outcome(each(whole_words=False), "darned")[1] == "document_removed_with_badwords"
     with pytest.raises(UsageError, match=r"none\.txt: can't be read"):
         rule("c4_badwords", file=str(tmp_path / "none.txt"))

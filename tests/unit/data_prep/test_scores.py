@@ -15,7 +15,7 @@ import torch
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import Section
 from megatfm.data_prep.documents import Document, StepStats
-from megatfm.data_prep.execution.workspace import config_identity
+from megatfm.data_prep.execution.config_identity import config_identity
 from megatfm.data_prep.filters.base import make_filter
 from megatfm.data_prep.filters.classifiers import LinearClassifier, features
 from megatfm.errors import UsageError
@@ -266,7 +266,7 @@ def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
         apply("x", name="classifier", folder=str(tmp_path))
 
 
-def test_fasttext(tmp_path: Path) -> None:
+def test_fasttext_scores_equal_the_library(tmp_path: Path) -> None:
     fasttext = pytest.importorskip("fasttext")
     kinds = (("hq", PROSE), ("lq", SPAM))
     lines = [f"__label__{label} {text}" for label, words in kinds for text in texts(words, 99, 4)]
@@ -316,7 +316,7 @@ def test_words_by_spacy_are_datatrove_s() -> None:
         assert spacy_words(text) == reference.word_tokenize(text)
 
 
-def test_presidio() -> None:
+def test_presidio_replaces_entities() -> None:
     pytest.importorskip("presidio_analyzer")
     actual = apply("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
     assert isinstance(actual, Document)

@@ -23,8 +23,8 @@ def test_the_share_is_at_most_what_was_asked_and_at_least_half(
     sizes: dict[str, int], share: float, seed: int
 ) -> None:
     held_out = choose_held_out(sizes, share, seed)
-    got, most = sum(sizes[name] for name in held_out), share * sum(sizes.values())
-    assert not held_out or most / 2 <= got <= most
+    actual, most = sum(sizes[name] for name in held_out), share * sum(sizes.values())
+    assert not held_out or most / 2 <= actual <= most
     assert held_out == choose_held_out(dict(reversed(sizes.items())), share, seed)
 
 

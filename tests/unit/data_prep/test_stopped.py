@@ -112,7 +112,7 @@ def prepare(config: PrepConfig, tasks: int) -> None:
 
     def task(number: int) -> None:
         try:
-            data_prep.run(config, team=lambda folder: LockExecutor(number, tasks, folder))
+            data_prep.run(config, make_executor=lambda folder: LockExecutor(number, tasks, folder))
         except BaseException as error:
             errors.append(error)
 
@@ -194,7 +194,7 @@ def test_a_task_with_another_config_is_refused_by_name(
         with pytest.raises(
             UsageError, match=rf"out: other tasks are preparing it with another config \({name}"
         ):
-            data_prep.run(make("out", **OTHERS[other]), team=lambda at: LockExecutor(2, 2, at))
+            data_prep.run(make("out", **OTHERS[other]), make_executor=lambda at: LockExecutor(2, 2, at))
         with pytest.raises(UsageError, match="another prep is working here"):
             data_prep.run(make("out"))
     finally:

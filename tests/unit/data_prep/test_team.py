@@ -87,7 +87,7 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     assert other.returncode == 0, output
     assert file_hashes(tmp_path / "together") == full
     late = config("together", task_bytes=PART, tokenizer_threads=1, **ALL)
-    assert data_prep.run(late, team=lambda folder: LockExecutor(2, 2, folder)).already_done
+    assert data_prep.run(late, make_executor=lambda folder: LockExecutor(2, 2, folder)).already_done
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_several_tasks_replace_nothing(config: Make, tmp_path: Path) -> None:
     data_prep.run(config())
     before = file_hashes(tmp_path / "out")
     with pytest.raises(UsageError, match="delete it first"):
-        data_prep.run(config(overwrite=True), team=lambda folder: LockExecutor(1, 2, folder))
+        data_prep.run(config(overwrite=True), make_executor=lambda folder: LockExecutor(1, 2, folder))
     assert file_hashes(tmp_path / "out") == before
 
 
@@ -192,7 +192,7 @@ def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("fcntl.flock", flock)
     assert not supports_flock(Path(config().out))
     with pytest.raises(UsageError, match="--task needs them: use mpirun"):
-        data_prep.run(config(), team=lambda folder: LockExecutor(1, 2, folder))
+        data_prep.run(config(), make_executor=lambda folder: LockExecutor(1, 2, folder))
 
 
 def test_an_mpi_that_does_not_match_mpirun_is_named() -> None:

@@ -11,7 +11,7 @@ from megatfm import data_prep, tokenizers
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.data_prep.execution.workspace import config_identity
+from megatfm.data_prep.execution.config_identity import config_identity
 from megatfm.errors import UsageError
 from tests.support.prep_files import file_hashes
 

@@ -118,9 +118,9 @@ def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(
     ranks, parallel = LAYOUTS[layout]
     straight = workers.run(train_and_save, ranks, tmp_path / "a", parallel, WIDE)
     resumed = workers.run(load_and_train, ranks, straight[0][0], parallel, WIDE, tmp_path / "b")
-    for (_, wanted), (_, got) in zip(straight, resumed, strict=True):
-        for key, tensor in wanted.items():
-            assert torch.equal(tensor, got[key]), key
+    for (_, expected), (_, actual) in zip(straight, resumed, strict=True):
+        for key, tensor in expected.items():
+            assert torch.equal(tensor, actual[key]), key
 
 
 def initial_weights_lie_right(parallel: ParallelConfig) -> None:

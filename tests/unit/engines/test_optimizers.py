@@ -50,7 +50,7 @@ def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> dict[str, Te
 
 
 def distances(
-    layouts: list[str], optimizer: OptimizerSection, wanted: dict[str, Tensor]
+    layouts: list[str], optimizer: OptimizerSection, expected: dict[str, Tensor]
 ) -> list[tuple[float, float]]:
     """The largest difference of a weight from those given, and how far the one that moved least has moved."""
     actual = []
@@ -59,7 +59,7 @@ def distances(
         before = {name: tensor.clone() for name, tensor in engine.local.items()}
         train_steps(engine, 0, STEPS)
         held = {name: tensor for name, tensor in engine.local.items() if tensor.numel()}
-        differences = [float((local_block(engine, n, wanted[n]) - t).abs().max()) for n, t in held.items()]
+        differences = [float((local_block(engine, n, expected[n]) - t).abs().max()) for n, t in held.items()]
         moved = [float((tensor - before[name]).abs().max()) for name, tensor in held.items()]
         actual.append((max(differences), min(moved)))
     return actual
@@ -74,8 +74,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("name", "layouts"), cells(dict.fromkeys(OPTIMIZERS, LAYOUTS), rounds=2))
 def test_two_ranks_do_what_one_does(workers: Workers, name: str, layouts: list[str]) -> None:
-    (wanted,) = workers.run(train, 1, ParallelConfig(), OPTIMIZERS[name])
-    for rank in workers.run(distances, 2, layouts, OPTIMIZERS[name], wanted):
+    (expected,) = workers.run(train, 1, ParallelConfig(), OPTIMIZERS[name])
+    for rank in workers.run(distances, 2, layouts, OPTIMIZERS[name], expected):
         assert len(rank) == len(layouts)
         for difference, moved in rank:
             assert difference <= 1e-7
@@ -103,9 +103,9 @@ def test_state_goes_through_the_store_and_training_goes_on(
         assert torch.equal(tensor, after[key]), key
     assert {key.rpartition(".")[2] for key in before if key.startswith("optimizer.")} == KEYS[name]
     resumed = workers.run(load_and_train, 2, path, layout, optimizer, tmp_path / "c")
-    for (_, wanted), (_, got) in zip(straight, resumed, strict=True):
-        for key, tensor in wanted.items():
-            assert torch.equal(tensor, got[key]), key
+    for (_, expected), (_, actual) in zip(straight, resumed, strict=True):
+        for key, tensor in expected.items():
+            assert torch.equal(tensor, actual[key]), key
 
 
 def weights(engine: NativeEngine) -> dict[str, Tensor]:

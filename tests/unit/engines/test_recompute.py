@@ -48,10 +48,10 @@ def gradients(name: str, parallel: ParallelConfig, how: str) -> dict[str, Tensor
 
 def compare(name: str) -> None:
     for layout, parallel in LAYOUTS[name].items():
-        wanted = gradients(name, parallel, "none")
+        expected = gradients(name, parallel, "none")
         for how in HOW:
             for parameter, gradient in gradients(name, parallel, how).items():
-                assert torch.equal(gradient, wanted[parameter]), (layout, how, parameter)
+                assert torch.equal(gradient, expected[parameter]), (layout, how, parameter)
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -159,7 +159,7 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])
-def test_sizes(text: str, size: int) -> None:
+def test_recompute_sizes_are_parsed(text: str, size: int) -> None:
     assert activation_checkpointing.size_of(text) == size
 
 
@@ -168,11 +168,11 @@ def test_without_gradients_nothing_is_kept_for_later() -> None:
     model = build(LLAMA)
     initialise(model, 7)
     tokens = torch.arange(24)[None] % 64
-    wanted = model.eval()(tokens).logits
+    expected = model.eval()(tokens).logits
     activation_checkpointing.recompute(model, transformer_blocks(model), "full")
-    assert torch.equal(model(tokens).logits, wanted)
+    assert torch.equal(model(tokens).logits, expected)
     with torch.no_grad():
-        assert torch.equal(nn.Module.train(model)(tokens).logits, wanted)
+        assert torch.equal(nn.Module.train(model)(tokens).logits, expected)
 
 
 class Small(nn.Module):
@@ -206,5 +206,5 @@ def test_under_compile_a_share_says_how_much_is_kept(monkeypatch: pytest.MonkeyP
     assert kept["0 %"] == x.nbytes
     assert kept["0 %"] < kept["50 %"] < kept["none"]
     for how, gradients_of in actual.items():
-        for gradient, wanted in zip(gradients_of, actual["none"], strict=True):
-            assert torch.equal(gradient, wanted), how
+        for gradient, expected in zip(gradients_of, actual["none"], strict=True):
+            assert torch.equal(gradient, expected), how

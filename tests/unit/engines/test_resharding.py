@@ -73,7 +73,7 @@ def load(engine: NativeEngine, path: Path) -> None:
     engine.load_state_dict(state)
 
 
-def differences(engine: NativeEngine, wanted: dict[str, Tensor]) -> list[str]:
+def differences(engine: NativeEngine, expected: dict[str, Tensor]) -> list[str]:
     """Names of what this rank holds otherwise than it is in the whole tensors."""
     wrong = []
     for name, part in engine.state_dict().items():
@@ -81,7 +81,7 @@ def differences(engine: NativeEngine, wanted: dict[str, Tensor]) -> list[str]:
             continue
         box = checkpoint.ShardedTensor.from_tensor(part)
         cut = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.tensor.shape, strict=True))
-        if wanted[name].dtype != box.tensor.dtype or not torch.equal(wanted[name][cut], box.tensor):
+        if expected[name].dtype != box.tensor.dtype or not torch.equal(expected[name][cut], box.tensor):
             wrong.append(name)
     return wrong
 
@@ -89,25 +89,25 @@ def differences(engine: NativeEngine, wanted: dict[str, Tensor]) -> list[str]:
 def hand_on(folder: Path, optimizer: OptimizerSection) -> list[str]:
     """Each layout of this many ranks takes the first checkpoint over, and saves one of its own; what differs."""
     world, wrong = dist.get_world_size(), []
-    wanted = checkpoint.read_tensors(folder / "first/step-00000001")
+    expected = checkpoint.read_tensors(folder / "first/step-00000001")
     for name, (parallel, precision) in LAYOUTS[world].items():
         engine = make_engine(parallel, precision, optimizer)
         load(engine, folder / "first/step-00000001")
-        wrong += [f"first → {name}: {key}" for key in differences(engine, wanted)]
+        wrong += [f"first → {name}: {key}" for key in differences(engine, expected)]
         path = checkpoint.save(folder / f"{world} {name}", 1, engine.state_dict(), {})
         tensors = checkpoint.read_tensors(path)
         wrong += [
             f"{name}: {key}"
-            for key in wanted.keys() | tensors.keys()
+            for key in expected.keys() | tensors.keys()
             if not key.startswith(SCALE)
-            and (key not in wanted or key not in tensors or not torch.equal(wanted[key], tensors[key]))
+            and (key not in expected or key not in tensors or not torch.equal(expected[key], tensors[key]))
         ]
     return wrong
 
 
 def take_over(folder: Path, optimizer: OptimizerSection, loops: bool) -> tuple[int, list[str]]:
     """Each layout of this many ranks opens every layout's checkpoint (loops: that of the one before in the table)."""
-    wanted = checkpoint.read_tensors(folder / "first/step-00000001")
+    expected = checkpoint.read_tensors(folder / "first/step-00000001")
     saved = [f"{world} {name}" for world, layouts in LAYOUTS.items() for name in layouts]
     count, wrong = 0, []
     for name, (parallel, precision) in LAYOUTS[dist.get_world_size()].items():
@@ -116,7 +116,7 @@ def take_over(folder: Path, optimizer: OptimizerSection, loops: bool) -> tuple[i
         for other in [saved[place - 1]] if loops else saved:
             load(engine, folder / other / "step-00000001")
             count += 1
-            wrong += [f"{other} → {name}: {key}" for key in differences(engine, wanted)]
+            wrong += [f"{other} → {name}: {key}" for key in differences(engine, expected)]
     return count, wrong
 
 

@@ -40,12 +40,12 @@ def checkpoint(tmp_path: Path) -> Callable[[int], None]:
 @pytest.fixture
 def corpora(tmp_path: Path) -> Path:
     """What the quickstart's config names, as far as a launch looks at it."""
-    made = tmp_path / "corpora" / "quickstart"
+    result = tmp_path / "corpora" / "quickstart"
     for name in ("train", "validation"):
-        (made / name).mkdir(parents=True)
-        (made / name / "manifest.json").touch()
-    (made / "tokenizer.model").touch()
-    return made
+        (result / name).mkdir(parents=True)
+        (result / name / "manifest.json").touch()
+    (result / "tokenizer.model").touch()
+    return result
 
 
 @pytest.fixture

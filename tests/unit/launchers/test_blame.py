@@ -44,8 +44,8 @@ srun: error: n3: task 0: Killed
 )
 def test_whom_the_log_names(run: Path, text: str, host: str | None, rank: int | None) -> None:
     write_log(run, f"srun: error: n9: task 9: Killed\nmegatfm job: attempt 2: job 7\n{text}")
-    found = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
-    assert (found.host, found.rank) == (host, rank), "and nobody of an earlier attempt"
+    result = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
+    assert (result.host, result.rank) == (host, rank), "and nobody of an earlier attempt"
 
 
 def test_the_runs_own_word_counts_more_than_the_logs(run: Path) -> None:

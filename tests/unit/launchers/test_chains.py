@@ -63,13 +63,13 @@ def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_sl
     assert fake_slurm.calls[-1] == "scancel 8 9"
 
 
-@pytest.mark.parametrize(("code", "asked"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
+@pytest.mark.parametrize(("code", "requested"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
 def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
-    run: Path, fake_slurm: FakeSlurm, code: int, asked: str
+    run: Path, fake_slurm: FakeSlurm, code: int, requested: str
 ) -> None:
     prolog(run)
     finish_run(run)
-    assert epilog(run, code, *(["--asked", asked] if asked else [])) == 0
+    assert epilog(run, code, *(["--asked", requested] if requested else [])) == 0
     assert AttemptLog(run).attempts[-1].state_name == "DONE"
     assert not [call for call in fake_slurm.calls if "requeue" in call]
 

@@ -25,8 +25,8 @@ def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str])
     with (run / "logs" / "rank-10.log").open("a") as file:
         file.write("2026-11-21 15:00:00,000 ERROR the disk is full\n")
     assert list(select_logs(run).values()) == ["job", "rank 10"]
-    _, said = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
-    assert said.splitlines() == [
+    _, output = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
+    assert output.splitlines() == [
         f"==> {run}/logs/slurm-8.log <==",
         "of the second link",
         f"==> {run}/logs/rank-10.log <==",
@@ -79,17 +79,17 @@ def test_the_last_lines_are_those_of_the_whole_file(
     log.write_bytes(text.encode())
     monkeypatch.setattr("megatfm.launchers.record.BLOCK_BYTES", 3)
     for count in range(5):
-        _, said = megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
+        _, output = megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
         lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
-        assert said.split("\n") == [f"==> {log} <==", *lines[max(0, len(lines) - count) :], ""]
+        assert output.split("\n") == [f"==> {log} <==", *lines[max(0, len(lines) - count) :], ""]
 
 
 def test_following_ends_with_a_line_that_was_never_finished(make: MakeRun) -> None:
     run = make()
     log = run / "logs" / "rank-0.log"
     log.write_text("old\nkilled in mid-li")
-    out, asked = io.StringIO(), iter([False, True])
-    follow_logs(run, print_tails(run, 1, out=out), is_over=lambda: next(asked), out=out)
+    out, requested = io.StringIO(), iter([False, True])
+    follow_logs(run, print_tails(run, 1, out=out), is_over=lambda: next(requested), out=out)
     assert out.getvalue() == f"==> {log} <==\nrank 0 | killed in mid-li\n"
 
 
@@ -121,9 +121,9 @@ def test_all_links_of_a_chain_are_cancelled(
     assert fake_slurm.calls[-1] == "scancel 7 8"
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
+    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
     assert code == 2
-    assert "none of its jobs is in the queue" in said
+    assert "none of its jobs is in the queue" in output
 
 
 def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
@@ -144,11 +144,11 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
     assert megatfm("cancel", "9", capsys=capsys) == (0, "cancelled job 9\n")
     assert megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
     answer("../mine.sh")
-    code, said = megatfm("cancel", "5", capsys=capsys)
-    assert (code, said.startswith("error: 5: no job of `megatfm launch`: ")) == (2, True)
+    code, output = megatfm("cancel", "5", capsys=capsys)
+    assert (code, output.startswith("error: 5: no job of `megatfm launch`: ")) == (2, True)
     fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    code, said = megatfm("cancel", "5", capsys=capsys)
-    assert (code, said.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
+    code, output = megatfm("cancel", "5", capsys=capsys)
+    assert (code, output.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
 
 
 def test_everything_of_all_runs_is_cancelled(
@@ -158,17 +158,17 @@ def test_everything_of_all_runs_is_cancelled(
     make("b")
     make("c", evaluations=["9"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    code, said = megatfm("cancel", "--all", capsys=capsys)
+    code, output = megatfm("cancel", "--all", capsys=capsys)
     assert code == 0
-    assert "a: cancelled job 7\nc: cancelled job 9\n" in said
-    assert "b: was not started by `megatfm launch`" in said
+    assert "a: cancelled job 7\nc: cancelled job 9\n" in output
+    assert "b: was not started by `megatfm launch`" in output
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, said = megatfm("cancel", "--all", capsys=capsys)
-    assert (code, said.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
+    code, output = megatfm("cancel", "--all", capsys=capsys)
+    assert (code, output.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
     for words in ([], ["runs/a", "--all"]):
-        code, said = megatfm("cancel", *words, capsys=capsys)
-        assert (code, "name what to end" in said) == (2, True)
+        code, output = megatfm("cancel", *words, capsys=capsys)
+        assert (code, "name what to end" in output) == (2, True)
 
 
 def test_a_local_run_is_told_to_save_and_stop(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,8 +180,8 @@ def test_a_local_run_is_told_to_save_and_stop(make: MakeRun, capsys: pytest.Capt
         f"told process {process.pid} to save and stop\n",
     )
     assert process.wait(10) == -signal.SIGTERM
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
-    assert (code, said.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
+    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
+    assert (code, output.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
 
 
 def test_the_process_of_another_user_is_named_with_its_owner(
@@ -194,6 +194,6 @@ def test_the_process_of_another_user_is_named_with_its_owner(
         raise psutil.AccessDenied(process.pid)
 
     monkeypatch.setattr(psutil.Process, "send_signal", refuse)
-    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
-    assert (code, said.count("\n")) == (2, 1)
-    assert f"process {me.pid} is of {me.username()}, who alone can end it" in said
+    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
+    assert (code, output.count("\n")) == (2, 1)
+    assert f"process {me.pid} is of {me.username()}, who alone can end it" in output

@@ -24,9 +24,9 @@ Commit = Callable[[int], None]
 
 def test_an_attempt_gets_all_nodes_and_is_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prolog(run) == 0
-    said = capsys.readouterr()
-    assert said.out == "3 n1 n1,n2,n3\n", "what the script reads"
-    assert said.err == "megatfm job: attempt 1: job 7, from step 0, on n1, n2, n3\n"
+    output = capsys.readouterr()
+    assert output.out == "3 n1 n1,n2,n3\n", "what the script reads"
+    assert output.err == "megatfm job: attempt 1: job 7, from step 0, on n1, n2, n3\n"
     (attempt,) = AttemptLog(run).attempts
     assert (attempt.job, attempt.submission, attempt.nodes, attempt.ended) == (
         "7",
@@ -41,9 +41,9 @@ def test_with_fewer_nodes_the_layout_that_fits(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
     assert prolog(run, least=2) == 0
-    said = capsys.readouterr()
-    assert said.out == "4 n1 n1,n2,n3,n4\n"
-    assert "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of" in said.err
+    output = capsys.readouterr()
+    assert output.out == "4 n1 n1,n2,n3,n4\n"
+    assert "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of" in output.err
 
 
 def test_a_layout_that_fits_nowhere_is_a_usage_error(
@@ -51,9 +51,9 @@ def test_a_layout_that_fits_nowhere_is_a_usage_error(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
     assert prolog(run, least=5) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "fits on none of 5 to 5 nodes: on the last, train.global_batch = 24" in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "fits on none of 5 to 5 nodes: on the last, train.global_batch = 24" in output.err
     assert AttemptLog(run).attempts[-1].code == 2
 
 
@@ -63,26 +63,26 @@ def test_a_finished_run_is_not_started(
     checkpoint(100)
     finish_run(run)
     assert prolog(run) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "the run is finished: all of its 100 steps are done" in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "the run is finished: all of its 100 steps are done" in output.err
     assert AttemptLog(run).attempts == []
 
 
 def test_an_offender_is_left_out_where_it_can_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures(run, 2, host="n1")
     assert prolog(run) == 0
-    said = capsys.readouterr()
-    assert said.out == "2 n2 n2,n3\n"
-    assert "n1: left out, since the run failed there before" in said.err
+    output = capsys.readouterr()
+    assert output.out == "2 n2 n2,n3\n"
+    assert "n1: left out, since the run failed there before" in output.err
 
 
 def test_an_offender_is_used_where_it_must_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures(run, 2, host="n1")
     assert prolog(run, least=3) == 0
-    said = capsys.readouterr()
-    assert said.out == "3 n1 n1,n2,n3\n"
-    assert "failed before but used again: too few other nodes are left" in said.err
+    output = capsys.readouterr()
+    assert output.out == "3 n1 n1,n2,n3\n"
+    assert "failed before but used again: too few other nodes are left" in output.err
 
 
 def test_attempts_that_were_lost_with_their_script_are_counted_too(
@@ -92,9 +92,9 @@ def test_attempts_that_were_lost_with_their_script_are_counted_too(
     for _ in range(2):
         assert prolog(run, limit=1) == 0
     assert prolog(run, limit=1) == 76
-    said = capsys.readouterr()
-    assert said.out.count("\n") == 2
-    assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in said.err
+    output = capsys.readouterr()
+    assert output.out.count("\n") == 2
+    assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in output.err
     assert AttemptLog(run).attempts[-1].code == 76
     assert not any(call.startswith("scontrol requeue") for call in fake_slurm.calls)
 
@@ -137,10 +137,10 @@ def test_a_failure_is_tried_again_until_it_gains_nothing(
         codes.append(epilog(run, 137))
     assert codes == [1, 1, 1, 76], "three restarts"
     assert fake_slurm.calls.count("scontrol requeue 7") == 3
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
         "no progress: 4 attempts in a row failed without a new checkpoint after step 0; the last: exit code 137"
-        in said
+        in output
     )
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "output"),
     [
         ("JobState=COMPLETING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00", "was cancelled"),
         ("JobState=CANCELLED Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00", "was cancelled"),
@@ -207,13 +207,13 @@ def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> Non
     ],
 )
 def test_what_was_cancelled_or_requeued_already_is_left_alone(
-    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, said: str
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, output: str
 ) -> None:
     """A running job that is cancelled and one that is requeued both look COMPLETING; only one was restarted."""
     prolog(run)
     fake_slurm.answer("scontrol-show", f"JobId=7 {record} Partition=main NumNodes=2\n")
     assert epilog(run, 75, "--asked", "TERM") == 75
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert "scontrol requeue 7" not in fake_slurm.calls
 
 

@@ -20,13 +20,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def attempt(
-    run: Path, code: int | None, *, submission: str = "7", asked: bool = False, host: str | None = None
+    run: Path, code: int | None, *, submission: str = "7", requested: bool = False, host: str | None = None
 ) -> None:
     """One whole attempt, as the job's helper notes it: each time from the file."""
     now = 100.0 + len(AttemptLog(run).attempts)
     begun = AttemptLog(run).begin(Attempt(now, submission, job=submission))
     AttemptLog(run).end(
-        replace(begun, ended=now, code=code, asked=asked, failed_host=host, reason=f"exit code {code}")
+        replace(begun, ended=now, code=code, asked=requested, failed_host=host, reason=f"exit code {code}")
     )
 
 
@@ -69,7 +69,7 @@ def test_a_new_checkpoint_starts_the_count_afresh(run: Path, checkpoint: Commit)
 def test_stops_are_no_failures_but_not_endless_either(run: Path) -> None:
     for _ in range(MAX_STOPS_WITHOUT_PROGRESS):
         attempt(run, EXIT_REQUEUE)
-    attempt(run, EXIT_FAILED, asked=True)  # say, a rank that was killed while it saved
+    attempt(run, EXIT_FAILED, requested=True)  # say, a rank that was killed while it saved
     failures, stops = AttemptLog(run).count_without_progress("7")
     assert (failures, stops) == (0, MAX_STOPS_WITHOUT_PROGRESS + 1)
     output = AttemptLog(run).restart_limit_reason("7", 0)

@@ -53,11 +53,11 @@ def test_a_job_that_is_forgotten_has_no_record(fake_slurm: FakeSlurm) -> None:
         ("INVALID", None),
     ],
 )
-def test_durations(text: str, seconds: int | None) -> None:
+def test_slurm_durations_are_parsed(text: str, seconds: int | None) -> None:
     assert scheduler.parse_time(text) == seconds
 
 
-def test_hosts(fake_slurm: FakeSlurm) -> None:
+def test_node_lists_are_expanded(fake_slurm: FakeSlurm) -> None:
     assert scheduler.expand_nodelist("n1") == ["n1"]
     assert scheduler.expand_nodelist("n1,gpu-2.site") == ["n1", "gpu-2.site"]
     assert fake_slurm.calls == [], "what needs no expansion needs no SLURM"
@@ -65,7 +65,7 @@ def test_hosts(fake_slurm: FakeSlurm) -> None:
     assert scheduler.expand_nodelist("n[1-2]") == ["n1", "n2"]
 
 
-def test_usable_nodes(fake_slurm: FakeSlurm) -> None:
+def test_usable_nodes_are_those_in_order(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer(
         "sinfo", "n1 idle\nn2 alloc\nn3 down*\nn4 drain\nn5 mix\nn6 idle*\nn7 comp\nn8 drng\nn9 \nn10\n\n"
     )

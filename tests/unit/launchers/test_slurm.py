@@ -24,7 +24,7 @@ def test_the_dry_run_prints_the_script_and_the_config(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     assert launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     for line in (
         "--job-name=big-run",
         "--nodes=4",
@@ -33,9 +33,9 @@ def test_the_dry_run_prints_the_script_and_the_config(
         "--time=24:00:00",
         "--partition=gpu",
     ):
-        assert f"#SBATCH {line}\n" in said.out
-    assert "\nsteps = 77\n" in said.out
-    assert said.err == ""
+        assert f"#SBATCH {line}\n" in output.out
+    assert "\nsteps = 77\n" in output.out
+    assert output.err == ""
     assert not (folder / "runs").exists()
 
 
@@ -44,11 +44,11 @@ def test_submit_writes_the_files_and_says_where_to_look(
 ) -> None:
     fake_slurm.answer("sbatch", "4711;cluster\n")
     assert launch(*CLUSTER_FLAGS, "train.steps=77", *FITS) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
+    output = capsys.readouterr().out
+    assert output.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
     run = folder / "runs" / "quickstart"
     for part in (f"{run}/logs/slurm-4711.log", f"megatfm status {run}", f"megatfm cancel {run}"):
-        assert part in said
+        assert part in output
     assert fake_slurm.calls[-1] == f"sbatch --parsable {run}/slurm/pretrain.sbatch"
     code = snapshot.collect_code([]).dir_name
     assert sorted(path.name for path in (run / "slurm").iterdir()) == [code, "config.toml", "pretrain.sbatch"]
@@ -72,8 +72,8 @@ def test_a_chain_is_submitted_link_by_link(
     script = folder / "runs/quickstart/slurm/pretrain.sbatch"
     assert "#SBATCH --dependency=afterok:4711\n" in script.read_text()
     after = [f"--dependency=afterok:4711,afterany:{number} " for number in (1, 2)]
-    asked = (fake_slurm.folder / "n").read_text()
-    assert asked == "".join(f"--parsable {option}{script}\n" for option in ["", *after]), (
+    requested = (fake_slurm.folder / "n").read_text()
+    assert requested == "".join(f"--parsable {option}{script}\n" for option in ["", *after]), (
         "of no other run's jobs"
     )
 
@@ -301,7 +301,9 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.count("--dependency") == 1, "of two, sbatch would take the last"
 
 
-def test_from_python(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_from_python_writes_the_job(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_slurm.answer("sbatch", "12\n")
     run = submit("quickstart", "train.steps=77", nodes=2, chain=2, sbatch=["--exclusive", "--mail-type=FAIL"])
     assert run.run_dir == folder / "runs" / "quickstart"

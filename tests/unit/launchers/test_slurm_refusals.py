@@ -162,9 +162,9 @@ def test_what_is_merely_worth_knowing_is_a_note(
 ) -> None:
     partition(fake_slurm, longest="UNLIMITED", state="DOWN")
     assert launch("--slurm", "--time", "6") == 0
-    said = capsys.readouterr().err
-    assert "note: partition gpu is closed (DOWN): the job waits until it opens" in said
-    assert "note: 60 s are left to start and to train before the job is told to save" in said
+    output = capsys.readouterr().err
+    assert "note: partition gpu is closed (DOWN): the job waits until it opens" in output
+    assert "note: 60 s are left to start and to train before the job is told to save" in output
     (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
     assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
     assert "note: data.train = '/in/the/image': there is no such file or folder; let it be in" in (

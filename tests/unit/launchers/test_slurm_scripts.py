@@ -33,12 +33,12 @@ def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
     """MEGATFM_UPDATE_GOLDEN=1 writes them anew."""
     files = RENDERED[name]()
     script = next(iter(files.values()))
-    for found, shown in (
+    for result, displayed in (
         (snapshot.collect_code([]).dir_name, "code-0123456789ab"),
         (str(folder), "/home/ada/my-project"),
         (sys.executable, "/env/bin/python"),
     ):
-        script = script.replace(found, shown)
+        script = script.replace(result, displayed)
     if os.environ.get("MEGATFM_UPDATE_GOLDEN"):
         (GOLDEN / name).write_text(script)
     assert script == (GOLDEN / name).read_text()
@@ -87,8 +87,10 @@ def test_what_reaches_the_shell_is_quoted(
         setup=[["prepare", text]],
         start="torchrun" if kind == "torchrun" else "srun",
     )
-    wanted = prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
-    script = next(iter(SlurmLauncher(site).render(wanted).values()))
+    expected = (
+        prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
+    )
+    script = next(iter(SlurmLauncher(site).render(expected).values()))
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SEEN": str(folder / "seen"),
@@ -141,10 +143,10 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
 
 
 def test_the_script_ends_as_the_helper_says(folder: Path) -> None:
-    code, asked = run_script(folder, "exit 3")
+    code, requested = run_script(folder, "exit 3")
     assert code == 42
-    assert asked[-1].split(" --log")[0] == f"epilog --run {folder}/runs/quickstart"
-    assert "--code 3 --asked  --requeue --max-restarts 3" in asked[-1]
+    assert requested[-1].split(" --log")[0] == f"epilog --run {folder}/runs/quickstart"
+    assert "--code 3 --asked  --requeue --max-restarts 3" in requested[-1]
 
 
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
@@ -154,16 +156,16 @@ def test_a_signal_reaches_srun_and_its_code_is_not_lost(folder: Path, number: st
         f"kill -{number} $PPID; kill -{number} $PPID\n"
         "for _ in $(seq 200); do sleep 0.05; done"
     )
-    code, asked = run_script(folder, srun)
+    code, requested = run_script(folder, srun)
     assert code == 42
-    assert f"--code 75 --asked {number} --requeue" in asked[-1]
+    assert f"--code 75 --asked {number} --requeue" in requested[-1]
 
 
 def test_a_signal_ahead_of_the_start_is_not_lost(folder: Path) -> None:
     srun = "trap 'exit 75' USR1\nfor _ in $(seq 100); do sleep 0.05; done"
-    code, asked = run_script(folder, srun, plan="kill -USR1 $PPID; echo 1 n1 n1")
+    code, requested = run_script(folder, srun, plan="kill -USR1 $PPID; echo 1 n1 n1")
     assert code == 42
-    assert "--asked USR1" in asked[-1]
+    assert "--asked USR1" in requested[-1]
 
 
 @pytest.mark.parametrize(("plan", "code"), [("true", 0), ("exit 76", 76), ("exit 2", 2)])
@@ -190,8 +192,8 @@ def test_a_site_file_is_read_and_flags_win(folder: Path) -> None:
 def test_the_examples_of_sites_render_to_scripts(path: Path) -> None:
     site = load_site(path, {})
     assert path.read_text().startswith("# "), "says what kind of site it is"
-    for wanted in (job(**GPUS), prep_job(), job(**GPUS, kind="evaluate")):
-        for name, text in SlurmLauncher(site).render(wanted).items():
+    for expected in (job(**GPUS), prep_job(), job(**GPUS, kind="evaluate")):
+        for name, text in SlurmLauncher(site).render(expected).items():
             if name.endswith(".sbatch"):
                 subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 

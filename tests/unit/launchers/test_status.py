@@ -25,9 +25,9 @@ def test_a_run_in_full(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.Capt
     (run / "checkpoints" / "step-00000030").mkdir(parents=True)
     (run / "events.jsonl").write_text('{"event": "resumed", "detail": "from step-00000030", "time": 1}\n')
     fake_slurm.answer("squeue", "RUNNING|None|n[1-2]\n")
-    code, said = megatfm("status", "runs/mine", capsys=capsys)
+    code, output = megatfm("status", "runs/mine", capsys=capsys)
     assert code == 0
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         f"run         {run}",
         "state       RUNNING: job 7, n[1-2], 1 more in the chain",
         "step        40 of 100",
@@ -48,20 +48,20 @@ def test_several_runs_in_a_table(
     make("b", steps=0, launcher="slurm", jobs=["9"])
     (Path("runs") / "no-run").mkdir()
     fake_slurm.answer("squeue", "PENDING|Resources|\n")
-    _, said = megatfm("status", capsys=capsys)
-    heading, first, second = (line.split() for line in said.splitlines())
+    _, output = megatfm("status", capsys=capsys)
+    heading, first, second = (line.split() for line in output.splitlines())
     assert heading == ["run", "state", "step", "loss", "tokens/s", "left", "restarts"]
     assert " ".join(first) == "a PENDING 40 of 100 4.2000 1,000 2 min 00 s job 7, Resources"
     assert second == ["b", "PENDING", "0", "of", "100", "job", "9,", "Resources"]
 
 
-def test_for_programs(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    _, said = megatfm("status", "runs/mine", "--json", capsys=capsys)
-    found = json.loads(said)
-    assert (found["run"], found["state"], found["step"], found["steps"]) == (str(run), "RUNNING", 40, 100)
-    assert found["seconds_left"] == 120.0
+    _, output = megatfm("status", "runs/mine", "--json", capsys=capsys)
+    result = json.loads(output)
+    assert (result["run"], result["state"], result["step"], result["steps"]) == (str(run), "RUNNING", 40, 100)
+    assert result["seconds_left"] == 120.0
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_after_the_job_has_left_the_queue(
         fake_slurm.answer("scontrol-show", f"{record}\n")
     else:
         fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    found = run_status(run)
-    assert f"{found.state.name}: {found.state.reason}" == state
-    assert found.state.is_over
-    assert found.seconds_left is None
+    result = run_status(run)
+    assert f"{result.state.name}: {result.state.reason}" == state
+    assert result.state.is_over
+    assert result.seconds_left is None
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(
 ) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
-    made = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
-    (run / "restarts.json").write_text(dump([made]))
+    result = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
+    (run / "restarts.json").write_text(dump([result]))
     assert (run_status(run).state.name, run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
 
 
@@ -137,13 +137,13 @@ def test_how_far_an_array_is(
         (work / f"{part}.json").touch()
         os.utime(work / f"{part}.json", (1, 2 if part.startswith("encode") else 1))
     fake_slurm.answer("squeue", "RUNNING|None|n1\nRUNNING|None|n2\nPENDING|Resources|\nPENDING|Resources|\n")
-    _, said = megatfm("status", "runs/made.jobs", capsys=capsys)
-    assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in said
-    assert "work        encode-train: 2 parts done\n" in said
+    _, output = megatfm("status", "runs/made.jobs", capsys=capsys)
+    assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in output
+    assert "work        encode-train: 2 parts done\n" in output
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED ExitCode=0:0\n")
-    found = run_status(run)
-    assert (found.state.name, "the corpus is not finished" in found.state.reason) == ("FAILED", True)
+    result = run_status(run)
+    assert (result.state.name, "the corpus is not finished" in result.state.reason) == ("FAILED", True)
     (run.with_name("made") / "prep.json").touch()
     assert (run_status(run).state.name, run_status(run).work) == ("DONE", "the corpus is finished")
 
@@ -162,9 +162,9 @@ def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm)
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: MakeRun, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.fail("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
-    found = run_status(run)
-    assert (found.state.name, found.step) == ("UNKNOWN", 40)
-    assert "Unable to contact" in found.state.reason
+    result = run_status(run)
+    assert (result.state.name, result.step) == ("UNKNOWN", 40)
+    assert "Unable to contact" in result.state.reason
 
 
 def test_a_local_run_is_known_by_its_process(make: MakeRun) -> None:
@@ -230,8 +230,8 @@ def test_what_others_write_badly_stops_no_look(
     (run / "events.jsonl").write_text('{"event": "finished", "detail": 3, "time": "then"}\n')
     for text in ('{"a": 1}', "[1]", "{", '[{"time": "x", "submission": 7}]'):
         (run / "restarts.json").write_text(text)
-        code, said = megatfm("status", "runs/mine", capsys=capsys)
-        assert (code, "state       DONE" in said, "restarts.json: left out" in said) == (0, True, True)
+        code, output = megatfm("status", "runs/mine", capsys=capsys)
+        assert (code, "state       DONE" in output, "restarts.json: left out" in output) == (0, True, True)
     launched = json.loads((run / "launch.json").read_text())
     for launcher in ("slurm", "by hand"):
         (run / "launch.json").write_text(json.dumps({**launched, "launcher": launcher}))
@@ -251,9 +251,9 @@ def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> No
 def test_a_loss_that_is_no_number_is_shown(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2')
-    _, said = megatfm("status", "runs/mine", capsys=capsys)
-    assert "loss        nan" in said
-    assert "step        1 of 100" in said
+    _, output = megatfm("status", "runs/mine", capsys=capsys)
+    assert "loss        nan" in output
+    assert "step        1 of 100" in output
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel"])
@@ -261,9 +261,9 @@ def test_what_is_no_run_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, said = megatfm(command, "nothing", capsys=capsys)
+    code, output = megatfm(command, "nothing", capsys=capsys)
     assert code == 2
-    assert said == "error: nothing: not a run directory: give one such as runs/quickstart\n"
+    assert output == "error: nothing: not a run directory: give one such as runs/quickstart\n"
 
 
 def test_watching_needs_no_torch(make: MakeRun) -> None:

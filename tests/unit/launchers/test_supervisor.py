@@ -197,11 +197,11 @@ def at_a_terminal(tmp_path: Path, ranks: int, typed: bytes) -> tuple[int, str]:
     if not pid:
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, "-c", ASKS, str(ranks)])
-    shown = b""
+    displayed = b""
     with contextlib.suppress(OSError):  # EIO: the other end is closed
         while select.select([terminal], [], [], 60)[0] and (data := os.read(terminal, 4096)):
-            shown += data
-            if b"asks " in shown and typed:
+            displayed += data
+            if b"asks " in displayed and typed:
                 os.write(terminal, typed)
                 typed = b""
     # Its end of the terminal closes before it has ended, unless it hangs.
@@ -212,20 +212,20 @@ def at_a_terminal(tmp_path: Path, ranks: int, typed: bytes) -> tuple[int, str]:
     if ended == (0, 0):
         os.kill(pid, signal.SIGKILL)
         ended = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(ended[1]), shown.decode()
+    return os.waitstatus_to_exitcode(ended[1]), displayed.decode()
 
 
 def test_a_single_rank_may_ask_at_the_terminal_as_a_debugger_does(tmp_path: Path) -> None:
-    code, shown = at_a_terminal(tmp_path, 1, b"a line\n")
-    assert (code, "heard a line" in shown) == (0, True)
-    code, shown = at_a_terminal(tmp_path, 1, b"\x03")
+    code, displayed = at_a_terminal(tmp_path, 1, b"a line\n")
+    assert (code, "heard a line" in displayed) == (0, True)
+    code, displayed = at_a_terminal(tmp_path, 1, b"\x03")
     assert code == 75, "Ctrl-C reaches it"
 
 
 def test_of_several_ranks_none_waits_at_the_terminal_for_ever(tmp_path: Path) -> None:
-    code, shown = at_a_terminal(tmp_path, 2, b"a line\n")
+    code, displayed = at_a_terminal(tmp_path, 2, b"a line\n")
     assert code == 1
-    assert "EOFError" in shown
+    assert "EOFError" in displayed
 
 
 @pytest.mark.parametrize("wait_first", [True, False], ids=["forwarded-late", "noted-late"])

@@ -125,10 +125,10 @@ def test_a_signal_to_all_of_the_step_lets_the_workers_save(
 ) -> None:
     """SLURM signals every process of a step: what stands for torchrun must not die of it."""
     process = agent(-1)
-    (shown,) = psutil.Process(process.pid).children()
-    assert "torch.distributed.run" in shown.cmdline()
-    shown.send_signal(signal.SIGUSR1)
-    shown.send_signal(signal.SIGTERM)
+    (displayed,) = psutil.Process(process.pid).children()
+    assert "torch.distributed.run" in displayed.cmdline()
+    displayed.send_signal(signal.SIGUSR1)
+    displayed.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     process.send_signal(signal.SIGUSR1)
     _, output = process.communicate(timeout=100)

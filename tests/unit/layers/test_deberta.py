@@ -124,13 +124,13 @@ def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], in
     documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), torch.tensor(documents))
     actual = attention(x, sequence, table)
-    wanted = torch.stack(
+    expected = torch.stack(
         [by_pairs(attention, row, table, where, rows) for row, where in zip(x, documents, strict=True)]
     )
-    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     inputs = [x, table, *attention.parameters()]
     one = torch.autograd.grad((actual * weights).sum(), inputs)
-    other = torch.autograd.grad((wanted * weights).sum(), inputs)
+    other = torch.autograd.grad((expected * weights).sum(), inputs)
     for mine, reference in zip(one, other, strict=True):
         assert reference.norm() > 1e-3 or mine.shape == (D,)
         torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)

@@ -65,8 +65,8 @@ def test_factorised_with_all_that_there_is(offset: int) -> None:
     }  # fmt: skip
     x = 1.5 * named["tokens.weight"][TOKENS] + named["positions.weight"][torch.arange(7) + offset]
     x = norm(x + named["segments.weight"][SEGMENTS], named["norm.weight"], named["norm.bias"], 1e-3)
-    wanted = x @ named["projection.weight"].T + named["projection.bias"]
-    torch.testing.assert_close(embedding(TOKENS, LAYOUT, SEGMENTS), wanted, rtol=1e-12, atol=1e-12)
+    expected = x @ named["projection.weight"].T + named["projection.bias"]
+    torch.testing.assert_close(embedding(TOKENS, LAYOUT, SEGMENTS), expected, rtol=1e-12, atol=1e-12)
     zero = embedding(TOKENS, LAYOUT, torch.zeros_like(SEGMENTS))
     assert torch.equal(embedding(TOKENS, LAYOUT), zero), "without segments, all are in the first"
 
@@ -118,11 +118,11 @@ def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:
         model(TOKENS, targets=TOKENS.roll(1, 1)).losses["masked"].backward()
     local = {name: parameter.grad for name, parameter in alone.named_parameters()}
     for name, parameter in shared.named_parameters():
-        wanted = local[name]
+        expected = local[name]
         if name.startswith("encoder.layers."):
             _, _, number, remaining = name.split(".", 3)
-            wanted = sum(local[f"encoder.layers.{2 * int(number) + i}.{remaining}"] for i in (0, 1))
-        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-9, atol=1e-9)
+            expected = sum(local[f"encoder.layers.{2 * int(number) + i}.{remaining}"] for i in (0, 1))
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-9)
         assert parameter.grad.norm() > 1e-6 or name.endswith("wk.bias")
 
 
@@ -166,9 +166,9 @@ def test_post_norm_ends_in_its_norm_and_a_stack_of_it_in_none() -> None:
     y = F.layer_norm(
         x + block.attn(x, LAYOUT), (12,), *block.attn_residual.norm.parameters(), config.norm.eps
     )
-    wanted = F.layer_norm(
+    expected = F.layer_norm(
         y + block.ffn(y, LAYOUT), (12,), *block.ffn_residual.norm.parameters(), config.norm.eps
     )
-    torch.testing.assert_close(block(x, LAYOUT), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(block(x, LAYOUT), expected, rtol=1e-12, atol=1e-12)
     assert model.encoder.norm is None
     assert torch.equal(model(TOKENS).hidden, block(model.encoder.embedding(TOKENS, LAYOUT), LAYOUT))

@@ -40,13 +40,13 @@ def made(**options: object) -> torch.nn.Module:
     return model
 
 
-def same_with_gradients(model: torch.nn.Module, actual: Tensor, wanted: Tensor, touched: str) -> None:
+def same_with_gradients(model: torch.nn.Module, actual: Tensor, expected: Tensor, touched: str) -> None:
     """Values, and every gradient of parameters that begin with `touched`, which must be there."""
-    torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     named = dict(model.named_parameters())
     one, other = (
         torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
-        for loss in (actual, wanted)
+        for loss in (actual, expected)
     )
     for name, mine, reference in zip(named, one, other, strict=True):
         assert (mine is None) == (reference is None), name
@@ -75,10 +75,10 @@ def test_masked_tokens_through_the_transform(embedding_dim: int | None) -> None:
     )
     logits = inner @ model.encoder.embedding.tokens.weight.T + model.head.bias
     torch.testing.assert_close(output.logits, logits, rtol=1e-12, atol=1e-12)
-    wanted = -sum(
+    expected = -sum(
         logits[b, t].log_softmax(-1)[targets[b, t]] for b in range(2) for t in range(T) if targets[b, t] >= 0
     )
-    same_with_gradients(model, model(tokens, targets=targets).losses["masked"], wanted, "head")
+    same_with_gradients(model, model(tokens, targets=targets).losses["masked"], expected, "head")
 
 
 def test_nothing_masked_costs_nothing() -> None:
@@ -100,9 +100,9 @@ def test_sentences_from_their_first_tokens(classes: int) -> None:
     pooled = torch.tanh(output.hidden @ head.pooler.weight.T + head.pooler.bias)
     logits = pooled @ head.classifier.weight.T + head.classifier.bias
     torch.testing.assert_close(output.predictions["sentence"], logits[:, 0], rtol=1e-12, atol=1e-12)
-    wanted = -sum(logits[b, t].log_softmax(-1)[targets[b, t]] for b, t in ((0, 0), (0, 7), (1, 2)))
+    expected = -sum(logits[b, t].log_softmax(-1)[targets[b, t]] for b, t in ((0, 0), (0, 7), (1, 2)))
     losses = model(tokens, targets=torch.full((2, T), -100), sentence_targets=targets).losses
-    same_with_gradients(model, losses["sentence"], wanted, "sentence")
+    same_with_gradients(model, losses["sentence"], expected, "sentence")
 
 
 SPANS = {0: [(2, 4), (6, 6), (9, 10)], 1: [(1, 1), (3, 7)]}
@@ -119,7 +119,7 @@ def test_spans_from_their_boundaries() -> None:
         for first, last in spans:
             for i in range(first, last + 1):
                 targets[row, i], left[row, i], right[row, i] = original[row, i], i - (first - 1), last + 1 - i
-    hidden, head, wanted = model(tokens).hidden, model.boundary, torch.zeros((), dtype=torch.float64)
+    hidden, head, expected = model(tokens).hidden, model.boundary, torch.zeros((), dtype=torch.float64)
     for row, spans in SPANS.items():
         for first, last in spans:
             for i in range(first, last + 1):
@@ -128,9 +128,9 @@ def test_spans_from_their_boundaries() -> None:
                 x = norm(F.gelu(head.dense1.weight @ x + head.dense1.bias), head.norm1)
                 x = norm(F.gelu(head.dense2.weight @ x + head.dense2.bias), head.norm2)
                 logits = model.encoder.embedding.tokens.weight @ x + head.bias
-                wanted = wanted - logits.log_softmax(-1)[original[row, i]]
+                expected = expected - logits.log_softmax(-1)[original[row, i]]
     losses = model(tokens, targets=targets, span_left=left, span_right=right).losses
-    same_with_gradients(model, losses["boundary"], wanted, "boundary")
+    same_with_gradients(model, losses["boundary"], expected, "boundary")
     both = losses["masked"] + losses["boundary"]
     model.zero_grad()
     both.backward()

@@ -82,17 +82,17 @@ def test_packed_images_are_each_image_alone(name: str) -> None:
     item = [loss_and_gradients(model, one) for one in alone]
     torch.testing.assert_close(loss, sum(one for one, _ in item), rtol=1e-12, atol=1e-12)
     for number, (name, _) in enumerate(model.named_parameters()):
-        wanted = sum(one[number] for _, one in item)
+        expected = sum(one[number] for _, one in item)
         # A bias of keys adds the same to all scores of a query, unless keys are turned.
-        assert name.endswith("wk.bias") or wanted.norm() > 1e-6, name
-        torch.testing.assert_close(gradients[number], wanted, rtol=1e-11, atol=1e-11)
+        assert name.endswith("wk.bias") or expected.norm() > 1e-6, name
+        torch.testing.assert_close(gradients[number], expected, rtol=1e-11, atol=1e-11)
     del packed["labels"]
     logits = model(**packed).predictions["classifier"]
-    wanted = torch.cat([
+    expected = torch.cat([
         model(**{key: value for key, value in one.items() if key != "labels"}).predictions["classifier"]
         for one in alone
     ])  # fmt: skip
-    torch.testing.assert_close(logits, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_special_tokens_and_raw_pixels() -> None:

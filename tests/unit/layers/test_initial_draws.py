@@ -33,7 +33,7 @@ def whole(shape: tuple[int, ...], seed: int = 7, name: str = NAME, std: float = 
     return draw(Normal(std), seed, name, shape, (0,) * len(shape), shape)
 
 
-def test_golden_values() -> None:
+def test_draws_keep_their_golden_values() -> None:
     """A change of these changes every run from its seed: a newer NumPy may do it, and must not do it unseen."""
     assert ROW_BLOCK == 128
     drawn = whole((300, 4))
@@ -110,7 +110,7 @@ def test_seed_and_name_decide() -> None:
 
 
 @pytest.mark.parametrize("std", [1.0, 0.02, 1e-4])
-def test_the_distribution(std: float) -> None:
+def test_draws_are_normal(std: float) -> None:
     values = whole((1000, 100), std=std).double() / std
     n = values.numel()
     assert abs(float(values.mean())) < 5 / math.sqrt(n)

@@ -43,8 +43,8 @@ def test_the_truncated_normal_is_the_distribution_of_its_name() -> None:
     normal = NormalDist()
     low, high = normal.cdf(-2), normal.cdf(2)
     for share in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99):
-        wanted = normal.inv_cdf(low + share * (high - low))
-        assert float((values <= wanted).double().mean()) == pytest.approx(share, abs=5 * 0.5 / 500_000**0.5)
+        expected = normal.inv_cdf(low + share * (high - low))
+        assert float((values <= expected).double().mean()) == pytest.approx(share, abs=5 * 0.5 / 500_000**0.5)
     assert float(values.std()) == pytest.approx(0.8796, abs=0.003)
 
 

@@ -71,14 +71,14 @@ def test_output_and_every_gradient(
     documents = DOCUMENTS if packed else torch.zeros(2, LENGTH, dtype=torch.int64)
     sequence = SequenceMetadata(torch.arange(LENGTH).expand(2, -1), DOCUMENTS if packed else None)
     counted = documents >= 0
-    wanted = torch.zeros_like(x)
+    expected = torch.zeros_like(x)
     for row in range(2):
         for document in documents[row].unique():
             at = documents[row] == document
-            wanted[row, at] = written_out(layer, x[row, at], shared)
-    right = torch.autograd.grad((wanted * y)[counted].sum(), parameters)
+            expected[row, at] = written_out(layer, x[row, at], shared)
+    right = torch.autograd.grad((expected * y)[counted].sum(), parameters)
     result = layer(x, sequence, shared)
-    torch.testing.assert_close(result[counted], wanted[counted])
+    torch.testing.assert_close(result[counted], expected[counted])
     actual = torch.autograd.grad((result * y)[counted].sum(), parameters)
     largest = max(gradient.norm() for gradient in right)
     for a, b in zip(actual, right, strict=True):

@@ -72,12 +72,12 @@ def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -
     )
     documents = DOCUMENTS if packed else torch.zeros(2, LENGTH, dtype=torch.int64)
     sequence = SequenceMetadata(torch.arange(LENGTH).expand(2, -1), DOCUMENTS if packed else None)
-    wanted = torch.zeros_like(x)
+    expected = torch.zeros_like(x)
     for row in range(2):
         for document in documents[row].unique():
             at = documents[row] == document
-            wanted[row, at] = written_out(layer, x[row, at], factor)
-    right = torch.autograd.grad((wanted * y).sum(), list(layer.parameters()))
+            expected[row, at] = written_out(layer, x[row, at], factor)
+    right = torch.autograd.grad((expected * y).sum(), list(layer.parameters()))
     with (
         mock.patch.object(kernels, "LONG", 1 if by_blocks else 1024),
         mock.patch.object(block_sparse, "SIZE", 4),
@@ -85,7 +85,7 @@ def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -
     ):
         result = layer(x, sequence)
         actual = torch.autograd.grad((result * y).sum(), list(layer.parameters()))
-    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(result, expected)
     largest = max(gradient.norm() for gradient in right)
     for a, b in zip(actual, right, strict=True):
         assert (a - b).norm() <= 1e-12 * largest

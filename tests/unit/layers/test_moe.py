@@ -51,20 +51,20 @@ dtype = dtype_fixture(*MODULES)
 
 def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "intermediate_size": F_, "num_local_experts": E}
-    theirs = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
-    return theirs, {"router": {"name": "top_k", **ROUTER_LOSSES}}
+    reference = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
+    return reference, {"router": {"name": "top_k", **ROUTER_LOSSES}}
 
 
 def qwen3(normalise: bool) -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "num_experts": E, "norm_topk_prob": normalise}
-    theirs = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
-    return theirs, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER_LOSSES}}
+    reference = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
+    return reference, {"router": {"name": "top_k", "norm_topk_prob": normalise, **ROUTER_LOSSES}}
 
 
 def olmoe() -> tuple[nn.Module, dict[str, Any]]:
     options = {**SIZES, "intermediate_size": F_, "num_experts": E}
-    theirs = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
-    return theirs, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER_LOSSES}}
+    reference = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
+    return reference, {"router": {"name": "top_k", "norm_topk_prob": False, **ROUTER_LOSSES}}
 
 
 def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
@@ -72,14 +72,17 @@ def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Modul
         **SIZES, "n_routed_experts": E, "n_shared_experts": shared, "n_group": groups, "topk_group": groups // 2 or 1,
         "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
     }  # fmt: skip
-    theirs = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
+    reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
     router = {
         "n_group": groups,
         "topk_group": groups // 2 or 1,
         "norm_topk_prob": normalise,
         "routed_scaling_factor": 2.5,
     }
-    return theirs, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES}}
+    return reference, {
+        "n_shared_experts": shared,
+        "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES},
+    }
 
 
 LAYERS = {
@@ -93,14 +96,14 @@ LAYERS = {
 }
 
 
-def to_theirs(ours: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_theirs(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, or gradients, by the names of transformers' layers."""
     named = {
         "gate.weight": tensors["router.weight"],
         "experts.gate_up_proj": torch.cat([tensors["experts.w_gate"], tensors["experts.w_up"]], 1),
         "experts.down_proj": tensors["experts.w_down"],
     }
-    for part in ("gate", "up", "down") if ours.shared else ():
+    for part in ("gate", "up", "down") if actual.shared else ():
         named[f"shared_experts.{part}_proj.weight"] = tensors[f"shared.w_{part}.weight"]
     return named
 
@@ -108,20 +111,20 @@ def to_theirs(ours: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dtype: torch.dtype) -> None:
     theirs, options = LAYERS[layer]()
-    theirs, ours = theirs.to(dtype), build_moe(dtype, **options)
+    theirs, actual = theirs.to(dtype), build_moe(dtype, **options)
     if isinstance(theirs, modeling_deepseek_v3.DeepseekV3MoE):
-        theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
-    for name, tensor in to_theirs(ours, dict(ours.named_parameters())).items():
+        theirs.gate.e_score_correction_bias.copy_(actual.router.bias)
+    for name, tensor in to_theirs(actual, dict(actual.named_parameters())).items():
         theirs.get_parameter(name).data.copy_(tensor.data)
     x, other = moe_inputs(dtype), moe_inputs(dtype)
-    y, wanted = ours(x, moe_sequence()).y, theirs(other)
-    assert (y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    y, expected = actual(x, moe_sequence()).y, theirs(other)
+    assert (y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
         dtype
     )
     y.backward(direction)
-    wanted.backward(direction)
-    gradients = to_theirs(ours, {name: p.grad for name, p in ours.named_parameters()})
+    expected.backward(direction)
+    gradients = to_theirs(actual, {name: p.grad for name, p in actual.named_parameters()})
     gradients["x"] = x.grad
     reference = {name: p.grad for name, p in theirs.named_parameters()} | {"x": other.grad}
     assert gradients.keys() == reference.keys()
@@ -133,32 +136,37 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
 @pytest.mark.parametrize("capacity", [T, 2, 1])
 def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dtype) -> None:
     options = {"d_model": D, "d_ff": F_, "num_experts": E, "expert_capacity": capacity, "dropout_rate": 0.0}
-    given = transformers.SwitchTransformersConfig(**options, router_dtype="float32", router_jitter_noise=0.0)
-    theirs = modeling_switch_transformers.SwitchTransformersSparseMLP(given).to(dtype)
+    arguments = transformers.SwitchTransformersConfig(
+        **options, router_dtype="float32", router_jitter_noise=0.0
+    )
+    reference = modeling_switch_transformers.SwitchTransformersSparseMLP(arguments).to(dtype)
     if dtype == torch.float64:
-        theirs.router.dtype = dtype
-    ours = build_moe(
+        reference.router.dtype = dtype
+    actual = build_moe(
         dtype,
         top_k=1,
         capacity_factor=capacity * E / T,
         activation="relu",
         router={"name": "switch", **ROUTER_LOSSES},
     )
-    theirs.router.classifier.weight.data.copy_(ours.router.weight.data)
+    reference.router.classifier.weight.data.copy_(actual.router.weight.data)
     for e in range(E):
-        expert = theirs.experts[f"expert_{e}"]
-        expert.wi.weight.data.copy_(ours.experts.w_up.data[e])
-        expert.wo.weight.data.copy_(ours.experts.w_down.data[e])
+        expert = reference.experts[f"expert_{e}"]
+        expert.wi.weight.data.copy_(actual.experts.w_up.data[e])
+        expert.wo.weight.data.copy_(actual.experts.w_down.data[e])
     x, other = moe_inputs(dtype), moe_inputs(dtype)
-    made, wanted = ours(x, moe_sequence()), theirs(other)
-    assert (made.y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
-    assert (int(made.counts["dropped"]) > 0) == (capacity < T)
-    made.y.square().sum().backward()
-    wanted.square().sum().backward()
-    pairs = [(x.grad, other.grad), (ours.router.weight.grad, theirs.router.classifier.weight.grad)]
+    result, expected = actual(x, moe_sequence()), reference(other)
+    assert (result.y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    assert (int(result.counts["dropped"]) > 0) == (capacity < T)
+    result.y.square().sum().backward()
+    expected.square().sum().backward()
+    pairs = [(x.grad, other.grad), (actual.router.weight.grad, reference.router.classifier.weight.grad)]
     for e in range(E):
-        of_theirs = theirs.experts[f"expert_{e}"]
-        for grad, layer in ((ours.experts.w_up.grad, of_theirs.wi), (ours.experts.w_down.grad, of_theirs.wo)):
+        of_theirs = reference.experts[f"expert_{e}"]
+        for grad, layer in (
+            (actual.experts.w_up.grad, of_theirs.wi),
+            (actual.experts.w_down.grad, of_theirs.wo),
+        ):
             there = layer.weight.grad
             pairs.append((grad[e], torch.zeros_like(grad[e]) if there is None else there))
     for ours_, theirs_ in pairs:
@@ -169,19 +177,19 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
 def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     """Of one layer: transformers adds the shares of all layers up before it multiplies."""
     with doubled(torch.float64, *MODULES):
-        ours, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
-        logits = F.linear(x, ours.router.weight)
-        made = ours(x, moe_sequence())
-        shares = made.counts["load"] / made.counts["load"].sum()
-        ours.shares.copy_(shares)
-        losses = ours(x, moe_sequence()).losses
-        theirs = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
+        actual, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
+        logits = F.linear(x, actual.router.weight)
+        result = actual(x, moe_sequence())
+        shares = result.counts["load"] / result.counts["load"].sum()
+        actual.shares.copy_(shares)
+        losses = actual(x, moe_sequence()).losses
+        reference = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
         of_four = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),) * 4, E, top_k)
-        torch.testing.assert_close(of_four, theirs, msg="one term for all layers, where ours are added")
+        torch.testing.assert_close(of_four, reference, msg="one term for all layers, where ours are added")
         rows = [modeling_mixtral.load_balancing_loss_func((row,), E, top_k) for row in logits]
         z = modeling_switch_transformers.router_z_loss_func(logits)
-        wanted = {
-            "balance": theirs * B * T / top_k,
+        expected = {
+            "balance": reference * B * T / top_k,
             "sequence_balance": torch.stack(rows).sum() / top_k,
             "router_z": z * B * T,
         }
@@ -190,12 +198,12 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
         switch = modeling_switch_transformers.load_balancing_loss_func(
             probabilities, probabilities.argmax(-1)
         )
-        torch.testing.assert_close(switch * B, wanted["sequence_balance"])
-    assert losses.keys() == wanted.keys()
-    for name, term in wanted.items():
+        torch.testing.assert_close(switch * B, expected["sequence_balance"])
+    assert losses.keys() == expected.keys()
+    for name, term in expected.items():
         torch.testing.assert_close(losses[name], term, rtol=1e-6, atol=0)  # their counts are float32
-        found = torch.autograd.grad(losses[name], [x, ours.router.weight], retain_graph=True)
-        theirs_ = torch.autograd.grad(term, [x, ours.router.weight], retain_graph=True)
+        found = torch.autograd.grad(losses[name], [x, actual.router.weight], retain_graph=True)
+        theirs_ = torch.autograd.grad(term, [x, actual.router.weight], retain_graph=True)
         for one, other in zip(found, theirs_, strict=True):
             assert other.norm() > 0
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -228,22 +236,22 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
             for b, t in real.nonzero().tolist():
                 e = choices[b, t, k]
                 taken[b, t, k], seen[b, e] = seen[b, e] < most, seen[b, e] + 1
-    made = module(x, moe_sequence(documents))
-    torch.testing.assert_close(made.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
-    assert not made.y[~real].any()
-    assert made.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
-    assert int(made.counts["dropped"]) == int((~taken[real]).sum())
-    assert (int(made.counts["dropped"]) > 0) == (capacity is not None)
-    assert ("dropped" in module.statistics(made.counts)) == (capacity is not None), (
+    result = module(x, moe_sequence(documents))
+    torch.testing.assert_close(result.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
+    assert not result.y[~real].any()
+    assert result.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
+    assert int(result.counts["dropped"]) == int((~taken[real]).sum())
+    assert (int(result.counts["dropped"]) > 0) == (capacity is not None)
+    assert ("dropped" in module.statistics(result.counts)) == (capacity is not None), (
         "else there is nothing to draw"
     )
     p = (x @ module.router.weight.T).softmax(-1)[real]
-    torch.testing.assert_close(made.counts["entropy"], -(p * p.log()).sum())
+    torch.testing.assert_close(result.counts["entropy"], -(p * p.log()).sum())
     alone = module(x[1:2], moe_sequence(rows=1))
     for name in ("sequence_balance", "router_z", "balance"):  # of the rows, one is whole and one cut short
         rest = module(x[:1, :4], SequenceMetadata(torch.arange(4)[None], None))
-        torch.testing.assert_close(made.losses[name], alone.losses[name] + rest.losses[name])
-    gradient = torch.autograd.grad(made.y.sum() + sum(made.losses.values()), x)[0]
+        torch.testing.assert_close(result.losses[name], alone.losses[name] + rest.losses[name])
+    gradient = torch.autograd.grad(result.y.sum() + sum(result.losses.values()), x)[0]
     assert gradient.isfinite().all()
     assert not gradient[~real].any()
 
@@ -261,9 +269,9 @@ def test_gradients_of_idle_and_overfull_experts() -> None:
         module, x = build_moe(torch.float32, top_k=1, d_ff=d_ff), moe_inputs(torch.float32).detach().abs()
         module.router.weight.data.fill_(-1.0)
         module.router.weight.data[3] = 1.0
-        made = module(x, moe_sequence())
-        assert made.counts["load"].tolist() == [0, 0, 0, B * T, 0, 0, 0, 0]
-        made.y.sum().backward()
+        result = module(x, moe_sequence())
+        assert result.counts["load"].tolist() == [0, 0, 0, B * T, 0, 0, 0, 0]
+        result.y.sum().backward()
         for parameter in module.experts.parameters():
             assert parameter.grad.isfinite().all()
             assert [bool(g.any()) for g in parameter.grad] == [e == 3 for e in range(E)]
@@ -283,11 +291,11 @@ def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
 def test_state_follows_the_counts_of_a_step() -> None:
     module = build_moe(router={"name": "deepseek_v3", "bias_update_rate": 0.25, "aux_loss_coef": 1.0})
     before, x = module.router.bias.clone(), moe_inputs()
-    made = [module(x, moe_sequence()), module(-x, moe_sequence())]
-    for one in made:
+    result = [module(x, moe_sequence()), module(-x, moe_sequence())]
+    for one in result:
         assert isinstance(one, BlockOutput)
         module.accumulate_counts(one.counts)
-    load = sum(one.counts["load"] for one in made)
+    load = sum(one.counts["load"] for one in result)
     with torch.no_grad():
         module.update(module.observed)
     torch.testing.assert_close(module.router.bias, before + 0.25 * (load.double().mean() - load).sign())
@@ -318,13 +326,13 @@ def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
 def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> None:
     module = build_moe(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1})
     with torch.no_grad():
-        made = module(moe_inputs(), moe_sequence())
-    statistics = module.statistics(made.counts)
+        result = module(moe_inputs(), moe_sequence())
+    statistics = module.statistics(result.counts)
     for name in ("importance", "load"):
-        sums = made.counts[f"evened {name}"].double()
+        sums = result.counts[f"evened {name}"].double()
         expected = float((sums.std(unbiased=False) / sums.mean()) ** 2)
         assert statistics[f"{name}_cv2"] == pytest.approx(expected, rel=1e-9)
-    assert made.counts["load"].sum() == B * T * 3, "choices, where what is evened is called a load, too"
+    assert result.counts["load"].sum() == B * T * 3, "choices, where what is evened is called a load, too"
 
 
 def test_a_balanced_start() -> None:
@@ -339,7 +347,7 @@ def test_a_balanced_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "output"),
     [
         (
             {"drop_policy": "position"},
@@ -356,8 +364,8 @@ def test_a_balanced_start() -> None:
         ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
     ],
 )
-def test_what_does_not_go_together_is_refused(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], output: str) -> None:
+    with pytest.raises(ValidationError, match=output):
         moe_config(**keys)
 
 

@@ -30,14 +30,14 @@ def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch
         x_MI.register_hook(lambda gradient: gradient.masked_fill(beyond_M1, math.nan))
         return looped_linear(x_MI, weight_GOI, ends_G).masked_fill(beyond_M1, math.nan)
 
-    found = []
+    result = []
     for _ in range(2):
         module, x = build_moe(activation="relu"), moe_inputs()
         y = module(x, moe_sequence(documents)).y
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+        result.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
         monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
         monkeypatch.setattr(experts, "grouped_linear", poisoned)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*result, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
 
 
@@ -99,11 +99,11 @@ def test_the_grouped_product_is_the_loop(
     assert kernel_for(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
     monkeypatch.setattr(grouped_mm, "kernel_for", lambda *_: kernel)
     direction = torch.randn(11, 24, generator=generator).to(dtype_)
-    made = []
+    result = []
     for product in (grouped_linear, looped_linear):
         y = product(x, weight, ends)[:11]
-        made.append((y, *torch.autograd.grad((y * direction).sum(), [x, weight])))
-    for one, other in zip(*made, strict=True):
+        result.append((y, *torch.autograd.grad((y * direction).sum(), [x, weight])))
+    for one, other in zip(*result, strict=True):
         rows = slice(0, 11) if len(one) == 13 else slice(None)
         torch.testing.assert_close(one[rows], other[rows])
     monkeypatch.undo()
@@ -118,10 +118,10 @@ def test_windows_hold_their_groups_and_have_few_lengths() -> None:
     lengths = set()
     for _ in range(100):
         ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        found = grouped_mm.padded_ranges(ends)
-        assert [last for _, last, _, _ in found] == ends
-        assert [first for first, _, _, _ in found] == [0, *ends[:-1]]
-        for first, last, low, high in found:
+        result = grouped_mm.padded_ranges(ends)
+        assert [last for _, last, _, _ in result] == ends
+        assert [first for first, _, _, _ in result] == [0, *ends[:-1]]
+        for first, last, low, high in result:
             assert 0 <= low <= first <= last <= high <= ends[-1]
             assert high - low <= max(1.125 * (last - first), last - first + 8)
             lengths |= {high - low} if high - low < ends[-1] else set()

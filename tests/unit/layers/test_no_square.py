@@ -206,12 +206,12 @@ def test_every_part_is_tried() -> None:
         kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried
     }
     positions = {"rope", "learned", *(kind.get("position", {}).get("name", "rope") for kind in tried)}
-    assert set(megatfm_s(ATTENTIONS)) <= attention
-    assert set(megatfm_s(PATTERNS)) <= patterns
+    assert set(own_parts(ATTENTIONS)) <= attention
+    assert set(own_parts(PATTERNS)) <= patterns
     of_images = {"learned_2d", "sinusoidal_2d", "rope_2d", "relative_2d", "log_relative_2d", "relative_axes"}
-    assert set(megatfm_s(POSITIONS)) <= positions | of_images
+    assert set(own_parts(POSITIONS)) <= positions | of_images
 
 
-def megatfm_s(registry: Any) -> list[str]:
+def own_parts(registry: Any) -> list[str]:
     """Parts of megatfm, without those that other tests register."""
     return [name for name in registry.names() if registry.get(name).__module__.startswith("megatfm.")]

@@ -15,21 +15,21 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_rms_norm(scale: float) -> None:
+def test_rms_norm_equals_its_formula(scale: float) -> None:
     norm = NORMS.get("rms_norm")(6, 1e-5).double()
     norm.weight.data = draw(6)
     x = scale * draw(3, 4, 6, seed=1)
-    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
-    torch.testing.assert_close(norm(x), wanted, rtol=1e-12, atol=0)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=0)
 
 
-def test_swiglu() -> None:
+def test_swiglu_equals_its_formula() -> None:
     gate, activation = draw(3, 5), ACTIVATIONS.get("swiglu")
     assert activation.gated
     torch.testing.assert_close(activation.function(gate), gate / (1 + (-gate).exp()), rtol=1e-12, atol=1e-15)
 
 
-def test_gated_ffn() -> None:
+def test_gated_ffn_equals_its_formula() -> None:
     config = ModelConfig(d_model=4, n_layers=1, attention={"n_heads": 1}, ffn={"d_ff": 6})
     ffn = FFN(config, initialiser(config)).double()
     sequence = SequenceMetadata(torch.arange(3).expand(2, 3))
@@ -37,5 +37,5 @@ def test_gated_ffn() -> None:
         parameter.data = draw(*parameter.shape, seed=seed)
     x = draw(2, 3, 4, seed=9)
     gate, up = x @ ffn.w_gate.weight.T, x @ ffn.w_up.weight.T
-    wanted = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
-    torch.testing.assert_close(ffn(x, sequence), wanted, rtol=1e-12, atol=1e-12)
+    expected = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
+    torch.testing.assert_close(ffn(x, sequence), expected, rtol=1e-12, atol=1e-12)

@@ -95,8 +95,8 @@ def layouts() -> Iterator[tuple[SequenceMetadata, Tensor | None, Tensor | None]]
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 def test_masks_say_what_the_pattern_says(pattern: AttentionPattern) -> None:
     for sequence, documents, prefix in layouts():
-        wanted = torch.stack([said(pattern, documents, prefix, head) for head in range(N)], 1)
-        assert torch.equal(dense(pattern, sequence), wanted)
+        expected = torch.stack([said(pattern, documents, prefix, head) for head in range(N)], 1)
+        assert torch.equal(dense(pattern, sequence), expected)
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
@@ -249,8 +249,8 @@ def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
 def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BLOCK": 2, "COUNTED": 3}.items():
         monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
-    wanted = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
-    assert pattern.pairs(T, N) == wanted
+    expected = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
+    assert pattern.pairs(T, N) == expected
 
 
 def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:

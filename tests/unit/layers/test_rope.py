@@ -15,13 +15,13 @@ def draw(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     )
 
 
-def test_against_transformers() -> None:
+def test_rope_equals_transformers() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 4, 3, 900, 1, 0, 77]])
     cos, sin = rotary_table(positions, frequencies(H, THETA))
     q, k = draw(1), draw(2)
-    wanted = apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1)[:, 0], torch.cat((sin, sin), -1)[:, 0])
-    torch.testing.assert_close(rotate(q, cos, sin), wanted[0])
-    torch.testing.assert_close(rotate(k, cos, sin), wanted[1])
+    expected = apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1)[:, 0], torch.cat((sin, sin), -1)[:, 0])
+    torch.testing.assert_close(rotate(q, cos, sin), expected[0])
+    torch.testing.assert_close(rotate(k, cos, sin), expected[1])
     for i in range(H // 2):  # the angles, by hand
         angle = positions.double() * THETA ** (-2 * i / H)
         torch.testing.assert_close(cos[:, 0, :, i], angle.cos(), rtol=0, atol=1e-13)

@@ -26,20 +26,20 @@ def theirs(
 @pytest.mark.parametrize("width", [8, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 class TestFrequencies:
-    def check(self, actual: tuple[torch.Tensor, float], wanted: tuple[torch.Tensor, float]) -> None:
+    def check(self, actual: tuple[torch.Tensor, float], expected: tuple[torch.Tensor, float]) -> None:
         """transformers computes in float32."""
         assert actual[0].dtype == torch.float64
-        torch.testing.assert_close(actual[0].float(), wanted[0].float(), rtol=1e-5, atol=0)
-        assert actual[1] == pytest.approx(wanted[1], rel=1e-12)
+        torch.testing.assert_close(actual[0].float(), expected[0].float(), rtol=1e-5, atol=0)
+        assert actual[1] == pytest.approx(expected[1], rel=1e-12)
 
-    def test_linear(self, width: int, theta: float) -> None:
+    def test_linear_scaling_equals_transformers(self, width: int, theta: float) -> None:
         self.check(
             scaled_frequencies(width, theta, LinearScaling(factor=8.0)),
             theirs("linear", width, theta, factor=8.0),
         )
 
     @pytest.mark.parametrize("stretch", [1.0, 2.0, 7.0])
-    def test_ntk(self, width: int, theta: float, stretch: float) -> None:
+    def test_ntk_scaling_equals_transformers(self, width: int, theta: float, stretch: float) -> None:
         """Their dynamic form at a length: `factor · length / longest − (factor − 1)` is the factor of our fixed one."""
         at = 3.0 * stretch - 2.0
         self.check(
@@ -50,7 +50,7 @@ class TestFrequencies:
     @pytest.mark.parametrize("factor", [1.0, 4.0, 32.0])
     @pytest.mark.parametrize("betas", [(32.0, 1.0), (8.0, 2.0)])
     @pytest.mark.parametrize("attention_factor", [None, 1.3])
-    def test_yarn(
+    def test_yarn_scaling_equals_transformers(
         self,
         width: int,
         theta: float,
@@ -62,20 +62,22 @@ class TestFrequencies:
         scaling = YarnScaling(
             factor=factor, original_length=1024, beta_fast=betas[0], beta_slow=betas[1], **more
         )  # fmt: skip
-        wanted = theirs(
+        expected = theirs(
             "yarn", width, theta, factor=factor, original_max_position_embeddings=1024, beta_fast=betas[0],
             beta_slow=betas[1], **more,
         )  # fmt: skip
-        self.check(scaled_frequencies(width, theta, scaling), wanted)
+        self.check(scaled_frequencies(width, theta, scaling), expected)
 
     @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.5, 8.0)])
-    def test_llama3(self, width: int, theta: float, low: float, high: float) -> None:
+    def test_llama3_scaling_equals_transformers(
+        self, width: int, theta: float, low: float, high: float
+    ) -> None:
         scaling = Llama3Scaling(factor=8.0, original_length=8192, low_freq_factor=low, high_freq_factor=high)
-        wanted = theirs(
+        expected = theirs(
             "llama3", width, theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=low,
             high_freq_factor=high,
         )  # fmt: skip
-        self.check(scaled_frequencies(width, theta, scaling), wanted)
+        self.check(scaled_frequencies(width, theta, scaling), expected)
 
 
 def test_ntk_keeps_the_fastest_channel_and_stretches_the_slowest() -> None:

@@ -149,7 +149,7 @@ def test_terms_are_flat_where_all_is_even() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_gshard(training: bool) -> None:
+def test_gshard_router_equals_loops(training: bool) -> None:
     module = make(router={"name": "gshard"}).train(training)
     went = []
 
@@ -174,7 +174,7 @@ def test_gshard(training: bool) -> None:
     assert int(counts["dropped"]) == 0, "a second expert that nobody went to was not dropped"
 
 
-def test_hash() -> None:
+def test_hash_router_sends_equal_tokens_to_equal_experts() -> None:
     module = make(router={"name": "hash"}).train()
     choices = module.router(torch.zeros(B, T, D), sequence()).expert_indices
     flat = zip(TOKENS.flatten().tolist(), choices.flatten(0, 1).tolist(), strict=True)
@@ -194,7 +194,7 @@ def test_hash() -> None:
     compare(module, written_out)
 
 
-def test_expert_choice() -> None:
+def test_expert_choice_router_equals_loops() -> None:
     module = make(router={"name": "expert_choice"}).train()
     numbers = []
 

@@ -99,10 +99,10 @@ def test_a_later_token_changes_no_earlier_logit(model: Decoder, changed: int, wi
 @pytest.mark.parametrize("chunks", [[T], [1] * T, [4, 1, 6, T - 11], [T - 1, 1]], ids=str)
 def test_the_cache_gives_what_one_pass_gives(model: Decoder, chunks: list[int]) -> None:
     row = tokens()
-    wanted = model(row).logits
+    expected = model(row).logits
     cache = KVCache(CONFIG.n_layers, capacity=T)
-    got = [model(part, cache=cache).logits for part in row.split(chunks, dim=1)]
-    torch.testing.assert_close(torch.cat(got, 1), wanted, rtol=1e-11, atol=1e-11)
+    actual = [model(part, cache=cache).logits for part in row.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(actual, 1), expected, rtol=1e-11, atol=1e-11)
     assert cache.length == T
     with pytest.raises(IndexError, match=rf"cache is full: {T + 1} tokens, room for {T}"):
         model(row[:, :1], cache=cache)

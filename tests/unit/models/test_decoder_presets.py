@@ -87,7 +87,7 @@ def header(preset: str) -> str:
 
 
 @pytest.mark.parametrize("preset", COUNTS)
-def test_counts(preset: str) -> None:
+def test_decoder_presets_have_their_parameter_counts(preset: str) -> None:
     _, model = loaded(preset)
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[preset]
 

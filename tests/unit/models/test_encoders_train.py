@@ -36,7 +36,7 @@ PRESETS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_one_step(preset: str, dtype: torch.dtype) -> None:
+def test_one_step_has_all_gradients_and_lowers_the_loss(preset: str, dtype: torch.dtype) -> None:
     config = load_config(preset, [f"{key}={value}" for key, value in (SMALL | PRESETS[preset]).items()])
     model, objective = build(config.model), build_objective(config.objective, config.model, SPECIAL, (32,))
     initialise(model, seed=0)

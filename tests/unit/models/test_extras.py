@@ -64,8 +64,8 @@ def test_terms_are_summed_and_counts_told_once(how: str) -> None:
     by_token = [
         ffn.router(x_BTD).logsumexp(-1).square() for ffn, (x_BTD, _, _) in zip(ffns, result, strict=True)
     ]
-    wanted = torch.stack([numbers_BT[DOCUMENTS >= 0].sum() for numbers_BT in by_token]).sum()
-    torch.testing.assert_close(output.losses["router"], wanted)
+    expected = torch.stack([numbers_BT[DOCUMENTS >= 0].sum() for numbers_BT in by_token]).sum()
+    torch.testing.assert_close(output.losses["router"], expected)
     sum(output.losses.values()).backward()
     assert len(begun) == (4 if how == "none" else 8), "what is computed again is not told again"
     for ffn, (_, _, one) in zip(ffns, result, strict=False):
@@ -162,8 +162,10 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
     assert not actual.wrong
     assert not actual.traffic_mismatches
     assert actual.config.data.sequence_length == 18, "of which queries come in groups of 2"
-    wanted = (random_batch(actual.config)["targets"] >= 0).sum(1).reshape(-1, actual.config.train.micro_batch)
-    assert len(np.unique(-(-wanted.max(1) // 2))) > 1
+    expected = (
+        (random_batch(actual.config)["targets"] >= 0).sum(1).reshape(-1, actual.config.train.micro_batch)
+    )
+    assert len(np.unique(-(-expected.max(1) // 2))) > 1
 
 
 def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,10 +136,10 @@ def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
         actual(**batch_of([image], [[0]], [label])).losses["classifier"]
         for image, label in zip(images, labels, strict=True)
     ]
-    wanted = torch.autograd.grad(sum(losses), [*actual.parameters()])
+    expected = torch.autograd.grad(sum(losses), [*actual.parameters()])
     loss = actual(**packed).losses["classifier"]
     torch.testing.assert_close(loss, sum(losses), rtol=1e-12, atol=0)
-    for one, other in zip(torch.autograd.grad(loss, [*actual.parameters()]), wanted, strict=True):
+    for one, other in zip(torch.autograd.grad(loss, [*actual.parameters()]), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
     logits = torch.cat(
         [

@@ -42,12 +42,12 @@ def norm(x: Tensor, p: Weights, name: str) -> Tensor:
 
 def pooled(x_HWD: Tensor, heads: int, p: Weights, name: str, stride: int) -> Tensor:
     """One head after the other, [N, h, w, C]."""
-    made = []
+    result = []
     for head in x_HWD.chunk(heads, -1):
         kernel = p[f"{name}.weight"].view(head.shape[-1], 1, 3, 3)
         y = F.conv2d(head.permute(2, 0, 1)[None], kernel, stride=stride, padding=1, groups=head.shape[-1])
-        made.append(norm(y[0].permute(1, 2, 0), p, f"{name}.norm"))
-    return torch.stack(made)
+        result.append(norm(y[0].permute(1, 2, 0), p, f"{name}.norm"))
+    return torch.stack(result)
 
 
 def offset(query: int, key: int, queries: int, keys: int) -> int:
@@ -57,8 +57,8 @@ def offset(query: int, key: int, queries: int, keys: int) -> int:
 
 
 def table(rows: Tensor, queries: int, keys: int) -> Tensor:
-    wanted = 2 * max(queries, keys) - 1
-    return rows if len(rows) == wanted else F.interpolate(rows.T[None], wanted, mode="linear")[0].T
+    expected = 2 * max(queries, keys) - 1
+    return rows if len(rows) == expected else F.interpolate(rows.T[None], expected, mode="linear")[0].T
 
 
 def attention(x_HWD: Tensor, heads: int, p: Weights, name: str, stride: int, kv_stride: int) -> Tensor:
@@ -124,23 +124,23 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_mvit_is_the_paper(case: str) -> None:
     options, size = CASES[case]
-    ours = make_ours(MVIT_MODEL | options)
+    actual = make_ours(MVIT_MODEL | options)
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in ours.named_parameters():
+    for name, parameter in actual.named_parameters():
         noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = 1 + noise if "norm.weight" in name else noise
     images, inputs = images_of(size, 2)
     labels = torch.tensor([3, 1])
-    loss = ours(**batch_of(images, [[0, 1]], labels.tolist())).losses["classifier"]
-    parameters = dict(ours.named_parameters())
+    loss = actual(**batch_of(images, [[0, 1]], labels.tolist())).losses["classifier"]
+    parameters = dict(actual.named_parameters())
     expected = F.cross_entropy(
-        torch.stack([logits(one, ours, parameters) for one in inputs]), labels, reduction="sum"
+        torch.stack([logits(one, actual, parameters) for one in inputs]), labels, reduction="sum"
     )
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
     gradients, wanted = (torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected))
-    whole = float(torch.stack([gradient.norm() for gradient in wanted]).norm())
+    full = float(torch.stack([gradient.norm() for gradient in wanted]).norm())
     for name, one, other in zip(parameters, gradients, wanted, strict=True):
         of_keys = name.endswith(("attn.wk.bias", "pool_k.norm.bias"))  # which softmax undoes, or nearly
-        assert of_keys or float(other.norm()) > 1e-6 * whole, f"nothing to compare for {name}"
+        assert of_keys or float(other.norm()) > 1e-6 * full, f"nothing to compare for {name}"
         error = float((one - other).norm())
-        assert error <= 1e-9 * max(float(other.norm()), 1e-6 * whole), f"{name}: {error:.1e}"
+        assert error <= 1e-9 * max(float(other.norm()), 1e-6 * full), f"{name}: {error:.1e}"

@@ -86,11 +86,11 @@ def refusal(pattern: str, part: str) -> str | None:
 def test_a_pattern_works_with_a_part_or_is_refused(pattern: str, part: str) -> None:
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24}
     config = ModelConfig.from_dotted({**sizes, **PARTS[part], "attention.pattern": PATTERN[pattern]})
-    if wanted := refusal(pattern, part):
+    if expected := refusal(pattern, part):
         with pytest.raises(UsageError) as caught:
             build(config)
         assert "\n" not in str(caught.value)
-        assert re.search(wanted, str(caught.value))
+        assert re.search(expected, str(caught.value))
         return
     model, inputs = build(config).double().train(), packed_batch(config.family, prefix=part == "prefix")
     initialise(model, 3)

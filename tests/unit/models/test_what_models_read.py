@@ -55,8 +55,8 @@ def test_a_field_in_place_of_tokens(family: str, monkeypatch: pytest.MonkeyPatch
     chances = F.one_hot(tokens, V).double()
     sides = ("", "encoder_") if family == "encoder_decoder" else ("",)
     other = {"order": torch.stack([torch.randperm(T) for _ in range(B)])} if family == "xlnet" else {}
-    wanted = of_tokens(**{f"{side}tokens": tokens for side in sides}, **other).hidden
+    expected = of_tokens(**{f"{side}tokens": tokens for side in sides}, **other).hidden
     hidden = of_chances(**{f"{side}chances": chances for side in sides}, **other).hidden
-    assert torch.allclose(hidden, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(hidden, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="chances"):
         of_chances(**{f"{side}tokens": tokens for side in sides}, **other)

@@ -19,9 +19,9 @@ def kind(fields: dict[str, np.ndarray], n: int) -> tuple[str, int, int]:
     mode = MODES[int(fields["encoder_tokens"][0])]
     if mode == "S":
         return mode, 0, 0
-    wanted = fields["targets"][:-1]
-    spans = int((wanted < 200).sum())
-    noise = len(wanted) - spans
+    expected = fields["targets"][:-1]
+    spans = int((expected < 200).sum())
+    noise = len(expected) - spans
     mean = min((3, 8, 64), key=lambda mu: abs(max(round(noise / mu), 1) - spans))
     return mode, round(100 * noise / n), mean
 

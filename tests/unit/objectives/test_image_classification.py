@@ -130,8 +130,8 @@ def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter)
     section = ImagesConfig(size=12, crop_pct=1.0)
-    made = build_objective(ImageClassificationObjective(), network.config, None, (40,), section)
-    measured = made.for_evaluation()
+    result = build_objective(ImageClassificationObjective(), network.config, None, (40,), section)
+    measured = result.for_evaluation()
     how = PackingConfig(measured, (40,), 0)
     files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
     blocks = pack_in_memory([np.zeros(0, np.uint16)] * 9, how, members=files)
@@ -141,8 +141,8 @@ def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
     }
     assert dict(measured.loss_weights) == {"classifier": 1.0, "top1": 0.0, "top5": 0.0}
     with torch.no_grad():
-        assert made(network.train(), batch).keys() == {"classifier"}
-        assert made(network.eval(), batch).keys() == {"classifier"}
+        assert result(network.train(), batch).keys() == {"classifier"}
+        assert result(network.eval(), batch).keys() == {"classifier"}
         terms = measured(network, batch)
         unlabelled = {name: values for name, values in batch.items() if name != "labels"}
         logits = network(**unlabelled).predictions["classifier"].numpy()

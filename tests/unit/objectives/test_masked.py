@@ -35,14 +35,14 @@ def million(make_objective: Any, make_text: Any, build_one: Any) -> tuple[np.nda
 
 
 def test_rates_over_a_million_tokens(million: Any, special: SpecialTokens) -> None:
-    texts, shown, targets = million
+    texts, displayed, targets = million
     chosen = targets != IGNORE
     assert (targets[chosen] == texts[chosen]).all(), "the original token is the target"
-    assert (shown[~chosen] == texts[~chosen]).all(), "nothing else is changed"
+    assert (displayed[~chosen] == texts[~chosen]).all(), "nothing else is changed"
     assert within(chosen.sum(), texts.size, 0.15)
     assert within((chosen.sum(0) - 0.15 * TEXTS).max() + 0.15 * TEXTS, TEXTS, 0.15), "any place is as likely"
-    masked = shown[chosen] == MASK
-    kept = shown[chosen] == texts[chosen]
+    masked = displayed[chosen] == MASK
+    kept = displayed[chosen] == texts[chosen]
     random = ~masked & ~kept
     n = chosen.sum()
     # A random token is the original one now and then.
@@ -53,8 +53,8 @@ def test_rates_over_a_million_tokens(million: Any, special: SpecialTokens) -> No
 
 
 def test_random_tokens_are_uniform_over_ordinary_ones(million: Any, special: SpecialTokens) -> None:
-    texts, shown, targets = million
-    random = shown[(targets != IGNORE) & (shown != MASK) & (shown != texts)]
+    texts, displayed, targets = million
+    random = displayed[(targets != IGNORE) & (displayed != MASK) & (displayed != texts)]
     counts = np.bincount(random, minlength=1000)
     assert counts[:200].sum() == 0, "reserved ids are never shown"
     assert special.text_ids.tolist() == list(range(200, 1000))

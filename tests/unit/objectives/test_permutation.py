@@ -16,7 +16,7 @@ def texts_targets(fields: dict[str, np.ndarray]) -> np.ndarray:
     return fields["targets"][~np.isin(fields["tokens"], (SEP, CLS))] != IGNORE
 
 
-def test_the_sequence(make_objective: Any, make_text: Any, build_one: Any) -> None:
+def test_permutation_sequence_and_its_cuts(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result, cuts = make_objective("permutation"), set()
     for sample in range(200):
         tokens = make_text(20, sample)
@@ -28,11 +28,11 @@ def test_the_sequence(make_objective: Any, make_text: Any, build_one: Any) -> No
         assert marks[1:].tolist() == [21, 22]
         assert np.delete(fields["tokens"], marks).tolist() == tokens.tolist(), "nothing is masked"
         assert fields["segments"].tolist() == [0] * (first + 1) + [1] * (21 - first) + [2]
-        wanted = fields["targets"] != IGNORE
-        assert (fields["targets"][wanted] == fields["tokens"][wanted]).all()
-        assert not wanted[marks].any()
-        assert (fields["order"] > 0).tolist() == wanted.tolist()
-        assert sorted(fields["order"][wanted]) == list(range(1, wanted.sum() + 1))
+        expected = fields["targets"] != IGNORE
+        assert (fields["targets"][expected] == fields["tokens"][expected]).all()
+        assert not expected[marks].any()
+        assert (fields["order"] > 0).tolist() == expected.tolist()
+        assert sorted(fields["order"][expected]) == list(range(1, expected.sum() + 1))
     assert cuts == set(range(1, 20)), "both segments have a token, and every cut is drawn"
 
 

@@ -21,9 +21,9 @@ def spans(make_objective: Any, make_text: Any, build_one: Any, special: Any) -> 
         tokens = make_text(LENGTH, sample)
         fields = build_one(result, tokens, sample=sample)
         chosen = fields["targets"][1:-1] != IGNORE
-        shown = fields["tokens"][1:-1]
+        displayed = fields["tokens"][1:-1]
         assert (fields["targets"][1:-1][chosen] == tokens[chosen]).all()
-        assert (shown[~chosen] == tokens[~chosen]).all()
+        assert (displayed[~chosen] == tokens[~chosen]).all()
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
         starts = special.word_starts[tokens].copy()
         starts[0] = True
@@ -32,7 +32,7 @@ def spans(make_objective: Any, make_text: Any, build_one: Any, special: Any) -> 
         for begin, end in edges.reshape(-1, 2):
             assert starts[begin], "a span begins with a word"
             assert end == LENGTH or starts[end], "and ends with one"
-            actual.append((int(word[end - 1] - word[begin] + 1), tokens[begin:end], shown[begin:end]))
+            actual.append((int(word[end - 1] - word[begin] + 1), tokens[begin:end], displayed[begin:end]))
             for i in range(begin, end):
                 left[i + 1], right[i + 1] = i - (begin - 1), end - i
         assert fields["span_left"].tolist() == left.tolist()
@@ -60,14 +60,14 @@ def test_fifteen_percent_are_masked(spans: dict[str, Any]) -> None:
 
 def test_what_replaces_a_span_is_drawn_once(spans: dict[str, Any]) -> None:
     kinds = {"mask": 0, "random": 0, "kept": 0}
-    for _, text, shown in spans["spans"]:
-        if (shown == MASK).all():
+    for _, text, displayed in spans["spans"]:
+        if (displayed == MASK).all():
             kinds["mask"] += 1
-        elif (shown == text).all():
+        elif (displayed == text).all():
             kinds["kept"] += 1
         else:
-            assert not (shown == MASK).any()
-            assert (shown >= 200).all()
+            assert not (displayed == MASK).any()
+            assert (displayed >= 200).all()
             kinds["random"] += 1
     n = sum(kinds.values())
     for kind, share in (("mask", 0.8), ("random", 0.1), ("kept", 0.1)):

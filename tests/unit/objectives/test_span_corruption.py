@@ -119,11 +119,11 @@ def test_a_decoder_reads_the_input_as_its_prefix(make_objective: Any, make_text:
     one = make_objective("span_corruption", family="decoder", rows=(640,))
     tokens = make_text(300)
     pair, joined = build_one(two, tokens), build_one(one, tokens)
-    inputs, wanted = pair["encoder_tokens"][:-1], pair["targets"]
-    full = np.concatenate([inputs, wanted])
+    inputs, expected = pair["encoder_tokens"][:-1], pair["targets"]
+    full = np.concatenate([inputs, expected])
     assert joined["tokens"].tolist() == full[:-1].tolist()
-    assert joined["prefix"].tolist() == [1] * len(inputs) + [0] * (len(wanted) - 1)
-    assert joined["targets"].tolist() == [-100] * (len(inputs) - 1) + wanted.tolist()
+    assert joined["prefix"].tolist() == [1] * len(inputs) + [0] * (len(expected) - 1)
+    assert joined["targets"].tolist() == [-100] * (len(inputs) - 1) + expected.tolist()
     assert (one.loss_weights.keys(), two.loss_weights.keys()) == ({"causal"}, {"span"})
 
 

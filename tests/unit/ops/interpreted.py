@@ -40,10 +40,10 @@ def check(dtype: torch.dtype, variant: LogitOptions) -> None:
     trained, targets = inputs(dtype)
     exact = [x.detach().double().requires_grad_() for x in trained]
     actual = cross_entropy(trained[0], trained[1], targets, trained[2], variant, chunk=5)
-    wanted = cross_entropy_reference(exact[0], exact[1], targets, exact[2], variant)
-    assert abs(actual.item() / wanted.item() - 1) < CLOSE[dtype], (dtype, variant, actual, wanted)
+    expected = cross_entropy_reference(exact[0], exact[1], targets, exact[2], variant)
+    assert abs(actual.item() / expected.item() - 1) < CLOSE[dtype], (dtype, variant, actual, expected)
     observed = torch.autograd.grad(actual * 0.5, trained)
-    for a, b in zip(observed, torch.autograd.grad(wanted * 0.5, exact), strict=True):
+    for a, b in zip(observed, torch.autograd.grad(expected * 0.5, exact), strict=True):
         assert (a.double() - b).norm() < CLOSE[dtype] * b.norm(), (dtype, variant)
     assert strides == [(module.ROW_ALIGNMENT, 1)] * 3
 

@@ -47,7 +47,7 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
 @pytest.mark.parametrize("function", [chosen_attention, attention_reference])
 @pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
 @pytest.mark.parametrize("past", [0, 4])
-def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
+def test_attention_equals_one_query_at_a_time(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
     seen = PatternMask(EARLIER, SequenceMetadata(positions, past=past))
@@ -62,8 +62,8 @@ def test_gradients_against_the_reference(masked: bool) -> None:
     inputs = [x.requires_grad_() for x in heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     actual = torch.autograd.grad(chosen_attention(*inputs, seen), inputs, y)
-    wanted = torch.autograd.grad(attention_reference(*inputs, seen), inputs, y)
-    for a, b in zip(actual, wanted, strict=True):
+    expected = torch.autograd.grad(attention_reference(*inputs, seen), inputs, y)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
@@ -100,21 +100,21 @@ def test_values_of_another_width_than_keys(
     with Watched():
         fused = sdpa.fused(*inputs, DenseMask(word), None, AttentionOptions(), None)
     assert any(flash)
-    wanted = attention_reference(*inputs, DenseMask(word))
+    expected = attention_reference(*inputs, DenseMask(word))
     y = torch.randn(fused.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(fused, wanted)
-    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (fused, wanted)), strict=True):
+    torch.testing.assert_close(fused, expected)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (fused, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_bfloat16_on_a_cpu_by_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.bfloat16() for x in heads(2))
-    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
+    expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     for limit in (kernels.MATMUL_SCORES, 0):
         monkeypatch.setattr(kernels, "MATMUL_SCORES", limit)
         result = chosen_attention(q, k, v)
         assert result.dtype == torch.bfloat16
-        assert (result.double() - wanted).abs().max() < 0.05
+        assert (result.double() - expected).abs().max() < 0.05
 
 
 def test_what_layers_share_is_made_once() -> None:

@@ -83,17 +83,17 @@ def compare(
     function: Callable[..., Tensor] = block_sparse.blocked,
 ) -> float:
     """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
-    actual, wanted = (
+    actual, expected = (
         function(*tensors[:3], seen, bias, variant, keys, *tensors[3:])
         for function in (function, attention_reference)
     )
     if bias is not None and bias.requires_grad:
         tensors = [*tensors, bias]
-    y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-        wanted.dtype
+    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        expected.dtype
     )
     result = (actual, *torch.autograd.grad(actual, tensors, y))
-    right = (wanted, *torch.autograd.grad(wanted, tensors, y))
+    right = (expected, *torch.autograd.grad(expected, tensors, y))
     least = 1e-2 * max(x.norm() for x in right)
     return max(((a - b).norm() / max(b.norm(), least)).item() for a, b in zip(result, right, strict=True))
 
@@ -154,11 +154,11 @@ def test_biases_by_distance_with_all_else(pattern: AttentionPattern) -> None:
 def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
     """Written out, for queries that end at the last key as those after a cache do."""
     queries, keys, bias = 5, 9, torch.randn(2, 13)
-    wanted = torch.stack(
+    expected = torch.stack(
         [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
     )
-    assert torch.equal(relative_bias.expand(bias, keys), wanted)
-    assert torch.equal(relative_bias.for_tile(bias, queries, 1, 3, 4, 5), wanted[:, 1:4, 4:9])
+    assert torch.equal(relative_bias.expand(bias, keys), expected)
+    assert torch.equal(relative_bias.for_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
 
 
 KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
@@ -226,11 +226,11 @@ def test_in_lower_precision(dtype: torch.dtype) -> None:
     seen, tensors = PatternMask(Window(30), next(layouts())), inputs(2, dtype=dtype)
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    wanted = torch.autograd.grad(attention_reference(*exact, seen), exact, y)
+    expected = torch.autograd.grad(attention_reference(*exact, seen), exact, y)
 
     def errors(function) -> list[float]:  # type: ignore[no-untyped-def]
         result = torch.autograd.grad(function(*tensors, seen, None, PLAIN, None), tensors, y.to(dtype))
-        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(result, wanted, strict=True)]
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(result, expected, strict=True)]
 
     for blocked_error, reference in zip(
         errors(block_sparse.blocked), errors(attention_reference), strict=True
@@ -283,8 +283,8 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
     elif fault.startswith("the random"):
         broken = PatternMask(pattern, copy_of(layout), 1, N - 1)
     else:
-        asked = broken.mask_mod
-        monkeypatch.setattr(broken, "mask_mod", lambda b, n, q, k: asked(b, n, q, (k - 1).clamp(min=0)))
+        requested = broken.mask_mod
+        monkeypatch.setattr(broken, "mask_mod", lambda b, n, q, k: requested(b, n, q, (k - 1).clamp(min=0)))
     heads = N - 1 if fault.startswith("the random") else N
     q, k, v = (x[:, :heads] for x in inputs())
     right = (
@@ -344,7 +344,7 @@ def test_flex_attention_visits_the_same(pattern: AttentionPattern, monkeypatch: 
         for given_sinks in (None, sinks):
             for bias in (None, biases()):
                 result = flex.flex(q, k, v, seen, bias, variant, None, given_sinks)
-                wanted = attention_reference(q, k, v, seen, bias, variant, None, given_sinks)
-                torch.testing.assert_close(result, wanted)
+                expected = attention_reference(q, k, v, seen, bias, variant, None, given_sinks)
+                torch.testing.assert_close(result, expected)
         visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
         assert torch.equal(visited, seen.block_mask(SIZE).expand(B, N, -1, -1))

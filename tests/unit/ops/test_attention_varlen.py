@@ -80,10 +80,10 @@ def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMe
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, starts=starts, **options)
 
 
-def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **asked: Any) -> AttentionRequest:
+def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
     """Of long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
-        *heads()[:2], seen, AttentionOptions(), drops=asked.pop("drops", False), **asked
+        *heads()[:2], seen, AttentionOptions(), drops=requested.pop("drops", False), **requested
     )
     return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
 
@@ -95,10 +95,10 @@ def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **asked: Any) -
 def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
     seen, inputs, variant = PatternMask(pattern, sequence(documents)), heads(), AttentionOptions(scale=0.3)
     result = varlen.varlen(*inputs, seen, None, variant, None)
-    wanted = attention_reference(*inputs, PatternMask(pattern, sequence(documents)), None, variant)
-    torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
-    y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (result, wanted)), strict=True):
+    expected = attention_reference(*inputs, PatternMask(pattern, sequence(documents)), None, variant)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (result, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
@@ -133,9 +133,9 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "drops": case(PatternMask(causal, packed), drops=True),
         "drops, one document": case(PatternMask(causal, plain), drops=True),
         "sinks": case(PatternMask(causal, packed), sinks=True),
-        "values of another width": case(PatternMask(causal, packed), of_values=16),
+        "values of another width": case(PatternMask(causal, packed), v_width=16),
     }
-    assert {name: choose(asked).name for name, asked in actual.items()} == {
+    assert {name: choose(requested).name for name, requested in actual.items()} == {
         "packed": "varlen",
         "window": "varlen",
         "one document": "fused",
@@ -151,7 +151,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen.parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
         monkeypatch.setattr(
-            varlen, "parameters", lambda gone=missing: {*varlen.NEEDED, "enable_gqa"} - {gone}
+            varlen, "parameters", lambda removed=missing: {*varlen.NEEDED, "enable_gqa"} - {removed}
         )
         assert choose(case(PatternMask(causal, packed))).name == "flex"
 
@@ -187,9 +187,9 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     arrays = {"tokens": np.arange(B * T).reshape(B, T), "documents": DOCUMENTS.numpy()}
     batch = {name: torch.as_tensor(values) for name, values in with_starts(arrays).items()}
-    wanted = model(batch["tokens"], documents=batch["documents"]).logits
+    expected = model(batch["tokens"], documents=batch["documents"]).logits
     monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", serve)
-    torch.testing.assert_close(model(**batch).logits, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-10, atol=1e-12)
     assert len(inputs) == 2
     assert all(starts is batch["cu_seqlens"] for starts in inputs)
 
@@ -284,8 +284,8 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
         for n, w in ((4, width), (2, width), (2, of_values))
     )
     fused = sdpa.fused(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
-    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
-    torch.testing.assert_close(fused.double(), wanted, rtol=2e-2, atol=2e-2)
+    expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
+    torch.testing.assert_close(fused.double(), expected, rtol=2e-2, atol=2e-2)
     assert taken == [shares]
 
 
@@ -303,12 +303,12 @@ def test_dropped_probabilities_in_two_passes(
     wanted_of = [*inputs, *([score] if score is not None else [])]
     seen = PatternMask(Full(causal=True), sequence())
     result = flex(*inputs, seen, None, variant, keys, score)
-    wanted = attention_reference(
+    expected = attention_reference(
         *inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score
     )
-    torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
-    y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (result, wanted)), strict=True):
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
+    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (result, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 

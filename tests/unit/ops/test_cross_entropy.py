@@ -69,8 +69,8 @@ def test_bfloat16_sums_in_float32() -> None:
     exact = cross_entropy_reference(hidden.double(), weight.double(), targets)
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=5e-3)
     gradients = torch.autograd.grad(loss, [hidden, weight])
-    wanted = torch.autograd.grad(exact, [hidden, weight])
-    for a, b in zip(gradients, wanted, strict=True):
+    expected = torch.autograd.grad(exact, [hidden, weight])
+    for a, b in zip(gradients, expected, strict=True):
         assert a.dtype == torch.bfloat16
         assert float((a.double() - b).norm() / b.double().norm()) < 0.01
 
@@ -94,7 +94,7 @@ class AsLargeAsTheWeights(TorchDispatchMode):
 def test_a_gradient_is_scaled_in_place() -> None:
     """A gradient that another pass will ask for is copied."""
     hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.randint(0, 9, (6,))
-    wanted = torch.func.grad(lambda w: cross_entropy_reference(hidden, w, targets) / 6)(weight)
+    expected = torch.func.grad(lambda w: cross_entropy_reference(hidden, w, targets) / 6)(weight)
     weight.requires_grad_()
     loss = cross_entropy(hidden, weight, targets) / 6
     actual, result = [], []
@@ -107,15 +107,15 @@ def test_a_gradient_is_scaled_in_place() -> None:
         result.append(mode.made)
     assert result == [1, 1, 0]
     assert all(torch.equal(gradient, actual[0]) for gradient in actual)
-    torch.testing.assert_close(actual[0], wanted)
+    torch.testing.assert_close(actual[0], expected)
 
 
 def test_only_one_input_needs_a_gradient() -> None:
     hidden, weight, targets = inputs(torch.float64)
     frozen = weight.detach()
     (actual,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, chunk=4), [hidden])
-    (wanted,) = torch.autograd.grad(cross_entropy_reference(hidden, frozen, targets), [hidden])
-    torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-11)
+    (expected,) = torch.autograd.grad(cross_entropy_reference(hidden, frozen, targets), [hidden])
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_a_target_beyond_the_vocabulary_is_not_a_number() -> None:

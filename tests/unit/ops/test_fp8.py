@@ -46,7 +46,7 @@ def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
 def test_every_element_of_a_product_is_as_near_as_its_factors(rowwise: bool, kind: torch.dtype) -> None:
     """|l'r' − lr| ≤ (εₗ + εᵣ + εₗεᵣ)·|l||r|, and what is too small for a tensor's one scale."""
     left, right = drawn(M, K).bfloat16().double(), drawn(N, K, seed=1).bfloat16().double()
-    got = product(left, right, rowwise, kind, use_fast_accum=False)
+    actual = product(left, right, rowwise, kind, use_fast_accum=False)
     errors = (1 + HALF_STEP[kind]) * (1 + HALF_STEP[E4M3]) - 1
     bound = errors * left.abs() @ right.abs().T
     # Half the distance between subnormals of a factor, times the other.
@@ -56,11 +56,11 @@ def test_every_element_of_a_product_is_as_near_as_its_factors(rowwise: bool, kin
         )
         part = tiny.double().expand(x.shape) @ ((1 + errors) * other.abs())
         bound = bound + (part if x is left else part.T)
-    assert ((got - left @ right.T).abs() <= bound).all()
-    assert (got - left @ right.T).abs().max() > 1e-4 * bound.max(), "nothing was rounded"
+    assert ((actual - left @ right.T).abs() <= bound).all()
+    assert (actual - left @ right.T).abs().max() > 1e-4 * bound.max(), "nothing was rounded"
     # torch's kernel multiplies the same numbers, and rounds what it made.
     kernel = product(left.bfloat16(), right.bfloat16(), rowwise, kind, use_fast_accum=False).double()
-    assert ((kernel - got).abs() <= 2**-7 * got.abs() + 2**-20 * left.abs() @ right.abs().T).all()
+    assert ((kernel - actual).abs() <= 2**-7 * actual.abs() + 2**-20 * left.abs() @ right.abs().T).all()
 
 
 def gradients(multiply: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -80,8 +80,8 @@ def gradients(multiply: Callable[..., Tensor], dtype: torch.dtype) -> list[Tenso
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_output_and_gradients_are_near_those_in_full(rowwise: bool, dtype: torch.dtype) -> None:
     exact = gradients(torch.nn.functional.linear, torch.float64)
-    got = gradients(lambda *inputs: fp8_linear(*inputs, rowwise=rowwise), dtype)
-    errors = [float((g - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True)]
+    actual = gradients(lambda *inputs: fp8_linear(*inputs, rowwise=rowwise), dtype)
+    errors = [float((g - e).norm() / e.norm()) for g, e in zip(actual, exact, strict=True)]
     in_full = 1e-12 if dtype == torch.float64 else 2**-7
     assert all(0.005 < error < 0.1 for error in errors[:2])
     assert errors[2] < in_full if rowwise else 0.005 < errors[2] < 0.1

@@ -50,7 +50,9 @@ def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.
     seen = PatternMask(FirstQueriesOnly(8), SequenceMetadata(torch.arange(32).expand(2, -1)))
     out = block_sparse.blocked(q, k, v, seen, None, AttentionOptions(), None)
     assert (out[:, :, 8:] == 0).all()
-    wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
-    torch.testing.assert_close(out[:, :, :8], wanted)
-    for actual, plain in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, wanted)), strict=True):
+    expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
+    torch.testing.assert_close(out[:, :, :8], expected)
+    for actual, plain in zip(
+        *(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected)), strict=True
+    ):
         torch.testing.assert_close(actual, plain)

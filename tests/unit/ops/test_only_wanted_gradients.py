@@ -43,7 +43,9 @@ CASES: dict[Callable[..., Tensor], tuple[int, int]] = {loss_of: (2, 2), grouped:
 @pytest.mark.parametrize("of_x", [True, False])
 @pytest.mark.parametrize("of_weight", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_products(function: Callable[..., Tensor], of_x: bool, of_weight: bool, training: bool) -> None:
+def test_backward_has_only_the_products_it_needs(
+    function: Callable[..., Tensor], of_x: bool, of_weight: bool, training: bool
+) -> None:
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(32, 16, generator=random).bfloat16() for _ in range(2))
     x.requires_grad_(of_x)

@@ -16,15 +16,15 @@ def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     tensors.append(torch.randn(40, 30, dtype=torch.float64).to(dtype).t())
     actual = sum_of_squares(tensors)
     assert actual.dtype == torch.float64
-    wanted = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    assert float(actual) == pytest.approx(wanted, rel=tolerance)
+    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert float(actual) == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_large_table_adds_up_to_float32s_precision():
     """As large as GPT-2's embedding, at which torch's own norm of float32 has lost a thousandth."""
     tensor = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
-    wanted = sum(float(rows.double().square().sum()) for rows in tensor.split(1000))
-    assert float(sum_of_squares([tensor])) == pytest.approx(wanted, rel=1e-7)
+    expected = sum(float(rows.double().square().sum()) for rows in tensor.split(1000))
+    assert float(sum_of_squares([tensor])) == pytest.approx(expected, rel=1e-7)
 
 
 def test_what_is_not_finite_shows():

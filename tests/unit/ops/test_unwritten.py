@@ -55,7 +55,7 @@ def test_memory_is_filled_here() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [50, 97])
 @pytest.mark.parametrize("rows", [1, 33, 70])
-def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+def test_cross_entropy_reads_no_unwritten_memory(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     hidden, weight = draw(rows, 48, dtype=dtype), draw(vocabulary, 48, dtype=dtype)
     targets, bias = torch.arange(rows) % vocabulary, draw(vocabulary, dtype=dtype)
     inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
@@ -80,7 +80,9 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 @pytest.mark.parametrize("function", [chosen, by_blocks, attention_reference])
-def test_attention(function: Callable[..., Tensor], pattern: AttentionPattern, dtype: torch.dtype) -> None:
+def test_attention_reads_no_unwritten_memory(
+    function: Callable[..., Tensor], pattern: AttentionPattern, dtype: torch.dtype
+) -> None:
     q, k, v = (draw(B, n, T, H, dtype=dtype).requires_grad_() for n in (N, 2, 2))
     documents = torch.tensor([[0] * 19 + [1] * 41 + [-1] * 17, [0] * 24 + [1] * 53])
     for packed in (None, documents):
@@ -90,7 +92,7 @@ def test_attention(function: Callable[..., Tensor], pattern: AttentionPattern, d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 50])
-def test_grouped_products(width: int, dtype: torch.dtype) -> None:
+def test_grouped_linear_reads_no_unwritten_memory(width: int, dtype: torch.dtype) -> None:
     ends = torch.tensor([33, 33, 40, 74, 75], dtype=torch.int32)
     x, weight = (
         draw(75, width, dtype=dtype).requires_grad_(),

@@ -77,8 +77,8 @@ def test_a_long_mean_moves_though_each_step_is_less_than_half_of_bfloat16_s() ->
         weight.grad = torch.full((4096,), 1.2)
         optimizer.step()
     assert (0.999 * square.new_ones(()) + 0.001 * 1.44).bfloat16() == 1  # to the nearest, it would stay
-    wanted = 1.44 - 0.44 * 0.999**300
-    assert square.float().mean().item() == pytest.approx(wanted, abs=0.01)
+    expected = 1.44 - 0.44 * 0.999**300
+    assert square.float().mean().item() == pytest.approx(expected, abs=0.01)
 
 
 def test_pieces_and_blocks_are_moved_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def factors(steps: int, **config: object) -> list[float]:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 1, 7])
-def test_edges(name: str, warmup: int) -> None:
+def test_schedule_starts_and_ends_at_its_rates(name: str, warmup: int) -> None:
     rates = factors(20, name=name, warmup_steps=warmup, min_lr_factor=0.1)
     if warmup:
         assert rates[:warmup] == pytest.approx([(i + 1) / warmup for i in range(warmup)])
@@ -55,7 +55,7 @@ def with_torch(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: 
     return rates
 
 
-def test_against_torch() -> None:
+def test_schedules_equal_those_of_torch() -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.zeros(1)], lr=1.0)
 
@@ -82,9 +82,9 @@ def test_the_inverse_root_is_the_transformer_s_own() -> None:
     """d^-½ · min(s^-½, s · w^-1.5), with lr = (d·w)^-½ for d = 512."""
     warmup, width = 40, 512
     lr = (width * warmup) ** -0.5
-    wanted = [width**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, 201)]
+    expected = [width**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, 201)]
     rates = [lr * rate for rate in factors(200, name="inverse_sqrt", warmup_steps=warmup)]
-    assert rates == pytest.approx(wanted, rel=1e-12)
+    assert rates == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", ["linear", "1-sqrt"])

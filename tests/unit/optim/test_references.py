@@ -96,11 +96,11 @@ def decay_of(name: str, weight_decay: float) -> float:
     return 0.0 if SHAPES[name][1] == "vector" else weight_decay
 
 
-def assert_same(got: Weights, wanted: Weights, tolerance: float = 1e-12) -> None:
+def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-12) -> None:
     first = start()
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert (weight - first[name]).norm() > 0.05 * first[name].norm(), f"{name} hardly moved"
-        assert (got[name] - weight).norm() <= tolerance * weight.norm(), name
+        assert (actual[name] - weight).norm() <= tolerance * weight.norm(), name
 
 
 class Adam:
@@ -128,12 +128,12 @@ def adamw(betas: tuple[float, float], eps: float, weight_decay: float) -> Callab
     return update
 
 
-def test_adamw() -> None:
-    wanted = theirs(adamw((0.8, 0.9), 1e-6, 0.3))
-    assert_same(ours("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], wanted)
+def test_adamw_equals_torch() -> None:
+    expected = theirs(adamw((0.8, 0.9), 1e-6, 0.3))
+    assert_same(ours("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], expected)
 
 
-def test_muon() -> None:
+def test_muon_equals_the_paper_written_out() -> None:
     """Jordan et al. 2024 with its quintic iteration in bfloat16, and AdamW for what isn't a matrix."""
     momentum: Weights = {}
     remaining = adamw((0.9, 0.95), 1e-8, 0.2)
@@ -160,7 +160,7 @@ def test_muon() -> None:
     assert_same(ours("muon", weight_decay=0.2)[0], theirs(update), tolerance=2e-3)
 
 
-def test_adafactor() -> None:
+def test_adafactor_equals_its_reference() -> None:
     optimization = importlib.import_module("transformers.optimization")
 
     def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
@@ -206,7 +206,7 @@ def test_adafactor_does_not_mind_how_small_gradients_are() -> None:
     torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-6)
 
 
-def test_lamb() -> None:
+def test_lamb_equals_its_reference() -> None:
     """You et al. 2020, algorithm 2, φ the identity; what doesn't decay is left to Adam."""
     adam = Adam(0.9, 0.99, 1e-6)
 
@@ -230,7 +230,7 @@ def test_lamb_with_a_norm_of_zero(zero: str) -> None:
     assert torch.allclose(before - weight, torch.full((2, 2), 0.0 if zero == "gradient" else 0.1), rtol=1e-5)
 
 
-def test_lion(library: ModuleType) -> None:
+def test_lion_equals_its_reference(library: ModuleType) -> None:
     def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
         decay = decay_of(name, 0.4)
         return library.lion.Lion([weight], lr=RATE, betas=(0.8, 0.95), weight_decay=decay, foreach=False)
@@ -240,7 +240,7 @@ def test_lion(library: ModuleType) -> None:
 
 @pytest.mark.parametrize("max_dim", [100, 5, 2], ids=["both sides", "one side", "no side"])
 @pytest.mark.parametrize("every", [1, 4])
-def test_soap(library: ModuleType, every: int, max_dim: int) -> None:
+def test_soap_equals_its_reference(library: ModuleType, every: int, max_dim: int) -> None:
     remaining = adamw((0.9, 0.95), 1e-8, 0.2)
     result: dict[str, Any] = {}
 
@@ -262,7 +262,7 @@ def test_soap(library: ModuleType, every: int, max_dim: int) -> None:
     assert_same(ours("soap", **options)[0], theirs(update), tolerance=1e-9)
 
 
-def test_schedule_free() -> None:
+def test_schedule_free_equals_its_reference() -> None:
     """Defazio et al. 2024, section 3.1, with x, y and z apart; the average weighs steps by their squared rate."""
     beta, sum_of, x, z, squares = (
         0.9,
@@ -282,11 +282,11 @@ def test_schedule_free() -> None:
             z[name] = z[name] - lr * (direction + decay_of(name, 0.2) * y[name])
             x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
             y[name] = (1 - beta) * z[name] + beta * x[name]
-    got, (result,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
-    assert_same(got, y)
+    actual, (result,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
+    assert_same(actual, y)
     config = OPTIMIZER_SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
     (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())
-    again = ElementwiseOptimizer(group, got)
+    again = ElementwiseOptimizer(group, actual)
     again._torch = result
     assert_same(again.averaged(), x)
     assert all((x[name] - y[name]).norm() > 1e-3 for name in x), "they would not be told apart"

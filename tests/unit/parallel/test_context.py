@@ -18,7 +18,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask, global_query_ind
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context_parallel import ContextParallel, folding, is_folded, split_batch, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, folding, split_batch, token_indices
 from megatfm.parallel.parallelize import refuse
 from megatfm.verify.shrink import random_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
@@ -124,7 +124,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     with torch.device("meta"):
         model = build(config.model)
     refuse(model)
-    compare_cuts(batch, folded=is_folded(model, config.data.sequence_length))
+    compare_cuts(batch, folded=folding(model)(config.data.sequence_length))
 
 
 def test_rows_of_images_are_cut_token_by_token() -> None:
@@ -171,7 +171,7 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
     folded = set()
     for name, sections in PATTERN_MODELS.items():
         with torch.device("meta"):
-            if is_folded(build(ModelConfig.from_dotted(sections)), 24):
+            if folding(build(ModelConfig.from_dotted(sections)))(24):
                 folded.add(name)
     assert folded == {
         "alternating", "strided", "fixed", "compressed", "local, compressed and experts",
@@ -185,7 +185,7 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
             model = build(ModelConfig.from_dotted(**base, **{"attention.pattern": section}))
-        assert [is_folded(model, length) for length in (32, 256, 257, 512)] == [True, True, False, False]
+        assert [folding(model)(length) for length in (32, 256, 257, 512)] == [True, True, False, False]
         is_folded_at = folding(model)
         for ranks in (2, 3, 5, 8):
             pairs = {int((indices + 1).sum()) for indices in token_indices(240, ranks, is_folded_at(240))}
@@ -279,7 +279,7 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
         model = build(model_config)
     base = traffic_config(model_config, OBJECTIVE_OF[model_config.family](), ParallelConfig(dp_shard=1))
     for (axes, parallel), engine, compiled in product(AXES.items(), ENGINES, (False, True)):
-        output, wanted = "", why_not(model_config, axes, engine, compiled=compiled)
+        output, expected = "", why_not(model_config, axes, engine, compiled=compiled)
         train = base.train.model_copy(update={"compile": compiled, "precision": "fp32"})
         layout = ParallelConfig(**{"dp_shard": 1, **parallel, "engine": engine})
         try:
@@ -288,5 +288,5 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
                 refuse(model)
         except ValidationError as error:
             output = error.errors()[0]["msg"]
-        assert wanted in output if wanted else not output, (axes, engine, compiled, output)
+        assert expected in output if expected else not output, (axes, engine, compiled, output)
         assert "\n" not in output

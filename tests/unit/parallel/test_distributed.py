@@ -98,7 +98,7 @@ def test_a_single_process_has_a_group_without_ports(program: str) -> None:
     assert run([sys.executable, program, "20"]) == (0, ["none 0/1 local 0 cpu sum 1"])
 
 
-def test_torchrun(program: str) -> None:
+def test_torchrun_starts_a_group(program: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     code, lines = run([*torchrun, program, "30"])
     assert code == 0
@@ -106,7 +106,7 @@ def test_torchrun(program: str) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: run `make system-deps`")
-def test_mpirun(program: str) -> None:
+def test_mpirun_starts_a_group(program: str) -> None:
     pytest.importorskip("mpi4py", reason="needs mpi4py: pip install 'megatfm[mpi]'")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     spread = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}

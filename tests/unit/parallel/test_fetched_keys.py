@@ -79,7 +79,7 @@ def needed_by(pattern: AttentionPattern, row: SequenceMetadata) -> Tensor:
 def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
     pattern, bound = (EXACT[name], 1.0) if name in EXACT else MORE[name]
     pattern = pattern.simplify(LENGTH)
-    fetched = wanted = 0
+    fetched = expected = 0
     for kind, ranks, folded, unit in product(KINDS, (2, 3, 5), (False, True), (1, 2)):
         row = rows_of(kind, np.random.default_rng(ranks))
         if prefix:
@@ -94,8 +94,8 @@ def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
             is_needed = needed[local[narrow[local]]].any(0)
             assert not (is_needed & ~is_fetched).any(), f"{kind}, {ranks} ranks: keys that are seen stay away"
             is_fetched[local] = is_needed[local] = False
-            fetched, wanted = fetched + int(is_fetched.sum()), wanted + int(is_needed.sum())
-    assert wanted <= fetched <= bound * wanted
+            fetched, expected = fetched + int(is_fetched.sum()), expected + int(is_needed.sum())
+    assert expected <= fetched <= bound * expected
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ def test_a_fetch_is_little_below_half_of_what_goes_round() -> None:
 
 def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two a run, however many there are."""
-    asked = []
+    requested = []
     real = Window.key_ranges
-    monkeypatch.setattr(Window, "key_ranges", lambda *inputs: asked.append(inputs) or real(*inputs))
+    monkeypatch.setattr(Window, "key_ranges", lambda *inputs: requested.append(inputs) or real(*inputs))
     length = 4096
     row = SequenceMetadata(torch.arange(length)[None] % 3, torch.arange(length)[None] // 3)
     reachable_keys(Window(2), row, token_indices(length, 8, folded=True)[3])
-    assert len(asked) <= 4
+    assert len(requested) <= 4

@@ -347,7 +347,7 @@ def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: 
         (ParallelConfig(dp_replicate=2, cp=2), 8, (1, 2, 2, 2, 1)),
     ],
 )
-def test_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
+def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
     assert tuple(axis_sizes(config, world).values()) == sizes
 
 

@@ -196,10 +196,10 @@ def test_what_does_not_fit_is_refused_with_what_does(
     match = re.search(line, refusal(base, overrides, processes))
     assert match, refusal(base, overrides, processes)
     words = [item.format(*match.groups()).replace(" = ", "=").replace("'", '"') for item in mended]
-    gone = {word.partition("=")[0] for word in words}
+    removed = {word.partition("=")[0] for word in words}
     accept(
         base,
-        [*(override for override in overrides if override.partition("=")[0] not in gone), *words],
+        [*(override for override in overrides if override.partition("=")[0] not in removed), *words],
         processes,
     )
 

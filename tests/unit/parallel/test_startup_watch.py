@@ -37,10 +37,12 @@ def start() -> Iterator[Start]:
     """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
     port, started = str(free_port()), []
 
-    def start(rank: int, stops: int = -1, asked: int = 0, *, alone: bool = False) -> "subprocess.Popen[str]":
+    def start(
+        rank: int, stops: int = -1, requested: int = 0, *, alone: bool = False
+    ) -> "subprocess.Popen[str]":
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)}
-        command = [sys.executable, "-c", PROGRAM, str(stops), str(asked)]
+        command = [sys.executable, "-c", PROGRAM, str(stops), str(requested)]
         if alone:  # below a process of its own, as below a node's launcher
             command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command, "alone"]
         started.append(
@@ -73,7 +75,7 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_is_asked_to_stop_while_others_are_missing_leaves(start: Start, rank: int) -> None:
-    waits = start(rank, asked=signal.SIGUSR1)
+    waits = start(rank, requested=signal.SIGUSR1)
     _, output = waits.communicate(timeout=120)
     assert waits.returncode == 75, output
     assert output == "stopped by a signal before all ranks had come: there is nothing to save\n"

@@ -118,12 +118,12 @@ def test_streamed_text_is_decoded_text(trained: Own, kind: str, text: str, cuts:
     """In whatever portions ids come, no portion holds half a character."""
     tokenizer = trained[kind]
     ids = tokenizer.encode(text).tolist()
-    stream, shown = IncrementalDetokenizer(tokenizer), ""
+    stream, displayed = IncrementalDetokenizer(tokenizer), ""
     for size in [*cuts, len(ids)]:
-        shown += stream.add(ids[:size])
+        displayed += stream.add(ids[:size])
         ids = ids[size:]
-        assert tokenizer.decode(tokenizer.encode(text)).startswith(shown)
-    assert shown + stream.end() == tokenizer.decode(tokenizer.encode(text))
+        assert tokenizer.decode(tokenizer.encode(text)).startswith(displayed)
+    assert displayed + stream.end() == tokenizer.decode(tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)

@@ -176,7 +176,7 @@ def load_files(place: Path, copy: Path) -> Tokenizer:
     return load(copy)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
     assert find_tokenizer_file(tmp_path) is None
     with pytest.raises(UsageError, match=r"no tokenizer.model or tokenizer.json here: .*megatfm prep"):
         load(tmp_path)

@@ -33,7 +33,9 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd sve2 crc32\nCPU implementer\t: 0x41\
         (ARM, "0x41, 0xd4f", "asimd sve2"),
     ],
 )
-def test_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cpu: str, sets: str) -> None:
+def test_processor_name_and_instruction_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cpu: str, sets: str
+) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
     name = hardware.processor()
@@ -41,7 +43,7 @@ def test_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str,
     assert name["threads"] == str(torch.get_num_threads())
 
 
-def test_no_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_has_a_name_without_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "none")
     assert hardware.processor()["cpu"]
 

@@ -262,14 +262,14 @@ def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
-    asked: list[str | None] = []
+    requested: list[str | None] = []
 
     class Offline:
         def define_metric(self, *_: object, **__: object) -> None: ...
         def finish(self) -> None: ...
 
     def away(mode: str | None = None, **_: object) -> Offline:
-        asked.append(mode)
+        requested.append(mode)
         if mode != "offline":
             raise wandb.errors.CommError("Run initialization has timed out\nafter 90 s")
         return Offline()
@@ -278,7 +278,7 @@ def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
     monkeypatch.setattr(metrics.WeightsAndBiases, "is_away", False)
     for _ in range(2):
         MetricsLog(RunInfo(tmp_path), ["wandb"]).close()
-    assert asked == [None, "offline", "offline"]
+    assert requested == [None, "offline", "offline"]
     (message,) = caplog.messages
     assert "W&B can't be reached (Run initialization has timed out after 90 s)" in message
 

@@ -297,9 +297,9 @@ def test_the_log_file_gets_the_traceback_and_the_screen_does_not(
     assert "step 4" not in text
     assert "ERROR the cause\nTraceback (most recent call last)" in text
     assert "in train_and_fail" in text
-    shown = capsys.readouterr()
-    assert ("a message" in shown.out) == (rank == 0)
-    assert "Traceback" not in shown.out + shown.err
+    displayed = capsys.readouterr()
+    assert ("a message" in displayed.out) == (rank == 0)
+    assert "Traceback" not in displayed.out + displayed.err
 
 
 def test_on_a_terminal_lines_scroll_above_the_bar(
@@ -310,10 +310,10 @@ def test_on_a_terminal_lines_scroll_above_the_bar(
     with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=10) as screen:
         for step in (1, 2, 3, 4):
             screen.step(RECORD | {"step": step, "loss": float(step)}, is_due=step % 2 == 0)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
-    lines = re.findall(r"step (\d)  loss ([\d.]+)  2,000 tokens/s  lr", shown)
+    displayed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    lines = re.findall(r"step (\d)  loss ([\d.]+)  2,000 tokens/s  lr", displayed)
     assert lines == [("2", "2.0000"), ("4", "4.0000")]
-    assert "4/10" in shown, "the bar is there"
+    assert "4/10" in displayed, "the bar is there"
 
 
 def test_a_line_tells_the_utilization_and_the_time_that_is_left(

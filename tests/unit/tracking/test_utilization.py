@@ -74,7 +74,7 @@ def test_recomputation_counts_in_neither() -> None:
         ("NVIDIA GeForce RTX 3090 Ti", torch.float16, None),
     ],
 )
-def test_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None:
+def test_peak_flops_are_those_of_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None:
     assert from_data_sheet(name, dtype) == flops
 
 

@@ -213,8 +213,8 @@ def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary(
 ) -> None:
     result = workers.run(evaluated_uniform, 1, folder)[0]
     assert result["loss"] == pytest.approx(math.log(400), rel=1e-12)
-    wanted = result["tokens"] * math.log2(400) / sum(len(text.encode()) for text in TEXTS)
-    assert result["bits_per_byte"] == pytest.approx(wanted, rel=1e-12)
+    expected = result["tokens"] * math.log2(400) / sum(len(text.encode()) for text in TEXTS)
+    assert result["bits_per_byte"] == pytest.approx(expected, rel=1e-12)
 
 
 def evaluated_terms(folder: Path, name: str, classes: int = 0) -> dict[str, Any]:
@@ -253,8 +253,8 @@ def evaluated_uniform(folder: Path) -> dict[str, Any]:
     return evaluated_zeros(config(folder))
 
 
-def chosen(wanted: str) -> str:
-    return choose_precision(wanted, torch.device("cpu"))
+def chosen(expected: str) -> str:
+    return choose_precision(expected, torch.device("cpu"))
 
 
 def test_all_ranks_choose_the_same_precision(workers: Workers) -> None:

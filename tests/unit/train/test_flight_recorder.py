@@ -56,10 +56,10 @@ def test_what_nccl_recorded_is_read_from_nccl_s_own_recorder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The one of other backends, which every build of torch has, knows nothing of NCCL's collectives."""
-    asked: list[dict[str, bool]] = []
+    requested: list[dict[str, bool]] = []
 
     def dump(**options: bool) -> bytes:
-        asked.append(options)
+        requested.append(options)
         return b'{"entries": [{"profiling_name": "nccl:all_reduce"}]}'
 
     for name, value in (
@@ -74,4 +74,4 @@ def test_what_nccl_recorded_is_read_from_nccl_s_own_recorder(
     written = (tmp_path / "log").read_text()
     assert written.startswith("Unfinished collectives of rank 3: ")
     assert json.loads(written.partition(": ")[2])["entries"][0]["profiling_name"] == "nccl:all_reduce"
-    assert asked == [{"includeCollectives": True, "onlyActive": True}]
+    assert requested == [{"includeCollectives": True, "onlyActive": True}]

@@ -27,8 +27,8 @@ def test_all_are_taken_over_where_all_fit() -> None:
 
 
 def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
-    wanted = {**BODY, "topic.weight": (5, 8)}
-    takeover = match_weights(wanted, STORED, ["decoder.*"], SOURCE)
+    expected = {**BODY, "topic.weight": (5, 8)}
+    takeover = match_weights(expected, STORED, ["decoder.*"], SOURCE)
     assert takeover.loaded == BODY
     assert str(takeover) == "2 of the 3 weights of runs/before"
     assert takeover.lines() == [
@@ -40,18 +40,18 @@ def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
 
 
 def test_another_family_is_told_apart_from_other_sizes() -> None:
-    wanted = {name.replace("decoder.", "encoder."): shape for name, shape in BODY.items()}
+    expected = {name.replace("decoder.", "encoder."): shape for name, shape in BODY.items()}
     with pytest.raises(
         UsageError, match=r"of another model\.family \(decoder, head; here encoder\): choose that"
     ):
-        match_weights(wanted, STORED, [], SOURCE)
+        match_weights(expected, STORED, [], SOURCE)
     wider = {name: (*shape[:-1], 16) for name, shape in STORED.items()}
     with pytest.raises(UsageError, match=r"take the weights of a model of these sizes, or choose its sizes$"):
         match_weights(wider, STORED, [], SOURCE)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "only", "message"),
+    ("expected", "only", "message"),
     [
         (
             {**BODY, "topic.weight": (5, 8)},
@@ -64,9 +64,9 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
         ({"other.weight": (3,)}, [], r"it has no other\.weight: these are the weights of another"),
     ],
 )
-def test_what_does_not_fit_is_named_with_a_way_out(wanted: dict, only: list[str], message: str) -> None:
+def test_what_does_not_fit_is_named_with_a_way_out(expected: dict, only: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        match_weights(wanted, STORED, only, SOURCE)
+        match_weights(expected, STORED, only, SOURCE)
 
 
 def takes_what_rank_0_found(folder: Path) -> float:

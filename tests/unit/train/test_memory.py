@@ -59,13 +59,13 @@ def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_stacks_are_recorded_on_request_and_once_memory_ran_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert should_record_allocations(tmp_path, asked=True)
-    assert not should_record_allocations(tmp_path, asked=False)
+    assert should_record_allocations(tmp_path, requested=True)
+    assert not should_record_allocations(tmp_path, requested=False)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**30)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
     with pytest.raises(MegatfmError), explain_out_of_memory(tmp_path, 0, GPU):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
-    assert should_record_allocations(tmp_path, asked=False)
+    assert should_record_allocations(tmp_path, requested=False)
 
 
 def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:

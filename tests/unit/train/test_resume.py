@@ -124,14 +124,14 @@ def test_another_optimizer_can_not_go_on_with_the_state() -> None:
 
 def test_a_branch_is_not_told_to_take_another_name() -> None:
     resume_point = resume.ResumePoint(PATH, state())
-    for now, wanted in (
+    for now, expected in (
         (state(CHANGES["seed"]), r"train\.seed: 0 → 1\. Accept the change with resume\.allow=seed$"),
         (
             state(change(VALUES, "optimizer.name", "lion")),
             r"can't go on: leave train\.branch_from out, and start",
         ),
     ):
-        with pytest.raises(UsageError, match=wanted) as caught:
+        with pytest.raises(UsageError, match=expected) as caught:
             resume.check_compatible(resume_point, now, [], same_run=False)
         assert "another name" not in str(caught.value)
 
@@ -167,11 +167,7 @@ def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> N
 
 @pytest.mark.parametrize(
     ("facts", "group"),
-    [
-        ({"data__fingerprint": "g"}, "data"),
-        ({"data__streams": 8}, "data"),
-        ({"tokenizer": "u"}, "tokenizer"),
-    ],
+    [({"data__fingerprint": "g"}, "data"), ({"data__streams": 8}, "data"), ({"tokenizer": "u"}, "tokenizer")],
 )
 def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> None:
     resume_point, now = resume.ResumePoint(PATH, state()), state(**facts)
@@ -347,7 +343,7 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted", "message"),
+    ("stored", "expected", "message"),
     [
         ({"a": [2, 3]}, {"a": (2, 3)}, ""),
         ({"a": [2, 3]}, {"a": (2, 4)}, "a is [2, 3] there and [2, 4] here"),
@@ -355,8 +351,10 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
     ],
 )
-def test_what_does_not_fit(stored: dict[str, list[int]], wanted: dict[str, list[int]], message: str) -> None:
-    assert resume.first_shape_mismatch(stored, wanted) == message
+def test_what_does_not_fit(
+    stored: dict[str, list[int]], expected: dict[str, list[int]], message: str
+) -> None:
+    assert resume.first_shape_mismatch(stored, expected) == message
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])

@@ -15,7 +15,7 @@ import torch
 import megatfm.layers
 import megatfm.models
 from megatfm.config import Config, load_config
-from megatfm.parallel.context_parallel import is_folded, token_indices
+from megatfm.parallel.context_parallel import folding, token_indices
 from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
 from megatfm.verify.expected_context import ContextShards
@@ -45,8 +45,10 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_nothing_comes_from_what_is_checked(path: Path) -> None:
     assert not {name for name in imports(path) if name.startswith(CHECKED)}
-    asked = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    assert not asked & THEIRS
+    requested = {
+        node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+    }
+    assert not requested & THEIRS
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:
@@ -117,4 +119,4 @@ def test_rows_are_folded_where_the_ranks_fold_them() -> None:
         tokens = np.zeros((4, 64), np.int64)
         batch = {"positions": tokens, "encoder_positions": tokens}
         rank_0 = ContextShards(config, model, batch)._positions_by_rank[""][0]
-        assert is_folded(model, 64) == (rank_0[-1] == 63)
+        assert folding(model)(64) == (rank_0[-1] == 63)

@@ -15,7 +15,7 @@ from megatfm.ops.log_once import constant_when_compiled
 from megatfm.ops.transfer import moved
 
 TABLES = 2**10
-"""So many tables of random blocks are kept, one for each layer and length."""
+"""Number of cached tables of random blocks, one for each layer and length."""
 
 MAX_BLOCKS_CHECKED = 9
 """A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""
@@ -25,10 +25,11 @@ MAX_BLOCKS_CHECKED = 9
 class BigBird(AttentionPattern):
     """Keys of the blocks before, of and after the query's; of `n_random` random blocks; of the first and last block.
 
-    The first and last block's queries see all. With `extra` (the paper's ETC) so many first tokens stand for those
-    blocks. A document of no more than 5 + 2 n_random blocks is seen whole, as in the released code. causal, which is
-    not in the paper: no later keys, no last block, and short documents are as all others. layer: another draw for each.
-    rows, rng_keys: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked for.
+    The first and last block's queries see all. With `extra` (the paper's ETC) that many first tokens take the place of
+    those blocks. A document of no more than 5 + 2 n_random blocks is seen whole, as in the released code. causal, which
+    is not in the paper: no later keys, no last block, and short documents are as all others. layer: another draw for
+    each. rows, rng_keys: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked
+    for.
     """
 
     block: int
@@ -54,13 +55,13 @@ class BigBird(AttentionPattern):
 
     def key_ranges(self, first: int, last: int, length: int) -> Ranges:
         size, end = self.block, -(-length // self.block) * self.block
-        near = (first // size - 1) * size, (-(-last // size) + 1) * size
-        ahead = 0, max(self.extra or size, size * self._full_below_blocks if self.n_random else 0)
+        neighbours = (first // size - 1) * size, (-(-last // size) + 1) * size
+        first_blocks = 0, max(self.extra or size, size * self._full_below_blocks if self.n_random else 0)
         if self.causal:
-            return (near[0], last), (0, min(last, ahead[1]))
+            return (neighbours[0], last), (0, min(last, first_blocks[1]))
         if length <= self._full_below_blocks * size:
             return ((0, length),)
-        return (near, ahead) if self.extra else (near, ahead, (end - size, end))
+        return (neighbours, first_blocks) if self.extra else (neighbours, first_blocks, (end - size, end))
 
     def global_queries(self, length: int) -> Ranges:
         size, end = self.block, -(-length // self.block) * self.block
@@ -81,35 +82,35 @@ class BigBird(AttentionPattern):
         return self.mask_mod_for_lengths(q, k, heads, q.max() + 1)
 
     def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
-        seen = self._blocks_see(q // self.block, k // self.block, heads, lengths)
+        is_visible = self._blocks_see(q // self.block, k // self.block, heads, lengths)
         if self.extra:
-            seen = seen | (q < self.extra) | (k < self.extra)
-        return seen & (k <= q) if self.causal else seen
+            is_visible = is_visible | (q < self.extra) | (k < self.extra)
+        return is_visible & (k <= q) if self.causal else is_visible
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
-        seen = (k1 >= q0 - 1) & (k0 <= q1 + 1)
+        may_see = (k1 >= q0 - 1) & (k0 <= q1 + 1)
         # A block of a kernel that lies in many blocks of the pattern, or in documents of several lengths, may see all.
-        seen = seen | (q1 - q0 >= MAX_BLOCKS_CHECKED) | (q.shortest != q.longest)
+        may_see = may_see | (q1 - q0 >= MAX_BLOCKS_CHECKED) | (q.shortest != q.longest)
         if self.extra:
-            seen = seen | (q.first < self.extra) | (k.first < self.extra)
+            may_see = may_see | (q.first < self.extra) | (k.first < self.extra)
         else:
-            seen = seen | (k0 == 0)
+            may_see = may_see | (k0 == 0)
         count = -(-q.shortest // self.block)
         if not (self.causal or self.extra):
-            seen = seen | (q0 == 0) | (q1 >= count - 1) | (k1 >= count - 1)
+            may_see = may_see | (q0 == 0) | (q1 >= count - 1) | (k1 >= count - 1)
         if not self.causal:
-            seen = seen | (count <= self._full_below_blocks)
+            may_see = may_see | (count <= self._full_below_blocks)
         for step in range(min(MAX_BLOCKS_CHECKED, int((q1 - q0).max()) + 1)):
-            for drawn in self._random_blocks_of(torch.minimum(q0 + step, q1), heads):
-                seen = seen | ((k0 <= drawn) & (drawn <= k1))
-        return seen & (k.first <= q.last) if self.causal else seen
+            for random_block in self._random_blocks_of(torch.minimum(q0 + step, q1), heads):
+                may_see = may_see | ((k0 <= random_block) & (random_block <= k1))
+        return may_see & (k.first <= q.last) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
-        seen = self._blocks_see(q0, k0, heads, q.longest)
-        seen = seen & (q0 == q1) & (k0 == k1) & (q.shortest == q.longest)
-        return seen & (k.last <= q.first) if self.causal else seen
+        is_full = self._blocks_see(q0, k0, heads, q.longest)
+        is_full = is_full & (q0 == q1) & (k0 == k1) & (q.shortest == q.longest)
+        return is_full & (k.last <= q.first) if self.causal else is_full
 
     @property
     def _full_below_blocks(self) -> int:
@@ -118,14 +119,14 @@ class BigBird(AttentionPattern):
 
     def _blocks_see(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
         """Return which blocks see which, by their numbers q and k in documents of these lengths."""
-        seen, count = (q - k).abs() <= 1, -(-lengths // self.block)
+        is_visible, count = (q - k).abs() <= 1, -(-lengths // self.block)
         if not self.extra:
-            seen = seen | (k == 0)
+            is_visible = is_visible | (k == 0)
         if not (self.causal or self.extra):
-            seen = seen | (q == 0) | (q == count - 1) | (k == count - 1)
-        for drawn in self._random_blocks_of(q, heads):
-            seen = seen | (k == drawn)
-        return seen if self.causal else seen | (count <= self._full_below_blocks)
+            is_visible = is_visible | (q == 0) | (q == count - 1) | (k == count - 1)
+        for random_block in self._random_blocks_of(q, heads):
+            is_visible = is_visible | (k == random_block)
+        return is_visible if self.causal else is_visible | (count <= self._full_below_blocks)
 
     def _random_blocks_of(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
         """The random blocks of these blocks, one by one."""
@@ -155,8 +156,8 @@ def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
         not_these = {row - 1, row, row + 1, 0, choice - 1}
         not_these |= {choice - 2} if row == 1 else {1} if row == choice - 2 else set()
         for head in range(n_heads):
-            drawn = [block for block in generator.permutation(choice) if block not in not_these]
-            table[head, row] = drawn[:n_random]
+            random_blocks = [block for block in generator.permutation(choice) if block not in not_these]
+            table[head, row] = random_blocks[:n_random]
     return torch.from_numpy(table)
 
 

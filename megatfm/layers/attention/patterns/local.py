@@ -123,37 +123,40 @@ class Window(AttentionPattern):
 
     def simplify(self, length: int) -> AttentionPattern:
         causal = self.right == 0
-        everything = self.step == 1 and self.left >= length - 1 and (causal or self.right >= length - 1)
-        return Full(causal) if everything else self
+        sees_all = self.step == 1 and self.left >= length - 1 and (causal or self.right >= length - 1)
+        return Full(causal) if sees_all else self
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        near = (k >= q - self.left) & (k <= q + self.right)
+        in_window = (k >= q - self.left) & (k <= q + self.right)
         if self.step > 1:
-            near = near & ((q - k) % self.step == 0)
-        return near | ((k < self.first) & (k <= q)) if self.first else near
+            in_window = in_window & ((q - k) % self.step == 0)
+        return in_window | ((k < self.first) & (k <= q)) if self.first else in_window
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        # How far back the nearest and the farthest pair lie, and whether a step lies between.
-        least, most = (q.first - k.last).clamp(min=-self.right), (q.last - k.first).clamp(max=self.left)
-        near = most // self.step * self.step >= least
-        return near | ((k.first < self.first) & (k.first <= q.last)) if self.first else near
+        # Distances of the nearest and the farthest pair, and whether a multiple of the dilation lies between.
+        min_distance, max_distance = (
+            (q.first - k.last).clamp(min=-self.right),
+            (q.last - k.first).clamp(max=self.left),
+        )
+        in_window = max_distance // self.step * self.step >= min_distance
+        return in_window | ((k.first < self.first) & (k.first <= q.last)) if self.first else in_window
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         if self.step > 1:
             return super().full_block_mask(q, k, heads)
-        near = (k.first >= q.last - self.left) & (k.last <= q.first + self.right)
-        return near | ((k.last < self.first) & (k.last <= q.first)) if self.first else near
+        in_window = (k.first >= q.last - self.left) & (k.last <= q.first + self.right)
+        return in_window | ((k.last < self.first) & (k.last <= q.first)) if self.first else in_window
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
         places = torch.arange(length)
-        before = places.clamp(max=self.left) // self.step
-        after = (length - 1 - places).clamp(max=self.right) // self.step
-        seen = length + int(before.sum()) + int(after.sum())
+        n_before = places.clamp(max=self.left) // self.step
+        n_after = (length - 1 - places).clamp(max=self.right) // self.step
+        n_pairs = length + int(n_before.sum()) + int(n_after.sum())
         if self.first:  # those that lie before the window, or between its steps
             k = torch.arange(min(self.first, length))[:, None]
-            near = (k >= places - self.left) & ((places - k) % self.step == 0)
-            seen += int(((k <= places) & ~near).sum())
-        return seen
+            in_window = (k >= places - self.left) & ((places - k) % self.step == 0)
+            n_pairs += int(((k <= places) & ~in_window).sum())
+        return n_pairs
 
 
 @PATTERNS.register("window")
@@ -195,16 +198,18 @@ class Chunked(AttentionPattern):
         return Full(self.causal) if self.size >= length else self
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        same = q // self.size == k // self.size
-        return same & (k <= q) if self.causal else same
+        is_same_block = q // self.size == k // self.size
+        return is_same_block & (k <= q) if self.causal else is_same_block
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        same = (k.last // self.size >= q.first // self.size) & (k.first // self.size <= q.last // self.size)
-        return same & (k.first <= q.last) if self.causal else same
+        may_share_block = (k.last // self.size >= q.first // self.size) & (
+            k.first // self.size <= q.last // self.size
+        )
+        return may_share_block & (k.first <= q.last) if self.causal else may_share_block
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        same = _in_one_stretch(q, k, self.size)
-        return same & (k.last <= q.first) if self.causal else same
+        is_same_block = _in_one_stretch(q, k, self.size)
+        return is_same_block & (k.last <= q.first) if self.causal else is_same_block
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
         def of(tokens: int) -> float:
@@ -253,18 +258,22 @@ class Strided(_CausalByOption):
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         away = q - k
-        seen = (away.abs() < self.stride) | (away % self.stride == 0)
-        return seen & (away >= 0) if self.causal else seen
+        is_visible = (away.abs() < self.stride) | (away % self.stride == 0)
+        return is_visible & (away >= 0) if self.causal else is_visible
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         # The nearest and the farthest pair of two blocks, and whether a multiple lies between.
-        least, most = q.first - k.last, q.last - k.first
-        seen = (most // self.stride * self.stride >= least) | ((least < self.stride) & (most > -self.stride))
-        return seen & (most >= 0) if self.causal else seen
+        min_distance, max_distance = q.first - k.last, q.last - k.first
+        may_see = (max_distance // self.stride * self.stride >= min_distance) | (
+            (min_distance < self.stride) & (max_distance > -self.stride)
+        )
+        return may_see & (max_distance >= 0) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        least, most = q.first - k.last, q.last - k.first
-        return (most < self.stride) & (least >= 0 if self.causal else least > -self.stride)
+        min_distance, max_distance = q.first - k.last, q.last - k.first
+        return (max_distance < self.stride) & (
+            min_distance >= 0 if self.causal else min_distance > -self.stride
+        )
 
 
 @PATTERNS.register("strided")
@@ -283,18 +292,18 @@ class Fixed(_CausalByOption):
     causal: bool
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        seen = (q // self.stride == k // self.stride) | (k % self.stride >= self.stride - self.summary)
-        return seen & (k <= q) if self.causal else seen
+        is_visible = (q // self.stride == k // self.stride) | (k % self.stride >= self.stride - self.summary)
+        return is_visible & (k <= q) if self.causal else is_visible
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         first, last = k.first // self.stride, k.last // self.stride
         ends = (last > first) | (k.last % self.stride >= self.stride - self.summary)
-        seen = ends | ((last >= q.first // self.stride) & (first <= q.last // self.stride))
-        return seen & (k.first <= q.last) if self.causal else seen
+        may_see = ends | ((last >= q.first // self.stride) & (first <= q.last // self.stride))
+        return may_see & (k.first <= q.last) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        seen = _in_one_stretch(q, k, self.stride)
-        return seen & (k.last <= q.first) if self.causal else seen
+        is_full = _in_one_stretch(q, k, self.stride)
+        return is_full & (k.last <= q.first) if self.causal else is_full
 
 
 @PATTERNS.register("fixed")
@@ -328,17 +337,17 @@ class Longformer(AttentionPattern):
         return tuple((token, token + 1) for token in self.tokens)
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        seen = (q - k).abs() <= self.side
+        is_visible = (q - k).abs() <= self.side
         for token in self.tokens:
-            seen = seen | (q == token) | (k == token)
-        return seen
+            is_visible = is_visible | (q == token) | (k == token)
+        return is_visible
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        seen = (k.last >= q.first - self.side) & (k.first <= q.last + self.side)
+        may_see = (k.last >= q.first - self.side) & (k.first <= q.last + self.side)
         for token in self.tokens:
             for x in (q, k):
-                seen = seen | ((x.first <= token) & (token <= x.last))
-        return seen
+                may_see = may_see | ((x.first <= token) & (token <= x.last))
+        return may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         return (k.first >= q.last - self.side) & (k.last <= q.first + self.side)

@@ -1,4 +1,4 @@
-"""Masks of a pattern over a sequence, in every form that kernels ask for, and the keys that some queries reach."""
+"""Masks of a pattern over a sequence, in every form that kernels need, and the keys that some queries see."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
@@ -59,14 +59,16 @@ class PatternMask:
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         pattern, sequence = self._pattern, self._sequence
-        of_q, of_k = pattern.places(sequence)
-        row = b if len(of_q) > 1 else b * 0
-        lengths = pattern.lengths(sequence).expand(len(of_q), of_q.shape[1])[row, q]
-        seen = pattern.mask_mod_for_lengths(of_q[row, q], of_k[row, k], n + self._heads[0], lengths)
+        places_q, places_k = pattern.places(sequence)
+        row = b if len(places_q) > 1 else b * 0
+        lengths = pattern.lengths(sequence).expand(len(places_q), places_q.shape[1])[row, q]
+        is_visible = pattern.mask_mod_for_lengths(
+            places_q[row, q], places_k[row, k], n + self._heads[0], lengths
+        )
         if sequence.prefix_mask is not None:
-            seen = seen | sequence.prefix_mask[b, k]
+            is_visible = is_visible | sequence.prefix_mask[b, k]
         numbers = sequence.document_ids(of_memory=pattern.is_cross_attention)
-        return seen if numbers is None else seen & (numbers[0][b, q] == numbers[1][b, k])
+        return is_visible if numbers is None else is_visible & (numbers[0][b, q] == numbers[1][b, k])
 
     def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Blocks of one document, in a pattern that distances say all of."""
@@ -77,11 +79,11 @@ class PatternMask:
             return None
         numbers = self._sequence.document_ids(of_memory=self._pattern.is_cross_attention)
         if numbers is None:
-            ones = self._sequence.indices.new_ones(1, 1).bool()
+            is_visible = self._sequence.indices.new_ones(1, 1).bool()
             q, k = len(self._sequence.indices), len(self._sequence.key_indices)
-            return ones.expand(1, -(-q // size)), ones.expand(1, -(-k // size))
-        of_q, of_k = (block_bounds(of, size, -1) for of in numbers)
-        return (of_q.first == of_q.last)[:, 0, :, 0], (of_k.first == of_k.last)[:, 0, :, 0]
+            return is_visible.expand(1, -(-q // size)), is_visible.expand(1, -(-k // size))
+        bounds_q, bounds_k = (block_bounds(of, size, -1) for of in numbers)
+        return (bounds_q.first == bounds_q.last)[:, 0, :, 0], (bounds_k.first == bounds_k.last)[:, 0, :, 0]
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
         """Bands of full rows without a prefix: one tile after the other in each document."""
@@ -101,19 +103,19 @@ def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, places: Ten
     All of them in the host's memory (`SequenceMetadata.on_host`). Padding, which only padding sees, is not looked for
     beyond `places`.
     """
-    reached = np.zeros(row.length, np.bool_)
-    opened = None if row.prefix_mask is None else row.prefix_mask.numpy()
+    is_needed = np.zeros(row.length, np.bool_)
+    in_prefix = None if row.prefix_mask is None else row.prefix_mask.numpy()
     at = places.numpy()
-    reached[at] = True
+    is_needed[at] = True
     for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
         first, last = int(run[0]), int(run[-1]) + 1
         for number, start, end in _cut_documents(row, first, last):
             length = end - start
             for begin, beyond in _runs(pattern, max(first - start, 0), min(last - start, length), length):
-                reached[start + max(begin, 0) : start + min(beyond, length)] = True
-            if opened is not None:
-                reached[start:end] |= opened[number % len(opened), start:end]
-    return torch.from_numpy(np.flatnonzero(reached))
+                is_needed[start + max(begin, 0) : start + min(beyond, length)] = True
+            if in_prefix is not None:
+                is_needed[start:end] |= in_prefix[number % len(in_prefix), start:end]
+    return torch.from_numpy(np.flatnonzero(is_needed))
 
 
 def _runs(pattern: AttentionPattern, first: int, last: int, length: int) -> Ranges:
@@ -129,15 +131,15 @@ def global_query_indices(
 ) -> Tensor:
     """The places of wide queries in any of the rows, ascending, of documents that lie on several ranks.
     indices_by_rank: places by rank, in the host's memory as the row."""
-    reached, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
+    is_needed, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
     for rank, places in enumerate(indices_by_rank):
         rank_of[places.numpy()] = rank
     for bounds, padding in _documents(row) if pattern.global_queries(row.length) else ():
         for (start, end), is_padding in zip(pairwise(bounds.tolist()), padding, strict=True):
             if not is_padding and (rank_of[start:end] != rank_of[start]).any():
                 for begin, beyond in pattern.global_queries(end - start):
-                    reached[start + begin : min(start + beyond, end)] = True
-    return torch.from_numpy(np.flatnonzero(reached))
+                    is_needed[start + begin : min(start + beyond, end)] = True
+    return torch.from_numpy(np.flatnonzero(is_needed))
 
 
 Documents = list[tuple[NDArray[np.int64], NDArray[np.bool_]]]

@@ -19,11 +19,11 @@ from megatfm.registry import Registry
 Ranges = Sequence[tuple[int, int]]
 
 BLOCK = 64
-"""Pairs are counted by blocks of so many tokens, unless a pattern has a grain."""
+"""Tokens of a block in which pairs are counted, unless a pattern has a grain."""
 COUNTED = 512
-"""In so many blocks that are seen in part, pairs are looked at together."""
+"""Number of partly visible blocks whose pairs are examined together."""
 PAIRS_CACHED = 1024
-"""Counts of pairs that are remembered, by pattern, row length and heads: more than a model's layers ask for."""
+"""Counts of pairs that are remembered, by pattern, row length and heads: more than a model's layers need."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class BlockBounds:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Tokens of its own document that a query sees. Frozen: its fields are its options, and equal ones share a mask.
+    """The tokens of its document that a query sees. Frozen: its fields are its options, and equal ones share a mask.
 
     A new pattern defines `mask_mod`; one that leaves full blocks out defines `block_mask` too, so that kernels skip
-    those. Tokens of a prefix are seen by all of their document, whatever the pattern.
+    those. Tokens of a prefix are seen by all of their document under any pattern.
     """
 
     @property
     def builtin_mask(self) -> BuiltinMask | None:
-        """The word that kernels have for it, where there is one."""
+        """The kernels' name for it, if there is one."""
         return None
 
     @property
@@ -59,7 +59,7 @@ class AttentionPattern:
 
     @property
     def sees_later(self) -> bool:
-        """Whether a query may see keys after it, but for tokens of a prefix."""
+        """Whether a query may see later keys, apart from tokens of a prefix."""
         return self.builtin_mask != "causal"
 
     @property
@@ -114,7 +114,7 @@ class AttentionPattern:
         return None
 
     def global_queries(self, length: int) -> Ranges:
-        """The few queries of a document of so many tokens that may see all of it: runs (begin, end)."""
+        """The few queries of a document of `length` tokens that may see all of it: runs (begin, end)."""
         return ()
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
@@ -125,19 +125,20 @@ class AttentionPattern:
         raise NotImplementedError
 
     def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
-        """The same, in documents of these lengths, int64 that broadcast."""
+        """Compute `mask_mod` in documents of these lengths (int64, broadcastable)."""
         return self.mask_mod(q, k, heads)
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may say so too often."""
+        """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may have false
+        positives."""
         return (q.first <= q.last) & (k.first <= k.last)
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether all queries of one block see all keys of another, as `block_mask`; may say so too rarely."""
+        """Whether all queries of one block see all keys of another, as `block_mask`; may have false negatives."""
         return (q.first > q.last) & (k.first > k.last)
 
     def simplify(self, length: int) -> "AttentionPattern":
-        """Return a plainer pattern that says the same for rows of up to so many tokens, if there is one."""
+        """Return an equivalent simpler pattern for rows of up to `length` tokens, if there is one."""
         return self
 
     def at_depth(self, depth: int) -> Self:
@@ -154,22 +155,22 @@ class AttentionPattern:
             _heads(0, n_heads, lengths.device),
         )
         ends = (starts + size).clamp(max=length) - 1
-        of_k, seen = BlockBounds(starts, ends, lengths, lengths), 0
+        bounds_k, n_pairs = BlockBounds(starts, ends, lengths, lengths), 0
         for first, last in zip(starts.split(BLOCK), ends.split(BLOCK), strict=True):
-            of_q, shape = (
+            bounds_q, shape = (
                 BlockBounds(first[:, None], last[:, None], lengths, lengths),
                 (1, n_heads, len(first), len(starts)),
             )
-            partly_visible = self.block_mask(of_q, of_k, heads).expand(shape)
-            fully_visible = partly_visible & self.full_block_mask(of_q, of_k, heads).expand(shape)
-            seen += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
+            partly_visible = self.block_mask(bounds_q, bounds_k, heads).expand(shape)
+            fully_visible = partly_visible & self.full_block_mask(bounds_q, bounds_k, heads).expand(shape)
+            n_pairs += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
             partly = (partly_visible & ~fully_visible).nonzero()[:, 1:, None, None]
             for part in partly.split(COUNTED) if len(partly) else ():
                 head, q, k = part.unbind(1)
                 at_q, at_k = first[q] + within[:, None], starts[k] + within
                 is_visible = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
-                seen += int((is_visible & (at_q < length) & (at_k < length)).sum())
-        return seen / n_heads
+                n_pairs += int((is_visible & (at_q < length) & (at_k < length)).sum())
+        return n_pairs / n_heads
 
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
         """Cost of the scores and of the sums of values. channels: of both, over all heads.
@@ -178,11 +179,11 @@ class AttentionPattern:
         of them are seen, as is usual.
         """
         if self.builtin_mask is None:
-            pairs = seen = _pairs(self, round(tokens.n), n_heads)
+            pairs = n_visible = _pairs(self, round(tokens.n), n_heads)
         else:
             pairs = tokens.n * (tokens.encoder_tokens if self.is_cross_attention else tokens.n)
-            seen = pairs / 2 if self.builtin_mask == "causal" else pairs
-        return Cost(attention_macs=channels * pairs, visible_attention_macs=channels * seen)
+            n_visible = pairs / 2 if self.builtin_mask == "causal" else pairs
+        return Cost(attention_macs=channels * pairs, visible_attention_macs=channels * n_visible)
 
     def is_builtin(self, sequence: SequenceMetadata) -> bool:
         """Whether `plain` says all of it for a sequence."""
@@ -212,10 +213,10 @@ class AttentionPattern:
         q, k = self.places(sequence)
         heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)
         lengths = (lengths[:, rows] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
-        seen = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
+        is_visible = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
         if sequence.prefix_mask is not None:
-            seen = seen | sequence.prefix_mask[:, None, None, :]
-        return seen if same_B1TS is None else same_B1TS & seen
+            is_visible = is_visible | sequence.prefix_mask[:, None, None, :]
+        return is_visible if same_B1TS is None else same_B1TS & is_visible
 
     def block_table(
         self,
@@ -232,18 +233,27 @@ class AttentionPattern:
         """
         q, k = self.places(sequence)
         lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
-        of_q, of_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
-        seen = self.full_block_mask(of_q, of_k, heads) if full else self.block_mask(of_q, of_k, heads)
+        bounds_q, bounds_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
+        block_mask = (
+            self.full_block_mask(bounds_q, bounds_k, heads)
+            if full
+            else self.block_mask(bounds_q, bounds_k, heads)
+        )
         if sequence.prefix_mask is not None:
-            opened = block_bounds(sequence.prefix_mask.long(), size, -2)
-            seen = seen | (opened.first if full else opened.last).bool()
+            prefix_bounds = block_bounds(sequence.prefix_mask.long(), size, -2)
+            block_mask = block_mask | (prefix_bounds.first if full else prefix_bounds.last).bool()
         numbers = sequence.document_ids(of_memory=self.is_cross_attention)
         if numbers is None:
-            return seen
-        of_q, of_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
+            return block_mask
+        bounds_q, bounds_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
         if full:
-            return seen & (of_q.first == of_q.last) & (of_k.first == of_k.last) & (of_q.first == of_k.first)
-        return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
+            return (
+                block_mask
+                & (bounds_q.first == bounds_q.last)
+                & (bounds_k.first == bounds_k.last)
+                & (bounds_q.first == bounds_k.first)
+            )
+        return block_mask & (bounds_k.first <= bounds_q.last) & (bounds_k.last >= bounds_q.first)
 
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
         """Lengths of the queries' documents [B or 1, T or 1]; any number where they make no difference."""

@@ -53,8 +53,8 @@ def compare() -> None:
 
         patch.setattr(Replicated, "weights_changed", at_once)
         other = build_engine(model, parallel, ADAMW, precision="fp32")
-        for mine, wanted in zip(arriving, trained(other), strict=True):
-            assert all(torch.equal(mine[name], gradient) for name, gradient in wanted.items())
+        for mine, expected in zip(arriving, trained(other), strict=True):
+            assert all(torch.equal(mine[name], gradient) for name, gradient in expected.items())
         assert evaluated == other.evaluate(microbatches(other, global_batch(seed=9)), CAUSAL).loss
 
 

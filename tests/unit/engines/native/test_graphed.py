@@ -126,9 +126,9 @@ def compare() -> None:
     for config, precision in ((UNTIED_MODEL, "fp32"), (DROPPED, "bf16"), (TIED_MODEL, "fp16")):
         taped = Taped()
         engine = graphed(config, precision, taped)
-        wanted = steps(build_engine(config, ParallelConfig(), ADAMW, precision=precision))
+        expected = steps(build_engine(config, ParallelConfig(), ADAMW, precision=precision))
         actual = steps(engine)
-        for a, b in zip(wanted, actual, strict=True):
+        for a, b in zip(expected, actual, strict=True):
             assert a.keys() == b.keys()
             for key, value in a.items():
                 assert torch.equal(*(torch.as_tensor(x).nan_to_num() for x in (value, b[key]))), key

@@ -27,21 +27,21 @@ def waits_of_a_step(
     if early:
         engine.skipping_optimizers = list(engine.optimizers)
     batches = [microbatches(engine, global_batch(seed=step)) for step in range(2)]
-    reads, real, asked = [], DeferredReads.read, []
+    reads, real, requested = [], DeferredReads.read, []
 
     def noted(name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
-        return lambda self, *inputs: (asked.append(name), method(self, *inputs))[1]
+        return lambda self, *inputs: (requested.append(name), method(self, *inputs))[1]
 
     def read(self: DeferredReads) -> None:
         reads.append(1)
-        before = len(asked)
+        before = len(requested)
         real(self)
-        del asked[before:]
+        del requested[before:]
 
     for batch in batches:
         reads.clear()
-        asked.clear()
+        requested.clear()
         with pytest.MonkeyPatch.context() as patch, HostWaits() as waits:
             patch.setattr(DeferredReads, "read", read)
             for name in BLOCKING_METHODS:
@@ -51,7 +51,7 @@ def waits_of_a_step(
             stats = engine.forward_backward(batch, CAUSAL)
             engine.step(1e-2, clip=1e-3)
             assert stats.loss > 0
-    return [*waits.found, *asked], len(reads)
+    return [*waits.found, *requested], len(reads)
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,12 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
     engine = build_engine(config, parallel, ADAMW)
     engine.forward_backward(context_microbatches(engine, batch), objective)  # makes what is made once
     engine.zero_grad()
-    asked: list[str] = []
+    requested: list[str] = []
     device = Device([*engine.model.parameters(), *engine.model.buffers()])
 
     def noted(name: str) -> Any:
         method = getattr(Tensor, name)
-        return lambda self, *inputs: (device.holds(self) and asked.append(name), method(self, *inputs))[1]
+        return lambda self, *inputs: (device.holds(self) and requested.append(name), method(self, *inputs))[1]
 
     with pytest.MonkeyPatch.context() as patch, device:
         for method in BLOCKING_METHODS:
@@ -99,7 +99,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         if not known:
             patch.setattr(transfer, "remember_host_copy", lambda there, _: there)
         sums = engine.forward_backward(context_microbatches(engine, batch), objective)
-        actual = [*device.found, *asked]
+        actual = [*device.found, *requested]
     assert sums.loss == pytest.approx(loss, rel=1e-12)
     assert model_gradient_errors(engine, model) == {}
     return actual

@@ -54,9 +54,9 @@ def norms(parallel: ParallelConfig) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_the_norm_counts_each_element_once_and_clips_by_it(workers: Workers, ranks: int) -> None:
-    for norm, wanted, difference in workers.run(norms, ranks, LAYOUTS[ranks]):
-        assert norm == pytest.approx(wanted, rel=1e-12)
-        assert difference <= 1e-6 * wanted  # the customary 1e-6 in the divisor
+    for norm, expected, difference in workers.run(norms, ranks, LAYOUTS[ranks]):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert difference <= 1e-6 * expected  # the customary 1e-6 in the divisor
 
 
 def one_bad_gradient(value: float) -> None:
@@ -122,10 +122,10 @@ def test_training_goes_on_after_a_load_as_without(
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
     path = straight[0][0]
     resumed = workers.run(load_and_train, 2, path, layout, optimizer, tmp_path / "b")
-    for (_, wanted), (_, got) in zip(straight, resumed, strict=True):
-        assert wanted.keys() == got.keys()
-        for name, tensor in wanted.items():
-            assert torch.equal(tensor, got[name]), name
+    for (_, expected), (_, actual) in zip(straight, resumed, strict=True):
+        assert expected.keys() == actual.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, actual[name]), name
 
 
 def weights_from_outside() -> None:

@@ -57,11 +57,11 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
 def both_ways(ahead: int, by_itself: int) -> Iterator[str]:
     """The order that is wanted: all that lies up to so many blocks ahead is asked for when a block's turn has come."""
     for word, way in (("f", range(LAYERS)), ("b", range(LAYERS)[::-1])):
-        asked = 0
+        requested = 0
         for place, block in enumerate(way):
-            to = max(min(place + 1 + (by_itself if word == "b" else ahead), LAYERS), asked)
-            yield from (f"g{way[n]}" for n in range(asked, to))
-            asked = to
+            to = max(min(place + 1 + (by_itself if word == "b" else ahead), LAYERS), requested)
+            yield from (f"g{way[n]}" for n in range(requested, to))
+            requested = to
             yield f"{word}{block}"
 
 

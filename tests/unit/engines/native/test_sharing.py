@@ -26,7 +26,7 @@ def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
     psi = sum(p.numel() for p in model.parameters())
     root = sum(p.numel() for name, p in model.named_parameters() if ".layers." not in name)
     shard = {kind: size * psi // n for kind, size in everything.items()}
-    wanted = [
+    expected = [
         {
             "computed": 2 * psi,
             "whole gradients": 4 * psi,
@@ -37,18 +37,18 @@ def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
         {"computed": 2 * root, "whole gradients": 0, **shard},
     ]
     for rank in engine_bytes:
-        assert rank == wanted
+        assert rank == expected
 
 
 def all_stages() -> None:
-    wanted = low_precision_gradients(3)
+    expected = low_precision_gradients(3)
     for zero in range(3):
         for name, gradient in low_precision_gradients(zero).items():
             if zero < 2 and "norm" in name:
                 # A broadcast weight's gradient is a sum over tokens; here it isn't rounded to bfloat16 after it.
-                assert (gradient - wanted[name]).norm() < 2**-8 * wanted[name].norm(), (zero, name)
+                assert (gradient - expected[name]).norm() < 2**-8 * expected[name].norm(), (zero, name)
             else:
-                assert torch.equal(gradient, wanted[name]), (zero, name)
+                assert torch.equal(gradient, expected[name]), (zero, name)
 
 
 def test_stages_agree_to_the_bit_in_bfloat16(workers: Workers) -> None:

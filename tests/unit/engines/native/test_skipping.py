@@ -64,11 +64,11 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
     resumed.load_state_dict(state)
     for engine in (host, device, resumed):
         take(engine, ("gradient", "", "clipped"), len(STEPS))
-    wanted = bits(host)
+    expected = bits(host)
     for engine in (device, resumed):
         actual = bits(engine)
-        assert actual.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(wanted[name], actual[name])] == []
+        assert actual.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
     return len(device.skipping_optimizers)
 
 

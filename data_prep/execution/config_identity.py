@@ -1,0 +1,99 @@
+"""The identity of a preparation's config: the settings, and the hashes of files, that determine the result."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from megatfm import tokenizers
+from megatfm.config.prep import PrepConfig, ReadConfig, SplitConfig, TokenizerConfig
+from megatfm.config.prep_steps import PluginStepConfig
+from megatfm.config.section import Section
+from megatfm.errors import UsageError
+
+VERSION = 5
+"""Increased when a change of the code changes the corpus that a config gives."""
+
+# Omit settings at their defaults that came later than the first version, so that corpora of earlier versions still
+# compare equal.
+OMIT_IF_DEFAULT: tuple[tuple[str, type[Section], tuple[str, ...]], ...] = (
+    ("read", ReadConfig, ("format", "text_key", "url_key", "metadata_keys", "tokens", "fix_unicode")),
+    ("split", SplitConfig, ("validation_files", "partition_by", "partition_values")),
+    ("tokenizer", TokenizerConfig, ("kind", "file", "ul2_modes", "pretokenizer", "lowercase")),
+)
+LATER = {"plugins": [], "steps": [], "dedup": [], "compress": True}
+EXCLUDED = {"out", "scratch", "overwrite", "tokenizer_threads", "task_bytes", "dedup_memory_bytes"}
+"""Settings that don't change the result."""
+
+
+def omit_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop settings at their defaults that came after the first version, in place; `values` is a config as JSON."""
+    for name, section, keys in OMIT_IF_DEFAULT:
+        table = values.get(name, {})
+        for key in keys:
+            default = section.model_fields[key].default
+            if isinstance(default, Section):
+                default = default.model_dump(mode="json")
+            if key in table and table[key] == ([] if default == () else default):
+                del table[key]
+    for key, default in LATER.items():
+        if values.get(key) == default:
+            del values[key]
+    return values
+
+
+def config_identity(config: PrepConfig) -> dict[str, Any]:
+    """Return the part of a config that determines the result, with hashes in place of the paths of files."""
+    values = omit_defaults(config.model_dump(mode="json", exclude=EXCLUDED))
+    for step, section in zip(values.get("steps", ()), config.steps, strict=False):
+        if isinstance(section, PluginStepConfig):  # its keys mean what the plugin says
+            continue
+        # A file counts by its content, not by its path.
+        if step.get("word_tokenizer") == "space":
+            del step["word_tokenizer"], step["language"]
+        if "run" in step:
+            step["run"] = _hash_checkpoint(step["run"])
+        if "file" in step:
+            step["file"] = _hash_file(step["file"])
+        if step["name"] == "classifier":
+            step["folder"] = _hash_folder(step["folder"])
+        if step["name"] == "decontaminate":
+            step["files"] = [_hash_file(path) for path in step["files"]]
+    if config.tokenizer.file is not None:
+        values["tokenizer"]["file"] = tokenizers.load(config.tokenizer.file).hash
+    return {"version": VERSION, **values}
+
+
+def first_difference(recorded: Any, current: Any, key: str = "") -> str:
+    """Describe the first setting in which two configs differ."""
+    if isinstance(recorded, dict) and isinstance(current, dict):
+        for name in [*current, *(name for name in recorded if name not in current)]:
+            if recorded.get(name) != current.get(name):
+                return first_difference(
+                    recorded.get(name), current.get(name), f"{key}.{name}" if key else name
+                )
+    was, now = ("not set" if value is None else repr(value) for value in (recorded, current))
+    return f"{key} was {was}, is {now}"
+
+
+def _hash_file(path: str) -> str:
+    """Return the hash of a file. Raises UsageError if it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: blake3()).hexdigest()  # type: ignore[arg-type,return-value]
+    except OSError as error:
+        raise UsageError(
+            f"{path}: can't be read ({error.strerror}): mend the path, or leave the step out"
+        ) from None
+
+
+def _hash_folder(folder: str) -> dict[str, str]:
+    """Return the hash of each file in a folder."""
+    return {path.name: _hash_file(str(path)) for path in sorted(Path(folder).glob("*")) if path.is_file()}
+
+
+def _hash_checkpoint(path: str) -> str:
+    """Return the hash of the metadata of a checkpoint, or of the newest one of a run."""
+    metadata_files = sorted(Path(path).glob("checkpoints/*/metadata.json"))
+    return _hash_file(str(metadata_files[-1] if metadata_files else Path(path) / "metadata.json"))
