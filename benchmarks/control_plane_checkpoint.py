@@ -89,9 +89,7 @@ def seconds(work: Callable[[], T]) -> tuple[float, T]:
 
 def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
     shards = ranks // TP // replicas
-    describe_s, (groups, cuts) = seconds(
-        lambda: group_shards(dict(shards_of_rank(shapes, 0, TP, shards)))
-    )
+    describe_s, (groups, cuts) = seconds(lambda: group_shards(dict(shards_of_rank(shapes, 0, TP, shards))))
     gathered = len(pickle.dumps((bytes(32), cuts)))
     names = len(pickle.dumps(groups))
     by_digest: dict[str, Any] = {}

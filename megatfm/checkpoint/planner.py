@@ -184,7 +184,9 @@ def _common_groups(
     ranks: dict[int, list[int]] = defaultdict(list)  # by the identity of their groups, of which few differ
     for rank, (groups, _) in enumerate(by_rank):
         ranks[id(groups)].append(rank)
-    groups_of_name: dict[str, list[tuple[int, int]]] = defaultdict(list)  # a rank that has it, its group there
+    groups_of_name: dict[str, list[tuple[int, int]]] = defaultdict(
+        list
+    )  # a rank that has it, its group there
     for first, *_ in ranks.values():
         for number, group in enumerate(by_rank[first][0]):
             for name in group.names:

@@ -58,9 +58,7 @@ def test_what_a_checkpoint_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_staging_copy() -> None:
-    pieces = {
-        WriteItem(name, ((), ()), ("F32", ()), 0, 0): tensor for name, tensor in TENSORS.items()
-    }
+    pieces = {WriteItem(name, ((), ()), ("F32", ()), 0, 0): tensor for name, tensor in TENSORS.items()}
     staging = Staging()
     for _ in range(2):
         copies = staging.copy(pieces)

@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.checkpoint import ShardedTensor, load, metadata, read_tensors, save, sharded_tensor, verify
+from megatfm.checkpoint import (
+    ShardedTensor,
+    find_latest_intact,
+    load,
+    metadata,
+    read_tensors,
+    save,
+    sharded_tensor,
+    verify,
+)
 from megatfm.errors import MegatfmError
+from tests.support.checkpoint_schemas import write_schema_1
 from tests.support.workers import Workers
 
 HOST = socket.gethostname()
@@ -99,6 +109,27 @@ def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, saved: str, w
     assert all(torch.equal(tensors[name], tensor) for name, tensor in reference().items())
     for other in (1, 2, 4):
         workers.run(load_as, other, paths[0], LAYOUTS)
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_ranks_that_share_no_name_or_few(workers: Workers, tmp_path: Path, world: int) -> None:
+    """Each rank's names are sent to rank 0, as no two of them have the same."""
+    path = workers.run(save_as, world, tmp_path, "stages")[0]
+    verify(path)
+    workers.run(load_as, world, path, ("stages", "rows", "columns"))
+
+
+@pytest.mark.parametrize("saved", ["columns", "stages"])
+def test_what_earlier_versions_saved_loads_under_any_layout(
+    workers: Workers, tmp_path: Path, saved: str
+) -> None:
+    path = workers.run(save_as, 4, tmp_path, saved)[0]
+    write_schema_1(path)
+    verify(path)
+    assert find_latest_intact(tmp_path) == path
+    workers.run(load_as, 4, path, LAYOUTS)
+    actual = read_tensors(path)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in reference().items())
 
 
 def save_hsdp(folder: Path) -> Path:
