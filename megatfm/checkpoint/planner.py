@@ -184,16 +184,15 @@ def _common_groups(
     ranks: dict[int, list[int]] = defaultdict(list)  # by the identity of their groups, of which few differ
     for rank, (groups, _) in enumerate(by_rank):
         ranks[id(groups)].append(rank)
-    groups_of_name: dict[str, list[tuple[int, int]]] = defaultdict(
-        list
-    )  # a rank that has it, its group there
+    # Name → a rank that has it, and the number of its group there.
+    groups_of_name: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for first, *_ in ranks.values():
         for number, group in enumerate(by_rank[first][0]):
             for name in group.names:
                 groups_of_name[name].append((first, number))
     names: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
-    for name, places in sorted(groups_of_name.items()):
-        names[tuple(places)].append(name)
+    for name, in_groups in sorted(groups_of_name.items()):
+        names[tuple(in_groups)].append(name)
     for places, members in names.items():
         kinds = [by_rank[first][0][number].kind for first, number in places]
         for kind in kinds:
