@@ -1,107 +1,70 @@
 """Processes of several machines, as they believe: all end soon and name the one to blame, and none waits for ever."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-Start = Callable[..., list[subprocess.Popen[str]]]
-MACHINES = "aabbc"
+from tests.support.watched_ranks import STEPS, WatchedRanks
+
+Start = Callable[..., WatchedRanks]
+HOST = socket.gethostname()
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    processes: list[subprocess.Popen[str]] = []
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`ranks = start()`: of machines a, b and c, on which rank 2 relays what rank 3 says; ended when the test is."""
+    started: list[WatchedRanks] = []
 
     def start(
-        machines: str = MACHINES, hang_timeout: float = 4.0, *words: str
-    ) -> list[subprocess.Popen[str]]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(machines))}
-        for rank in range(len(machines)):
-            env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            command = [
-                sys.executable,
-                "-m",
-                "tests.support.watched_ranks",
-                machines,
-                str(hang_timeout),
-                *words,
-            ]
-            processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-            )
-        return processes
+        machines: str = "aabbc", hang_timeout: float = 30.0, failing: int | None = None
+    ) -> WatchedRanks:
+        started.append(WatchedRanks(tmp_path, machines, hang_timeout, failing))
+        return started[-1]
 
     yield start
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        process.communicate()
+    for ranks in started:
+        ranks.kill()
 
 
-def wait_until_watched(ranks: list[subprocess.Popen[str]]) -> None:
-    for rank in ranks:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "watched\n"
-
-
-def ends(ranks: list[subprocess.Popen[str]], seconds: float) -> list[tuple[int, str]]:
-    """Exit codes and errors of processes, all of which end within that time."""
-    deadline = time.monotonic() + seconds
-    results = []
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        results.append((rank.returncode, errors))
-    return results
-
-
-@pytest.mark.parametrize("machines", ["aabbc", "abcba", "aaa", "abc"])
+@pytest.mark.parametrize(
+    "machines", ["abcba", pytest.param("aabbc", marks=SLOW), pytest.param("aaa", marks=SLOW)]
+)
 def test_all_end_well(start: Start, machines: str) -> None:
-    ranks = start(machines)
-    for code, errors in ends(ranks, 120):
-        assert code == 0, errors
+    for code, output in start(machines).ends(60).values():
+        assert code == 0, output
+        assert f"step {STEPS - 1}\n" in output
 
 
-@pytest.mark.parametrize("blamed", [1, 2, 3, 4])
+@pytest.mark.parametrize("blamed", [2, 3, pytest.param(0, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_a_killed_rank_is_named_on_all_machines(start: Start, blamed: int) -> None:
-    """Rank 2 is the one through which rank 3 is heard."""
     ranks = start()
-    wait_until_watched(ranks)
-    time.sleep(0.5)
-    ranks[blamed].kill()
-    others = [rank for rank in ranks if rank is not ranks[blamed]]
-    for code, errors in ends(others, 30):
-        assert code == 1, errors
-        assert f"rank {blamed} on {socket.gethostname()} at step" in errors
-        assert "ended without a word" in errors
+    ranks.wait_until_watched()
+    ranks.signal(blamed, signal.SIGKILL)
+    for code, output in ranks.ends(30, without=blamed).values():
+        assert code == 1, output
+        assert f"error: rank {blamed} on {HOST} at step" in output
+        assert "ended without a word" in output
 
 
-@pytest.mark.parametrize("blamed", [0, 2, 3])
+@pytest.mark.parametrize("blamed", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> None:
-    ranks = start()
-    wait_until_watched(ranks)
-    time.sleep(0.5)
-    ranks[blamed].send_signal(signal.SIGSTOP)
-    others = [rank for rank in ranks if rank is not ranks[blamed]]
-    for code, errors in ends(others, 60):
-        assert code == 1, errors
-        assert f"rank {blamed} on {socket.gethostname()} at step" in errors
-        assert "no sign of life" in errors
+    ranks = start(hang_timeout=3.0)
+    ranks.wait_until_watched()
+    ranks.signal(blamed, signal.SIGSTOP)
+    for code, output in ranks.ends(40, without=blamed).values():
+        assert code == 1, output
+        assert f"error: rank {blamed} on {HOST} at step" in output
+        assert "no sign of life" in output
 
 
-@pytest.mark.parametrize("blamed", [0, 2, 3])
-def test_an_error_of_one_is_told_by_all(start: Start, blamed: int) -> None:
-    ranks = start(MACHINES, 30.0, str(blamed))
-    for rank, (code, errors) in enumerate(ends(ranks, 60)):
-        assert code == 1, errors
-        assert "as the test wants it" in errors
-        if rank != blamed:
-            assert f"rank {blamed} on {socket.gethostname()} at step 5, step: failed: ValueError" in errors
+@pytest.mark.parametrize("failing", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
+def test_an_error_of_one_is_told_by_all(start: Start, failing: int) -> None:
+    for rank, (code, output) in start(failing=failing).ends(60).items():
+        assert code == 1, output
+        assert "as the test wants it" in output
+        if rank != failing:
+            assert f"rank {failing} on {HOST} at step 5, step: failed: ValueError" in output
