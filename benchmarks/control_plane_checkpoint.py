@@ -20,7 +20,7 @@ import torch
 from megatfm.checkpoint import writer
 from megatfm.checkpoint.file_format import FileEntry
 from megatfm.checkpoint.metadata import encode_metadata, parse_metadata, run_lengths
-from megatfm.checkpoint.planner import WritePlan, group_shards, merge_plans
+from megatfm.checkpoint.planner import WritePlan, digest, group_shards, merge_plans
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.sharded_tensor import ShardedTensor
 from megatfm.config import load_config
@@ -79,6 +79,8 @@ def shards_of_rank(shapes: Shapes, rank: int, tp: int, shards: int) -> Iterator[
         yield f"optimizer.{name}.exp_avg", block
         yield f"optimizer.{name}.exp_avg_sq", block
         yield f"optimizer.{name}.step", ShardedTensor.from_tensor(zero)
+    for kind, size in (("python", 627), ("numpy", 627), ("torch", 5056), ("cuda", 16)):
+        yield f"rng.{rank}.{kind}", ShardedTensor.from_tensor(zero.expand(size))
 
 
 def seconds(work: Callable[[], T]) -> tuple[float, T]:
@@ -90,13 +92,16 @@ def seconds(work: Callable[[], T]) -> tuple[float, T]:
 def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
     shards = ranks // TP // replicas
     describe_s, (groups, cuts) = seconds(lambda: group_shards(dict(shards_of_rank(shapes, 0, TP, shards))))
-    gathered = len(pickle.dumps((bytes(32), cuts)))
-    names = len(pickle.dumps(groups))
-    by_digest: dict[str, Any] = {}
+    gathered = len(
+        pickle.dumps([(digest(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)])
+    )
+    by_digest: dict[bytes, Any] = {}
     described = []
     for rank in range(ranks):
         groups, cuts = group_shards(dict(shards_of_rank(shapes, rank, TP, shards)))
-        described.append((by_digest.setdefault(json.dumps(groups), groups), cuts))
+        shared = [by_digest.setdefault(digest(group), group) for group in groups]
+        described.append(list(zip(shared, cuts, strict=True)))
+    names = len(pickle.dumps(list(by_digest.values())))
     merge_s, plan = seconds(lambda: merge_plans(described))
     message = pickle.dumps(plan)
     receive_s, plan = seconds(lambda: pickle.loads(message))
@@ -113,12 +118,12 @@ def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
     return {
         "ranks": ranks,
         "replicas": replicas,
-        "tensors": 4 * len(shapes),
+        "tensors": 4 * (len(shapes) + ranks),
         "groups": len(plan),
         "pieces": sum(len(group.pieces) * len(group.names) for group in plan),
         "describe_s": describe_s,
         "gathered_kib": round(gathered * ranks / 2**10, 1),
-        "names_kib": round(names * len(by_digest) / 2**10, 1),
+        "names_kib": round(names / 2**10, 1),
         "merge_s": merge_s,
         "plan_kib": round(len(message) / 2**10, 1),
         "receive_s": receive_s,

@@ -1,8 +1,8 @@
 """Plans of which rank writes which pieces of a checkpoint, made before anything is copied.
 
 Layers of a model are cut alike, so a rank describes its shards by groups of equal ones. Rank 0 gathers how each rank
-cuts each group, a kilobyte a rank, and the names only once from ranks that hold the same ones; every rank gets the plan
-of all. Messages, time and `metadata.json` so grow with names + groups × ranks, not with names × ranks.
+cuts each group, a kilobyte or two a rank, and the names of a group from one of the ranks that have it; every rank gets
+the plan of all. Messages, time and `metadata.json` so grow with names + groups × ranks, not with names × ranks.
 """
 
 import json
@@ -105,27 +105,38 @@ def plan_save(action: str, shards: Mapping[str, ShardedTensor], group: Group = N
     """
     local: list[LocalGroup] = []
 
-    def describe() -> tuple[bytes, list[Cuts]]:
+    def describe() -> list[tuple[bytes, Cuts]]:
         nonlocal local
         local, cuts = group_shards(shards)
-        return blake3(json.dumps(local).encode()).digest(), cuts
+        return [(digest(one), its_cuts) for one, its_cuts in zip(local, cuts, strict=True)]
 
     described = object_collectives.run_and_gather(action, describe, group)
 
-    def find_first_of_each() -> list[int]:
-        first: dict[bytes, int] = {}
-        for rank, (digest, _) in enumerate(described):
-            first.setdefault(digest, rank)
-        return list(first.values())
+    def choose_senders() -> dict[int, list[int]]:
+        """Rank → numbers of its groups whose names no rank before it has."""
+        known: set[bytes] = set()
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for rank, groups in enumerate(described):
+            for number, (of_names, _) in enumerate(groups):
+                if of_names not in known:
+                    known.add(of_names)
+                    numbers[rank].append(number)
+        return numbers
 
-    senders = object_collectives.run_on_rank_0(action, find_first_of_each, group)
-    names = object_collectives.gather_from(action, local, senders, group)
+    senders = object_collectives.run_on_rank_0(action, choose_senders, group)
+    mine = [local[number] for number in senders.get(object_collectives.rank(group), ())]
+    received = object_collectives.gather_from(action, mine, list(senders), group)
 
     def merge() -> tuple[PlannedGroup, ...]:
-        groups_of = {described[sender][0]: groups for sender, groups in zip(senders, names, strict=True)}
-        return merge_plans([(groups_of[digest], cuts) for digest, cuts in described])
+        groups = {digest(one): one for sent in received for one in sent}
+        return merge_plans([[(groups[of_names], cuts) for of_names, cuts in one] for one in described])
 
     return WritePlan(object_collectives.run_on_rank_0(action, merge, group), object_collectives.rank(group))
+
+
+def digest(group: LocalGroup) -> bytes:
+    """Return what tells a group from others, whatever the length of its list of names."""
+    return blake3(json.dumps(group).encode()).digest(16)
 
 
 def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup], list[Cuts]]:
@@ -145,8 +156,8 @@ def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup],
     ]
 
 
-def merge_plans(by_rank: Sequence[tuple[Sequence[LocalGroup], Sequence[Cuts]]]) -> tuple[PlannedGroup, ...]:
-    """Plan by what each rank holds: each piece gets one writer, such that ranks write about the same number of bytes.
+def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Cuts]]]) -> tuple[PlannedGroup, ...]:
+    """Plan by each rank's groups and how it cuts them: each piece gets one writer, and ranks write about equally much.
 
     Raises MegatfmError where tensors contradict each other or are not complete.
     """
@@ -178,32 +189,29 @@ Parts = list[tuple[int, Cuts]]
 
 
 def _common_groups(
-    by_rank: Sequence[tuple[Sequence[LocalGroup], Sequence[Cuts]]],
+    by_rank: Sequence[Sequence[tuple[LocalGroup, Cuts]]],
 ) -> Iterator[tuple[Kind, tuple[str, ...], Parts]]:
     """Yield groups of tensors that are in one group on each rank that has them, in the order of their first names."""
-    ranks: dict[int, list[int]] = defaultdict(list)  # by the identity of their groups, of which few differ
-    for rank, (groups, _) in enumerate(by_rank):
-        ranks[id(groups)].append(rank)
-    # Name → a rank that has it, and the number of its group there.
-    groups_of_name: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for first, *_ in ranks.values():
-        for number, group in enumerate(by_rank[first][0]):
-            for name in group.names:
-                groups_of_name[name].append((first, number))
-    names: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
-    for name, in_groups in sorted(groups_of_name.items()):
-        names[tuple(in_groups)].append(name)
-    for places, members in names.items():
-        kinds = [by_rank[first][0][number].kind for first, number in places]
+    groups: dict[int, LocalGroup] = {}  # by identity: ranks that hold the same names mostly share the object
+    parts_of: dict[int, Parts] = defaultdict(list)
+    for rank, its_groups in enumerate(by_rank):
+        for group, cuts in its_groups:
+            groups[id(group)] = group
+            parts_of[id(group)].append((rank, cuts))
+    groups_of_name: dict[str, list[int]] = defaultdict(list)
+    for key, group in groups.items():
+        for name in group.names:
+            groups_of_name[name].append(key)
+    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, holders in sorted(groups_of_name.items()):
+        names[tuple(holders)].append(name)
+    for keys, members in names.items():
+        kinds = [groups[key].kind for key in keys]
         for kind in kinds:
             if kind != kinds[0]:
                 a, b = (f"{DTYPES[dtype]} {shape}" for dtype, shape in (kinds[0], kind))
                 raise MegatfmError(f"tensor {members[0]}: ranks disagree on what it is, {a} or {b}")
-        parts = [
-            (rank, by_rank[rank][1][number])
-            for first, number in places
-            for rank in ranks[id(by_rank[first][0])]
-        ]
+        parts = [part for key in keys for part in parts_of[key]]
         yield kinds[0], tuple(members), sorted(parts, key=lambda part: part[0])
 
 

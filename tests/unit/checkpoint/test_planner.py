@@ -73,7 +73,7 @@ def test_overlap_made_good_by_a_gap() -> None:
 
 
 def planned(by_rank: list[dict[str, ShardedTensor]]) -> tuple[PlannedGroup, ...]:
-    return merge_plans([group_shards(shards) for shards in by_rank])
+    return merge_plans([list(zip(*group_shards(shards), strict=True)) for shards in by_rank])
 
 
 def loads(groups: tuple[PlannedGroup, ...], ranks: int) -> list[int]:
