@@ -1,8 +1,10 @@
-"""Atomic writes of small files, files that grow, never through a planted link, and what a refused run removes."""
+"""Atomic writes of small files, files that grow, never through a planted link, what a refused run removes, and how many
+may be open."""
 
 import contextlib
 import errno
 import os
+import resource
 import secrets
 import shutil
 from dataclasses import dataclass, field
@@ -130,3 +132,25 @@ class NewPaths:
         """Return whether every file in a folder is noted here."""
         paths = (path for path in folder.absolute().rglob("*") if path.is_symlink() or not path.is_dir())
         return all(path in self.files or any(tree in path.parents for tree in self.trees) for path in paths)
+
+
+SPARE_DESCRIPTORS = 256
+"""For what a process opens besides: files of tensors and logs, libraries, workers' pipes."""
+
+
+def raise_descriptor_limit(needed: int) -> int:
+    """Raise this process's soft limit of open files and sockets so that it can open `needed` more, and some spare.
+
+    Returns by how many the hard limit, which only the machine's administrator can raise, falls short.
+    """
+    try:
+        n_open = len(list(Path("/proc/self/fd").iterdir()))
+    except OSError:  # not on Linux
+        n_open = SPARE_DESCRIPTORS
+    total = n_open + needed + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= total:
+        return 0
+    limit = total if hard == resource.RLIM_INFINITY else min(total, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return total - limit

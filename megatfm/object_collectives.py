@@ -64,6 +64,23 @@ def run_and_gather(action: str, work: Callable[[], T], group: Group = None) -> l
     return [pickle.loads(result) for result, _ in answers or ()]
 
 
+def gather_from(action: str, mine: T, senders: Sequence[int], group: Group = None) -> list[T]:
+    """Gather the objects of some ranks on rank 0, in their order (the others get none). Each is sent as long as it is,
+    where a gather sends all as long as the longest."""
+    received: list[T] = []
+    for sender in senders:
+        slot: list[Any] = [mine]
+        if sender != 0 and rank(group) in (0, sender):
+            with collective_errors(action):
+                if rank(group) == sender:
+                    dist.send_object_list(slot, group=group, group_dst=0)
+                else:
+                    dist.recv_object_list(slot, group=group, group_src=sender)
+        if rank(group) == 0:
+            received += slot
+    return received
+
+
 def all_gather(value: T, group: Group = None) -> list[T]:
     """All-gather an object: a list by rank."""
     if not is_distributed():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io, reader
-from megatfm.checkpoint.file_format import FileEntry, NewerFormatError
+from megatfm.checkpoint.file_format import FileEntry
+from megatfm.checkpoint.metadata import METADATA_FILENAME, NewerFormatError, parse_metadata, read_metadata
 from megatfm.errors import MegatfmError, UsageError
 
 log = logging.getLogger("megatfm")
@@ -85,7 +86,7 @@ def check_checkpoint_on_all_ranks(path: Path) -> str | None:
 
     def look() -> tuple[bytes, str | None]:
         reason = check_checkpoint(path)
-        return (b"", reason) if reason else (file_io.read_file(path / file_format.METADATA_FILENAME), None)
+        return (b"", reason) if reason else (file_io.read_file(path / METADATA_FILENAME), None)
 
     raw, reason = object_collectives.run_on_rank_0(f"{path} not read", look)
     return reason or next(filter(None, object_collectives.all_gather(_check_share_of_files(path, raw))), None)
@@ -106,7 +107,7 @@ def _list_without_links(folder: Path) -> list[Path]:
 def _check_share_of_files(path: Path, raw: bytes) -> str | None:
     """Return the fault of the files that this rank reads, or None."""
     try:
-        content = file_format.parse_metadata(path, raw)
+        content = parse_metadata(path, raw)
         own_names = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
         reader.verify_files(
             path,
@@ -142,7 +143,7 @@ def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
     try:
         if path.is_symlink():
             raise MegatfmError("it is a symbolic link")
-        content = file_format.read_metadata(path)
+        content = read_metadata(path)
         if path.name != f"step-{content.step:08d}":
             raise MegatfmError(f"it holds step {content.step}: somebody renamed it")
         if hashes:

@@ -1,8 +1,7 @@
-"""The format of a checkpoint on disk: `metadata.json`, and safetensors files.
+"""The safetensors files of a checkpoint.
 
-`metadata.json` is `{"blake3": HASH, "metadata": BODY}`; the hash covers the bytes of BODY as they stand, so that no
-flipped bit of it passes. It has the hash of every safetensors file, which is written as a stream and believed only
-under that hash. Everything that is read is checked before it is used: a hash keeps away accidents, not a forger.
+A file is written as a stream and believed only under its hash, which `metadata.json` has. Everything that is read is
+checked before it is used: a hash keeps away accidents, not a forger.
 
 The safetensors library would read and write the same files, but it holds a second copy of the tensors while it
 serialises, and it hands out memory maps, in which a file that shrinks kills the process instead of raising.
@@ -11,34 +10,19 @@ Format: https://github.com/huggingface/safetensors#format (u64 header length, JS
 
 import json
 import struct
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated
 
 import torch
-from blake3 import blake3
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatfm.checkpoint import chunked_io, file_io
-from megatfm.checkpoint.sharded_tensor import check_cover
 from megatfm.errors import MegatfmError
 from megatfm.ops.transfer import aligned_bytes
-from megatfm.version import __version__
 
-METADATA_FILENAME = "metadata.json"
-SCHEMA = 1
 DIRECT_BYTES = 32 * 2**20
 """Files from here on are written, and on demand read, past the page cache."""
 
@@ -84,10 +68,6 @@ DType = Annotated[str, AfterValidator(_check_dtype)]
 Shape = Annotated[tuple[Count, ...], AfterValidator(_check_size)]
 
 
-class NewerFormatError(MegatfmError):
-    """A checkpoint of a later format: sound, so it must be neither passed over nor put aside."""
-
-
 class StrictModel(BaseModel):
     """Base of tables read from disk: the declared fields and no others."""
 
@@ -101,140 +81,12 @@ class FileEntry(StrictModel):
     blake3: Hash
 
 
-class Piece(StrictModel):
-    """One stored block of a tensor: where it lies in the tensor, and under which key of which file."""
-
-    offsets: tuple[Count, ...]
-    sizes: Shape
-    file: FileName
-    key: str
-
-
-class TensorEntry(StrictModel):
-    """A tensor as a whole, and the pieces that make it up."""
-
-    dtype: DType
-    shape: Shape
-    pieces: tuple[Piece, ...]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch knows it."""
-        return DTYPES[self.dtype]
-
-    def bytes_of(self, piece: Piece) -> int:
-        """The bytes of one piece in its file."""
-        return prod(piece.sizes) * self.torch_dtype.itemsize
-
-
-class Metadata(StrictModel):
-    """Everything about a checkpoint but the tensors' values. `state` is the caller's own JSON."""
-
-    format: Literal["megatfm-checkpoint"] = "megatfm-checkpoint"
-    schema_version: Literal[1] = 1
-    step: Count
-    state: dict[str, JsonValue]
-    tensors: dict[str, TensorEntry]
-    files: dict[FileName, FileEntry]
-
-    def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Every tensor's dtype and global shape by name."""
-        return {name: (entry.torch_dtype, entry.shape) for name, entry in self.tensors.items()}
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        tensor_bytes: dict[str, int] = defaultdict(int)
-        for name, tensor in self.tensors.items():
-            check_cover(name, tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
-            for piece in tensor.pieces:
-                tensor_bytes[piece.file] += tensor.bytes_of(piece)
-        for file in {*tensor_bytes, *self.files}:
-            if file not in self.files:
-                raise MegatfmError(f"it places tensors in {file}, which it doesn't list")
-            if tensor_bytes[file] > self.files[file].bytes:
-                raise MegatfmError(
-                    f"it places {tensor_bytes[file]} bytes of tensors in {file}, which has {self.files[file].bytes}"
-                )
-        return self
-
-
-def check_json_round_trip(state: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a copy of the state; raise if JSON would change anything in it (tuples, NaN, keys that are no text)."""
-    plain: dict[str, JsonValue] = {}
-    for key, value in state.items():
-        try:
-            plain[key] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise MegatfmError(f"state {key!r} can't be stored as JSON: {error}") from error
-        if not isinstance(key, str) or not _json_equal(value, plain[key]):
-            raise MegatfmError(
-                f"state {key!r} would not come back from JSON as it is: use lists, text keys and plain numbers"
-            )
-    return plain
-
-
-def _json_equal(value: object, back: object) -> bool:
-    """Return whether two JSON values are equal including their types: 1, 1.0 and True are three values."""
-    if type(value) is not type(back):
-        return False
-    if isinstance(value, dict) and isinstance(back, dict):
-        return list(value) == list(back) and all(_json_equal(value[key], back[key]) for key in value)
-    if isinstance(value, list) and isinstance(back, list):
-        return len(value) == len(back) and all(map(_json_equal, value, back))
-    return value == back
-
-
-def encode_metadata(metadata: Metadata) -> bytes:
-    """Return the bytes of `metadata.json`; equal metadata gives equal bytes."""
-    body = json.dumps(metadata.model_dump(), allow_nan=False).encode()
-    return _metadata_head(body) + body + b"}\n"
-
-
-def _metadata_head(body: bytes) -> bytes:
-    return b'{"blake3": "%s", "metadata": ' % blake3(body).hexdigest().encode()
-
-
 def first_error(error: ValidationError) -> str:
     """Return the first thing that is wrong, on one line: where, and what."""
     first = error.errors()[0]
     value = f", not {first['input']!r:.80}" if isinstance(first["input"], str | int | float) else ""
-    return f"{'.'.join(map(str, first['loc'])) or 'content':.200}: {first['msg']:.200}{value}"
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read and check a checkpoint's metadata; raises MegatfmError with the file and its fault."""
-    return parse_metadata(folder, file_io.read_file(folder / METADATA_FILENAME))
-
-
-def parse_metadata(folder: Path, raw: bytes) -> Metadata:
-    """Check the bytes of a `metadata.json`; folder: which one errors name. Raises as `read_metadata`."""
-    path = folder / METADATA_FILENAME
-    length = len(_metadata_head(b""))
-    head, body, tail = raw[:length], raw[length:-2], raw[-2:]
-    if head[:12] != _metadata_head(b"")[:12] or tail != b"}\n":
-        raise MegatfmError(f"{path} is not a checkpoint's metadata, or was cut short")
-    if head != _metadata_head(body):
-        raise MegatfmError(f"{path} is damaged: its content doesn't have its hash")
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise MegatfmError(f"{path} is not JSON: {error}") from error
-    schema = content.get("schema_version") if isinstance(content, dict) else None
-    if type(schema) is int and schema > SCHEMA:
-        state = content.get("state")
-        writer = state.get("megatfm") if isinstance(state, dict) else None
-        raise NewerFormatError(
-            f"{path} was written by a newer megatfm ({writer!s:.40}, schema version {schema}); this is {__version__}, "
-            f"which reads {SCHEMA}: go on with that version"
-        )
-    if schema != SCHEMA:
-        raise MegatfmError(f"{path} has schema version {schema!r:.40}, but this megatfm reads {SCHEMA}")
-    try:
-        return Metadata.model_validate(content)
-    except ValidationError as error:
-        raise MegatfmError(f"{path} is not valid: {first_error(error)}") from error
-    except (MegatfmError, RecursionError) as error:
-        raise MegatfmError(f"{path} is not valid: {error}") from error
+    where = ".".join(key if (key := str(part)).isprintable() else repr(key) for part in first["loc"])
+    return f"{where or 'content':.200}: {first['msg']:.200}{value}"
 
 
 # ---------------------------------------------------------------------------------------- safetensors files

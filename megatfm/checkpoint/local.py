@@ -19,7 +19,6 @@ import torch.distributed as dist
 from blake3 import blake3
 from pydantic import JsonValue
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io
@@ -31,8 +30,15 @@ from megatfm.checkpoint.directory import (
     step_from_path,
     try_to_remove,
 )
-from megatfm.checkpoint.file_format import FileEntry, Metadata
-from megatfm.checkpoint.planner import WritePlan
+from megatfm.checkpoint.file_format import FileEntry
+from megatfm.checkpoint.metadata import (
+    METADATA_FILENAME,
+    Metadata,
+    NewerFormatError,
+    encode_metadata,
+    parse_metadata,
+)
+from megatfm.checkpoint.planner import WriteItem, WritePlan
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.sharded_tensor import ShardedTensor
 from megatfm.checkpoint.writer import build_metadata, write_rank_files
@@ -106,7 +112,7 @@ def save_local(
     step: int,
     state: dict[str, JsonValue],
     plan: WritePlan,
-    pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
+    pieces: Callable[[], Mapping[WriteItem, Tensor]],
 ) -> Path:
     """Write this node's part of a checkpoint and a copy of the part of the node before. A collective.
 
@@ -128,18 +134,17 @@ def save_local(
     )
 
     def encode() -> tuple[bytes, list[list[str]]]:
-        assert plan.global_metadata is not None
-        content = build_metadata(step, state, plan.global_metadata, per_rank)
-        return file_format.encode_metadata(content), [list(files.files) for files in per_rank]
+        content = build_metadata(step, state, plan.groups, per_rank)
+        return encode_metadata(content), [list(written.files) for written in per_rank]
 
     raw, files = object_collectives.run_on_rank_0(action, encode, group)
-    entries = file_format.parse_metadata(staging_dir, raw).files
+    entries = parse_metadata(staging_dir, raw).files
     sends = [(name, source, target) for source, target in nodes.replication_pairs() for name in files[source]]
     transfer_files(action, nodes.group, staging_dir, staging_dir, entries, sends)
 
     def finish() -> None:
         if nodes.is_node_leader:  # the others have no more to do there: it is about to get another name
-            file_io.write_file(staging_dir / file_format.METADATA_FILENAME, [memoryview(raw)])
+            file_io.write_file(staging_dir / METADATA_FILENAME, [memoryview(raw)])
             file_io.sync_folder(staging_dir)
             if final.exists():  # of a future that the run went back from
                 remove(final)
@@ -163,7 +168,7 @@ class LocalCheckpoint:
 
     def metadata(self, folder: Path) -> Metadata:
         """Parse the metadata; folder: the one that errors name. Raises MegatfmError for damaged metadata."""
-        return file_format.parse_metadata(folder, self.metadata_bytes)
+        return parse_metadata(folder, self.metadata_bytes)
 
 
 def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
@@ -184,7 +189,7 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
         nodes_by_checkpoint, key=lambda key: (key[0], blake3(key[1]).digest()), reverse=True
     ):
         holders = nodes_by_checkpoint[step, raw]
-        if missing := sorted(file_format.parse_metadata(nodes.folder, raw).files.keys() - holders.keys()):
+        if missing := sorted(parse_metadata(nodes.folder, raw).files.keys() - holders.keys()):
             log.warning(
                 "step %d on the nodes is not used: no node has %s whole", step, ", ".join(missing[:3])
             )
@@ -224,9 +229,7 @@ def fetch_missing_files(
     def finish() -> None:
         if nodes.is_node_leader:
             if not final.exists():
-                file_io.write_file(
-                    staging_dir / file_format.METADATA_FILENAME, [memoryview(local.metadata_bytes)]
-                )
+                file_io.write_file(staging_dir / METADATA_FILENAME, [memoryview(local.metadata_bytes)])
                 file_io.sync_folder(staging_dir)
                 file_io.rename(staging_dir, final)
                 return
@@ -272,9 +275,9 @@ def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
     intact_files = {}
     for path in list_checkpoints(nodes.folder):
         try:
-            raw = file_io.read_file(path / file_format.METADATA_FILENAME)
-            content = file_format.parse_metadata(path, raw)
-        except file_format.NewerFormatError:
+            raw = file_io.read_file(path / METADATA_FILENAME)
+            content = parse_metadata(path, raw)
+        except NewerFormatError:
             raise
         except MegatfmError as error:
             log.warning("%s is not used: %s", path, error)

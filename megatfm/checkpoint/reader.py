@@ -2,26 +2,27 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from pydantic import JsonValue
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.metadata import Metadata as PlanMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io
-from megatfm.checkpoint.file_format import DTYPE_NAMES, Metadata, Piece, TensorEntry
-from megatfm.checkpoint.planner import LoadPlanner
-from megatfm.checkpoint.sharded_tensor import ShardedTensor
+from megatfm.checkpoint.file_format import DTYPE_NAMES
+from megatfm.checkpoint.metadata import (
+    METADATA_FILENAME,
+    Metadata,
+    StoredPiece,
+    TensorGroup,
+    parse_metadata,
+    read_metadata,
+)
+from megatfm.checkpoint.sharded_tensor import Region, ShardedTensor
 from megatfm.errors import MegatfmError
 
 
@@ -39,12 +40,10 @@ def load(
     action = f"checkpoint {path} not loaded"
 
     # Rank 0 sees what is there and tells the others, whose machines may see it later.
-    raw = object_collectives.run_on_rank_0(
-        action, lambda: file_io.read_file(path / file_format.METADATA_FILENAME)
-    )
+    raw = object_collectives.run_on_rank_0(action, lambda: file_io.read_file(path / METADATA_FILENAME))
 
     def plan() -> Reader:
-        content, shards = file_format.parse_metadata(path, raw), to_sharded_tensors(tensors)
+        content, shards = parse_metadata(path, raw), to_sharded_tensors(tensors)
         for name, shard in shards.items():
             _check_request(content, name, shard, cast)
         return Reader(path, content, shards)
@@ -59,10 +58,10 @@ def load(
 
 def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return the tensors whose names start with `prefix`, or `only` some, whole, on the CPU of this process alone."""
-    content = file_format.read_metadata(path)
+    content = read_metadata(path)
     tensors = {
-        name: torch.empty(entry.shape, dtype=entry.torch_dtype)
-        for name, entry in content.tensors.items()
+        name: torch.empty(shape, dtype=dtype)
+        for name, (dtype, shape) in content.names().items()
         if name.startswith(prefix) and (only is None or name in only)
     }
     reader = Reader(path, content, to_sharded_tensors(tensors))
@@ -72,12 +71,12 @@ def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = No
 
 def read_state(path: Path) -> dict[str, JsonValue]:
     """Return the `state` that a checkpoint was saved with."""
-    return file_format.read_metadata(path).state
+    return read_metadata(path).state
 
 
 def names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return every tensor's dtype and global shape by name."""
-    return file_format.read_metadata(path).names()
+    return read_metadata(path).names()
 
 
 def to_sharded_tensors(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[str, ShardedTensor]:
@@ -86,18 +85,31 @@ def to_sharded_tensors(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[st
 
 
 def _check_request(content: Metadata, name: str, shard: ShardedTensor, cast: bool) -> None:
-    entry = content.tensors.get(name)
-    if entry is None:
+    if name not in content.places:
         raise MegatfmError(f"it has no tensor {name}")
-    if entry.shape != tuple(shard.global_shape):
+    group, _ = content.places[name]
+    if group.shape != tuple(shard.global_shape):
         raise MegatfmError(
-            f"tensor {name} has shape {entry.shape} there, but {tuple(shard.global_shape)} here"
+            f"tensor {name} has shape {group.shape} there, but {tuple(shard.global_shape)} here"
         )
-    if entry.torch_dtype != shard.tensor.dtype and not cast:
+    if group.torch_dtype != shard.tensor.dtype and not cast:
         model = DTYPE_NAMES.get(shard.tensor.dtype, str(shard.tensor.dtype))
         raise MegatfmError(
-            f"tensor {name} is {entry.dtype} there, but {model} here: pass cast=True to convert"
+            f"tensor {name} is {group.dtype} there, but {model} here: pass cast=True to convert"
         )
+
+
+class ReadItem(NamedTuple):
+    """A part of a stored piece, and where it goes: a view of a shard's memory. offsets: inside the piece."""
+
+    piece: StoredPiece
+    offsets: tuple[int, ...]
+    target: Tensor
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the piece goes there."""
+        return tuple(self.target.shape) == self.piece.sizes
 
 
 class Reader:
@@ -106,16 +118,12 @@ class Reader:
     def __init__(self, folder: Path, content: Metadata, shards: Mapping[str, ShardedTensor]) -> None:
         self.folder = folder
         self.content = content
-        self.pieces = {
-            MetadataIndex(name, piece.offsets): piece
-            for name, tensor in content.tensors.items()
-            for piece in tensor.pieces
-        }
-        self._planner = LoadPlanner()
-        self._planner.set_up_planner(dict(shards), self._plan_metadata())
+        self._overlaps: dict[tuple[int, Region], list[tuple[int, Region]]] = {}
         self._by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in self._planner.create_local_plan().items:
-            self._by_file[self.pieces[item.storage_index].file].append(item)
+        for name, shard in shards.items():
+            for block in shard.blocks:
+                for item in self._items(name, block):
+                    self._by_file[item.piece.file].append(item)
 
     @property
     def files(self) -> list[str]:
@@ -132,48 +140,54 @@ class Reader:
             file_io.wait_until_visible(self.folder / file, deadline)
             destinations: dict[str, Tensor | None] = {}
             for item in self._by_file[file]:
-                destinations.setdefault(self.pieces[item.storage_index].key, self._destination(item))
+                destinations.setdefault(item.piece.key, _destination(item))
             tensors = file_format.read_safetensors(
                 self.folder / file, self.content.files[file], destinations, file in exclusive_files
             )
             for item in self._by_file[file]:
                 self._copy(item, tensors)
 
-    def _destination(self, item: ReadItem) -> Tensor | None:
-        """Return the tensor that a piece can be read into in place, if it is wanted as a whole and fits."""
-        tensor, piece = self.content.tensors[item.storage_index.fqn], self.pieces[item.storage_index]
-        target = self._planner.resolve_tensor(item).detach()
-        is_complete = tuple(item.lengths) == piece.sizes
-        return (
-            target
-            if is_complete and file_format.can_read_in_place(target, tensor.torch_dtype, piece.sizes)
-            else None
-        )
-
-    def _plan_metadata(self) -> PlanMetadata:
-        """The metadata as torch's planners read it."""
-        return PlanMetadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.torch_dtype),
-                    torch.Size(tensor.shape),
-                    [
-                        ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-                        for piece in tensor.pieces
-                    ],
-                )
-                for name, tensor in self.content.tensors.items()
-            }
-        )
+    def _items(self, name: str, block: ShardedTensor) -> Iterator[ReadItem]:
+        """Yield the parts of stored pieces that make up a block."""
+        group, place = self.content.places[name]
+        region = tuple(block.offsets), tuple(block.tensor.shape)
+        # Tensors that are alike are mostly cut alike here, too.
+        overlaps = self._overlaps.get((id(group), region))
+        if overlaps is None:
+            overlaps = self._overlaps[id(group), region] = _overlaps(group, region)
+        for index, (offsets, sizes) in overlaps:
+            target, piece = block.tensor.detach(), group.stored(index, place, self.content.file_names)
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                target = target.narrow(dim, offset - block.offsets[dim], size)
+            within = tuple(a - b for a, b in zip(offsets, piece.offsets, strict=True))
+            yield ReadItem(piece, within, target)
 
     def _copy(self, item: ReadItem, tensors: dict[str, Tensor]) -> None:
-        piece = self.pieces[item.storage_index]
-        source = find_piece(self.folder, self.content.tensors[item.storage_index.fqn], piece, tensors)
-        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            source = source.narrow(dim, offset, length)
-        target = self._planner.resolve_tensor(item).detach()
+        source, target = find_piece(self.folder, item.piece, tensors), item.target
+        for dim, (offset, size) in enumerate(zip(item.offsets, target.shape, strict=True)):
+            source = source.narrow(dim, offset, size)
         if target.data_ptr() != source.data_ptr() or not target.numel():  # else it was read there
             target.copy_(source)
+
+
+def _overlaps(group: TensorGroup, region: Region) -> list[tuple[int, Region]]:
+    """Return the pieces of a group's tensors, by index, that a region takes elements of, and which."""
+    shape = len(group.pieces), len(group.shape)
+    begins = np.array([piece.offsets for piece in group.pieces], np.int64).reshape(shape)
+    ends = begins + np.array([piece.sizes for piece in group.pieces], np.int64).reshape(shape)
+    offsets, sizes = (np.array(numbers, np.int64) for numbers in region)
+    first, last = np.maximum(begins, offsets), np.minimum(ends, offsets + sizes)
+    return [
+        (int(index), (tuple(first[index].tolist()), tuple((last - first)[index].tolist())))
+        for index in np.flatnonzero((first < last).all(1))
+    ]
+
+
+def _destination(item: ReadItem) -> Tensor | None:
+    """Return the tensor that a piece can be read into in place, if it is wanted as a whole and fits."""
+    piece = item.piece
+    fits = item.is_complete and file_format.can_read_in_place(item.target, piece.dtype, piece.sizes)
+    return item.target if fits else None
 
 
 def check_sizes(folder: Path, content: Metadata) -> None:
@@ -186,7 +200,7 @@ def check_sizes(folder: Path, content: Metadata) -> None:
 
 def verify(folder: Path) -> Metadata:
     """Read every byte of a checkpoint: metadata, sizes, hashes, and that each piece lies where it is said to."""
-    content = file_format.read_metadata(folder)
+    content = read_metadata(folder)
     check_sizes(folder, content)
     verify_files(folder, content, content.files)
     return content
@@ -194,25 +208,25 @@ def verify(folder: Path) -> Metadata:
 
 def verify_files(folder: Path, content: Metadata, files: Iterable[str], timeout: float = 0.0) -> None:
     """Verify some of its files. timeout: seconds for them to become visible on this machine."""
-    by_file: dict[str, list[tuple[TensorEntry, Piece]]] = defaultdict(list)
-    for tensor in content.tensors.values():
-        for piece in tensor.pieces:
-            by_file[piece.file].append((tensor, piece))
+    files = sorted(files)
+    by_file: dict[str, list[StoredPiece]] = defaultdict(list)
+    for piece in content.pieces_in(files):
+        by_file[piece.file].append(piece)
     deadline = time.monotonic() + timeout
     for file in files:
         file_io.wait_until_visible(folder / file, deadline)
         tensors = file_format.read_safetensors(folder / file, content.files[file], {})
-        for tensor, piece in by_file[file]:
-            find_piece(folder, tensor, piece, tensors)
+        for piece in by_file[file]:
+            find_piece(folder, piece, tensors)
 
 
-def find_piece(folder: Path, tensor: TensorEntry, piece: Piece, tensors: dict[str, Tensor]) -> Tensor:
+def find_piece(folder: Path, piece: StoredPiece, tensors: dict[str, Tensor]) -> Tensor:
     """Return a piece among the tensors of its file; raise if it isn't there as the metadata has it."""
     stored = tensors.get(piece.key)
-    if stored is None or stored.dtype != tensor.torch_dtype or tuple(stored.shape) != piece.sizes:
+    if stored is None or stored.dtype != piece.dtype or tuple(stored.shape) != piece.sizes:
         what = "missing" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
         raise MegatfmError(
-            f"{folder / piece.file} is not what {file_format.METADATA_FILENAME} says: {piece.key} is {what} instead of "
-            f"{tensor.torch_dtype} {piece.sizes}"
+            f"{folder / piece.file} is not what {METADATA_FILENAME} says: {piece.key} is {what} instead of "
+            f"{piece.dtype} {piece.sizes}"
         )
     return stored

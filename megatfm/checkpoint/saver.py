@@ -18,13 +18,12 @@ from typing import Literal, Self
 import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatfm import object_collectives
-from megatfm.checkpoint import file_format
 from megatfm.checkpoint.directory import purge_old_checkpoints
 from megatfm.checkpoint.local import NodeTopology, save_local
-from megatfm.checkpoint.planner import WritePlan, plan_save
+from megatfm.checkpoint.metadata import check_json_round_trip
+from megatfm.checkpoint.planner import WriteItem, WritePlan, plan_save
 from megatfm.checkpoint.reader import to_sharded_tensors
 from megatfm.checkpoint.sharded_tensor import ShardedTensor
 from megatfm.checkpoint.staging import Staging
@@ -64,7 +63,7 @@ def save(
     check_keep(keep)
     action = f"checkpoint of step {step} not saved"
     shards, plain = object_collectives.run_on_all_ranks(
-        action, lambda: (to_sharded_tensors(tensors), file_format.check_json_round_trip(state))
+        action, lambda: (to_sharded_tensors(tensors), check_json_round_trip(state))
     )
     plan = plan_save(action, shards)
     final = write_checkpoint(folder, step, plain, plan, lambda: plan.tensors_to_write(shards))
@@ -142,7 +141,7 @@ class Saver:
         action = f"checkpoint of step {step} not saved"
         shards, plain = object_collectives.run_on_all_ranks(
             action,
-            lambda: (to_sharded_tensors(tensors), file_format.check_json_round_trip(state)),
+            lambda: (to_sharded_tensors(tensors), check_json_round_trip(state)),
             self._group,
         )
         plan = self._get_write_plan(action, shards)
@@ -228,7 +227,7 @@ class Saver:
         finally:
             self._copied.set()
 
-        def staged_pieces() -> Mapping[MetadataIndex, Tensor]:
+        def staged_pieces() -> Mapping[WriteItem, Tensor]:
             if failure is not None:  # raised where all ranks hear of it
                 raise failure
             self._staging.synchronize()
@@ -240,7 +239,7 @@ class Saver:
         self,
         state: dict[str, JsonValue],
         plan: WritePlan,
-        pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
+        pieces: Callable[[], Mapping[WriteItem, Tensor]],
     ) -> None:
         """Write, commit, and remove what is too old; what is raised is kept for `wait_for_save`."""
         start = time.perf_counter()

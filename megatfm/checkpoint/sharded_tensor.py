@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from megatfm.errors import MegatfmError
+
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a block inside a tensor."""
 
 # A larger block is stored as several pieces of whole rows. Replicas then share the writing of one large tensor,
 # and a reader never has to hold much more than one file (see `writer.FILE_BYTES`) beside its own tensors.
@@ -23,8 +23,7 @@ class ShardedTensor:
     """The block of a global tensor that starts at `offsets` and has the shape of `tensor`.
 
     Any rank may hold any block, also an empty one; the same block on several ranks is a replica, and it is stored
-    once. Together the blocks of a name must fill the global shape without overlap. The three dunder methods are
-    torch.distributed.checkpoint's protocol for what it can plan (torch.distributed._checkpointable).
+    once. Together the blocks of a name must fill the global shape without overlap.
     """
 
     tensor: Tensor
@@ -62,45 +61,30 @@ class ShardedTensor:
             )
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    def _pieces(self) -> list[ChunkStorageMetadata]:
-        sizes = torch.Size(self.tensor.shape)
+    def pieces(self) -> list[Region]:
+        """Return the pieces as which it is stored: whole rows of at most `PIECE_BYTES`, if a row isn't larger."""
+        sizes = tuple(self.tensor.shape)
         if prod(self.global_shape) == 0:  # one entry, so that the name and the shape are kept
-            return [ChunkStorageMetadata(torch.Size([0] * len(sizes)), torch.Size(self.global_shape))]
+            return [((0,) * len(sizes), tuple(self.global_shape))]
         if self.tensor.numel() == 0:
             return []
         if not sizes:
-            return [ChunkStorageMetadata(torch.Size(), torch.Size())]
+            return [((), ())]
         rows = max(1, PIECE_BYTES * sizes[0] // self.tensor.nbytes)
         return [
-            ChunkStorageMetadata(
-                torch.Size([self.offsets[0] + start, *self.offsets[1:]]),
-                torch.Size([min(rows, sizes[0] - start), *sizes[1:]]),
+            (
+                (self.offsets[0] + start, *self.offsets[1:]),
+                (min(rows, sizes[0] - start), *sizes[1:]),
             )
             for start in range(0, sizes[0], rows)
         ]
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.tensor.dtype)
-        size = torch.Size(self.global_shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, piece.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=piece, properties=properties, size=size),
-            )
-            for piece in self._pieces()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._pieces()
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the piece that starts at `index.offset`, a view of this block's memory."""
-        tensor = self.tensor.detach()
+    def piece(self, region: Region) -> Tensor:
+        """Return one of its pieces, a view of this block's memory."""
+        tensor, (offsets, sizes) = self.tensor.detach(), region
         if prod(self.global_shape) == 0:
             return tensor.new_empty(self.global_shape)
-        piece = next(piece for piece in self._pieces() if piece.offsets == index.offset)
-        return tensor.narrow(0, piece.offsets[0] - self.offsets[0], piece.sizes[0]) if piece.sizes else tensor
+        return tensor.narrow(0, offsets[0] - self.offsets[0], sizes[0]) if sizes else tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,15 +126,16 @@ class FlatShardedTensor(ShardedTensor):
         """Return the same block with another tensor of the same shape."""
         return FlatShardedTensor(tensor, self.global_shape, self.offsets, self.block_shape, self.flat_start)
 
-    def _pieces(self) -> list[ChunkStorageMetadata]:
-        return [piece for part in self.blocks for piece in part._pieces()]
+    def pieces(self) -> list[Region]:
+        """Return the pieces of all of its blocks."""
+        return [piece for part in self.blocks for piece in part.pieces()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the piece that starts at `index.offset`, a view of this block's memory."""
+    def piece(self, region: Region) -> Tensor:
+        """Return one of its pieces, a view of this block's memory."""
         for part in self.blocks:
-            if any(piece.offsets == index.offset for piece in part._pieces()):
-                return part.__get_tensor_shard__(index)
-        raise MegatfmError(f"no piece begins at {index.offset}")
+            if region in part.pieces():
+                return part.piece(region)
+        raise MegatfmError(f"no piece begins at {region[0]}")
 
 
 def _blocks(
@@ -181,8 +166,8 @@ def check_cover(
     name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]
 ) -> None:
     """Raise unless the pieces (offsets, sizes) lie inside a tensor of `shape` and hold each element once."""
-    pieces = sorted(pieces)
-    for offsets, sizes in pieces:
+    regions = sorted((tuple(offsets), tuple(sizes)) for offsets, sizes in pieces)
+    for offsets, sizes in regions:
         if not len(shape) == len(offsets) == len(sizes) or any(
             offset + size > bound for offset, size, bound in zip(offsets, sizes, shape, strict=True)
         ):
@@ -190,16 +175,18 @@ def check_cover(
                 f"tensor {name}: a piece of shape {tuple(sizes)} at {tuple(offsets)} lies outside "
                 f"its shape {tuple(shape)}"
             )
-    n_elements = sum(prod(sizes) for _, sizes in pieces)
+    if _is_grid(shape, regions):
+        return
+    n_elements = sum(prod(sizes) for _, sizes in regions)
     if n_elements != prod(shape):
         raise MegatfmError(
             f"tensor {name}: the pieces hold {n_elements} elements, but its shape {tuple(shape)} has {prod(shape)}: "
             "a part is missing or held twice"
         )
     # Sorted by their first row: only pieces that still reach into the rows of the next one can overlap it.
-    reaching: list[tuple[Sequence[int], Sequence[int]]] = []
-    for offsets, sizes in pieces if shape else []:
-        reaching = [piece for piece in reaching if piece[0][0] + piece[1][0] > offsets[0]]
+    reaching: list[Region] = []
+    for offsets, sizes in regions if shape else []:
+        reaching = [region for region in reaching if region[0][0] + region[1][0] > offsets[0]]
         for other_offsets, other_sizes in reaching:
             if all(
                 a < b + n and b < a + m
@@ -209,3 +196,18 @@ def check_cover(
                     f"tensor {name}: the pieces at {tuple(other_offsets)} and {tuple(offsets)} overlap"
                 )
         reaching.append((offsets, sizes))
+
+
+def _is_grid(shape: Sequence[int], pieces: Sequence[Region]) -> bool:
+    """Return whether the pieces are all cells of a grid, whose lines cut each dimension from its begin to its end."""
+    n_cells = 1
+    for dim, bound in enumerate(shape):
+        end, intervals = 0, sorted({(offsets[dim], sizes[dim]) for offsets, sizes in pieces})
+        for start, size in intervals:
+            if start != end:
+                return False
+            end += size
+        if end != bound:
+            return False
+        n_cells *= len(intervals)
+    return len(pieces) == n_cells == len(set(pieces))

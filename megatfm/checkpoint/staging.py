@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatfm.checkpoint.chunked_io import BLOCK_BYTES
+from megatfm.checkpoint.planner import WriteItem
 from megatfm.errors import MegatfmError
 from megatfm.ops.transfer import LINE_BYTES, aligned_bytes
 
@@ -57,7 +57,7 @@ class Staging:
             self._ready_event = self._cuda.Event()
             self._ready_event.record(self._cuda.current_stream(self._gpu))
 
-    def copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
+    def copy(self, pieces: Mapping[WriteItem, Tensor]) -> dict[WriteItem, Tensor]:
         """Copies of the pieces, valid until the next call. Complete when this returns, those from a GPU when
         `synchronize` does."""
         # A thread's own device may be another, where it would begin to use memory.
@@ -75,7 +75,7 @@ class Staging:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
+    def _copy(self, pieces: Mapping[WriteItem, Tensor]) -> dict[WriteItem, Tensor]:
         places, end = {}, 0
         # Pieces of whole disk blocks are aligned to blocks, so that they can be written directly.
         for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
@@ -105,9 +105,7 @@ class Staging:
         copying.finish_interrupted()
         return copies
 
-    def _copy_from_gpu(
-        self, pieces: Mapping[MetadataIndex, Tensor], copies: Mapping[MetadataIndex, Tensor]
-    ) -> None:
+    def _copy_from_gpu(self, pieces: Mapping[WriteItem, Tensor], copies: Mapping[WriteItem, Tensor]) -> None:
         if not pieces:
             return
         self._stream = self._stream or self._cuda.Stream(self._gpu)

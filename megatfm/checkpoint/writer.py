@@ -11,21 +11,21 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata as PlanMetadata
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
 
 from megatfm import object_collectives
 from megatfm.checkpoint import file_format, file_io
-from megatfm.checkpoint.file_format import (
-    DTYPE_NAMES,
-    FileEntry,
+from megatfm.checkpoint.file_format import DTYPE_NAMES, FileEntry
+from megatfm.checkpoint.metadata import (
+    METADATA_FILENAME,
     Metadata,
     NewerFormatError,
     Piece,
-    TensorEntry,
+    TensorGroup,
+    check_json_round_trip,
+    encode_metadata,
+    run_lengths,
 )
-from megatfm.checkpoint.planner import WritePlan, item_bytes
+from megatfm.checkpoint.planner import Kind, PlannedGroup, WriteItem, WritePlan
 from megatfm.checkpoint.reader import check_sizes, verify
 from megatfm.errors import MegatfmError
 from megatfm.object_collectives import Group
@@ -38,11 +38,11 @@ FILE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Files and pieces that one rank has written."""
+    """Files that one rank has written. runs: (group, piece) → number of a file of this rank, and of the next tensors of
+    the rank's share that are in it."""
 
     files: dict[str, FileEntry]
-    entries: list[tuple[str, Piece]]
-    """Tensor name → piece."""
+    runs: dict[tuple[int, int], tuple[tuple[int, int], ...]]
 
 
 def write_checkpoint(
@@ -50,7 +50,7 @@ def write_checkpoint(
     step: int,
     state: dict[str, JsonValue],
     plan: WritePlan,
-    pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
+    pieces: Callable[[], Mapping[WriteItem, Tensor]],
     *,
     read_back: bool = False,
     group: Group = None,
@@ -81,8 +81,7 @@ def write_checkpoint(
         return written
 
     def finish() -> Path:
-        assert plan.global_metadata is not None
-        content = build_metadata(step, state, plan.global_metadata, per_rank)
+        content = build_metadata(step, state, plan.groups, per_rank)
         deadline = time.monotonic() + file_io.NFS_VISIBILITY_SECONDS
         for name, entry in content.files.items():
             if name not in per_rank[0].files:
@@ -100,41 +99,43 @@ def write_checkpoint(
 
 
 def write_rank_files(
-    folder: Path, rank: int, items: Sequence[WriteItem], pieces: Mapping[MetadataIndex, Tensor]
+    folder: Path, rank: int, items: Sequence[WriteItem], pieces: Mapping[WriteItem, Tensor]
 ) -> WriteResult:
     """Write one rank's files and make them durable."""
-    written = WriteResult({}, [])
+    files: dict[str, FileEntry] = {}
+    numbers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, chosen in enumerate(_fill_files(items)):
         file = f"rank-{rank:05d}-{number:03d}.safetensors"
-        tensors = {_key(item): pieces[item.index] for item in chosen}
+        tensors = {item.key: pieces[item] for item in chosen}
         if len(tensors) < len(chosen):  # only where a name ends like the slice of another one
             raise MegatfmError("two pieces would get the same key: rename the tensors that end with [a:b]")
-        written.files[file] = file_format.write_safetensors(folder / file, tensors)
-        written.entries.extend((item.index.fqn, _piece(item, file)) for item in chosen)
+        files[file] = file_format.write_safetensors(folder / file, tensors)
+        for item in chosen:
+            numbers[item.group, item.piece].append(number)
     file_io.sync_folder(folder)
-    return written
+    return WriteResult(files, {place: run_lengths(of_piece) for place, of_piece in numbers.items()})
 
 
 def build_metadata(
-    step: int, state: dict[str, JsonValue], plan: PlanMetadata, per_rank: Sequence[WriteResult]
+    step: int, state: dict[str, JsonValue], plan: Sequence[PlannedGroup], per_rank: Sequence[WriteResult]
 ) -> Metadata:
     """The metadata of what all ranks have written."""
-    files: dict[str, FileEntry] = {}
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    for written in per_rank:
-        files.update(written.files)
-        for name, piece in written.entries:
-            pieces[name].append(piece)
-    tensors = {}
-    for name in sorted(pieces):
-        tensor = plan.state_dict_metadata[name]
-        assert isinstance(tensor, TensorStorageMetadata)
-        tensors[name] = TensorEntry(
-            dtype=DTYPE_NAMES[tensor.properties.dtype],
-            shape=tuple(tensor.size),
-            pieces=tuple(sorted(pieces[name], key=lambda piece: piece.offsets)),
-        )
-    return Metadata(step=step, state=state, tensors=tensors, files=dict(sorted(files.items())))
+    files = dict(sorted((name, entry) for written in per_rank for name, entry in written.files.items()))
+    numbers = {name: number for number, name in enumerate(files)}
+    numbers_of_rank = [[numbers[name] for name in sorted(written.files)] for written in per_rank]
+    groups = []
+    for number, group in enumerate(plan):
+        pieces = []
+        for index, piece in enumerate(group.pieces):
+            runs = [
+                (numbers_of_rank[rank][local], count)
+                for rank, _ in piece.writers
+                for local, count in per_rank[rank].runs[number, index]
+            ]
+            pieces.append(Piece(offsets=piece.region[0], sizes=piece.region[1], runs=tuple(runs)))
+        dtype, shape = group.kind
+        groups.append(TensorGroup(dtype=dtype, shape=shape, names=group.names, pieces=tuple(pieces)))
+    return Metadata(step=step, state=state, groups=tuple(groups), files=files)
 
 
 def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
@@ -144,8 +145,8 @@ def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
     content the save fails. A damaged one is moved away first.
     """
     check_sizes(staging_dir, content)
-    raw = file_format.encode_metadata(content)
-    file_io.write_file(staging_dir / file_format.METADATA_FILENAME, [memoryview(raw)])
+    raw = encode_metadata(content)
+    file_io.write_file(staging_dir / METADATA_FILENAME, [memoryview(raw)])
     file_io.sync_folder(staging_dir)
     if os.path.lexists(final):
         try:
@@ -157,7 +158,7 @@ def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
             log.warning("%s; moved to %s and replaced", error, aside)
             file_io.rename(final, aside)
         else:
-            if file_format.encode_metadata(existing) != raw:
+            if encode_metadata(existing) != raw:
                 raise MegatfmError(
                     f"{final} already holds another checkpoint of this step: move it away, or use another run "
                     "directory"
@@ -188,29 +189,13 @@ def _fill_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
     file: list[WriteItem] = []
     size = 0
     for item in items:
-        if file and size + item_bytes(item) > FILE_BYTES:
+        if file and size + item.nbytes > FILE_BYTES:
             yield file
             file, size = [], 0
         file.append(item)
-        size += item_bytes(item)
+        size += item.nbytes
     if file:
         yield file
-
-
-def _key(item: WriteItem) -> str:
-    """Name a piece inside its file: the tensor's own name where it is whole, else with the slice that it is."""
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    if chunk.sizes == item.tensor_data.size:
-        return item.index.fqn
-    slices = (f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    return f"{item.index.fqn}[{','.join(slices)}]"
-
-
-def _piece(item: WriteItem, file: str) -> Piece:
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    return Piece(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=file, key=_key(item))
 
 
 # ------------------------------------------------------------------- by one process, tensor by tensor
@@ -230,10 +215,8 @@ def write_checkpoint_from_iterator(
     with file_io.naming("create", staging_dir):
         staging_dir.mkdir()
     try:
-        entries, files = _write(staging_dir, tensors)
-        content = Metadata(
-            step=step, state=file_format.check_json_round_trip(state), tensors=entries, files=files
-        )
+        groups, files = _write_one_by_one(staging_dir, tensors)
+        content = Metadata(step=step, state=check_json_round_trip(state), groups=groups, files=files)
         commit(staging_dir, final, content)
     except BaseException:
         if staging_dir.exists():
@@ -242,18 +225,19 @@ def write_checkpoint_from_iterator(
     return final
 
 
-def _write(
+def _write_one_by_one(
     folder: Path, tensors: Iterable[tuple[str, Tensor]]
-) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
-    entries: dict[str, TensorEntry] = {}
+) -> tuple[tuple[TensorGroup, ...], dict[str, FileEntry]]:
+    alike: dict[Kind, dict[str, int]] = defaultdict(dict)  # → name → number of its file
     files: dict[str, FileEntry] = {}
     waiting: dict[str, Tensor] = {}
 
     def flush() -> None:
         if waiting:
             file = f"rank-00000-{len(files):03d}.safetensors"
+            for name, tensor in waiting.items():
+                alike[DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)][name] = len(files)
             files[file] = file_format.write_safetensors(folder / file, waiting)
-            entries.update({name: _entry(name, tensor, file) for name, tensor in waiting.items()})
             waiting.clear()
 
     for name, tensor in tensors:
@@ -261,10 +245,11 @@ def _write(
             flush()
         waiting[name] = tensor
     flush()
-    return dict(sorted(entries.items())), files
+    groups = (_group(kind, dict(sorted(members.items()))) for kind, members in alike.items())
+    return tuple(sorted(groups, key=lambda group: group.names[0])), files
 
 
-def _entry(name: str, tensor: Tensor, file: str) -> TensorEntry:
-    shape = tuple(tensor.shape)
-    piece = Piece(offsets=(0,) * len(shape), sizes=shape, file=file, key=name)
-    return TensorEntry(dtype=DTYPE_NAMES[tensor.dtype], shape=shape, pieces=(piece,))
+def _group(kind: Kind, files: Mapping[str, int]) -> TensorGroup:
+    dtype, shape = kind
+    piece = Piece(offsets=(0,) * len(shape), sizes=shape, runs=run_lengths(files.values()))
+    return TensorGroup(dtype=dtype, shape=shape, names=tuple(files), pieces=(piece,))

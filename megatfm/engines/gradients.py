@@ -54,13 +54,17 @@ class GlobalNorm:
 
 def sum_by_axes(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
     """[kinds, …] → [...]: add each kind up over its axes, and then all kinds. A collective."""
+    rows = list(
+        sums.unbind(0)
+    )  # an index that is a list of numbers would be copied to the device, and waited for
     for axis in mesh.reduction_order:
         summed = [i for i, axes in enumerate(kinds) if axis in axes]
         if summed and mesh.size(axis) > 1:
-            part = sums[summed]
+            part = torch.stack([rows[i] for i in summed])
             mesh.all_reduce_(part, (axis,))
-            sums[summed] = part
-    return sums.sum(0)
+            for i, total in zip(summed, part.unbind(0), strict=True):
+                rows[i] = total
+    return torch.stack(rows).sum(0)
 
 
 def all_reduce_partial_gradients(gradients: Mapping[str, Tensor], layout: ModelLayout, mesh: Mesh) -> None:

@@ -68,15 +68,17 @@ class TrainState:
         """Return empty tensors for the contents of a checkpoint (name → dtype, global shape): weights in place, fresh
         optimizer state."""
         state: StateDict = {f"model.{name}": box for name, box in self.weights.items()}
+        keys: dict[str, list[str]] = defaultdict(list)
+        for full_name in stored:
+            keys[full_name.rpartition(".")[0]].append(full_name)
         for optimizer in self.optimizers:
             for name, block in optimizer.tensors().items():
-                prefix = f"optimizer.{name}."
-                for full_name, (dtype, shape) in stored.items():
-                    if full_name.startswith(prefix):
-                        # On the device scalars too: a fused optimizer's step count lies beside the weights.
-                        state_shape = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
-                        value = torch.zeros(state_shape if shape else (), dtype=dtype, device=block.device)
-                        state[full_name] = self._stored(optimizer, name, value)
+                for full_name in keys[f"optimizer.{name}"]:
+                    dtype, shape = stored[full_name]
+                    # On the device scalars too: a fused optimizer's step count lies beside the weights.
+                    sizes = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
+                    value = torch.zeros(sizes if shape else (), dtype=dtype, device=block.device)
+                    state[full_name] = self._stored(optimizer, name, value)
         scale = self._loss_scale.state() if self._loss_scale else {}
         return state | {name: value for name, value in scale.items() if name in stored}
 

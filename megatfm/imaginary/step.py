@@ -8,6 +8,7 @@ import torch
 from megatfm.config import Config
 from megatfm.engines.interface import Arrays, Engine
 from megatfm.imaginary.device import ImaginaryGPU
+from megatfm.train.signals import StopSignals
 from megatfm.verify.shrink import objective_for, random_batch
 from megatfm.verify.traffic import TrafficCounter
 
@@ -28,7 +29,7 @@ def take_steps(
     config: Config, engine: Engine, gpu: ImaginaryGPU, batches: list[Arrays], steps: int, found: "Trace"
 ) -> None:
     """Take steps, and note the last one."""
-    objective = objective_for(config)
+    objective, signals = objective_for(config), StopSignals(engine.device)
     for _ in range(steps):
         gpu.kernels, gpu.waits, gpu.copies = Counter(), Counter(), Counter()
         gpu.phase, gpu.peak = "passes", gpu.now
@@ -36,6 +37,7 @@ def take_steps(
             engine.forward_backward(batches, objective)
             found.passes, gpu.phase, gpu.peak = gpu.peak, "optimizer", gpu.now
             engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+        signals.agreed_before()
         found.optimizer, found.at_rest = gpu.peak, gpu.now
     found.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.flows()]
     found.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}

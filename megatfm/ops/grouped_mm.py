@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatfm.ops.torch_private import is_fake
+from megatfm.ops.transfer import remember_host_copy, to_host
 
 # M rows, G groups, I width of the rows, O of the products
 
@@ -129,9 +130,12 @@ def megablocks_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tenso
     """Compute `grouped_linear` by MegaBlocks' operator (Gale et al. 2023); 0 beyond the last end.
 
     Not run on a GPU yet: a stand-in on the CPU holds its contract. The operator wants bfloat16, contiguous, and the
-    groups' sizes as int64 on the host, which has to wait for them.
+    groups' sizes as int64 on the host, which has to wait for them: once for all products of these groups.
     """
-    sizes_G = ends_G.diff(prepend=ends_G.new_zeros(1)).long().cpu()
+    host_ends_G = to_host(ends_G)
+    if host_ends_G is not ends_G:
+        remember_host_copy(ends_G, host_ends_G)
+    sizes_G = host_ends_G.diff(prepend=host_ends_G.new_zeros(1)).long()
     rows = int(sizes_G.sum())
     if not rows:  # it takes no empty x
         return (x_MI.sum() * weight_GOI.sum() * 0).expand(len(x_MI), weight_GOI.shape[1])

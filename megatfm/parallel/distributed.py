@@ -3,6 +3,7 @@
 torchrun, srun, mpirun and a single process all end in the same process group, so that no other code asks.
 """
 
+import logging
 import os
 import socket
 import time
@@ -19,9 +20,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.files import raise_descriptor_limit
 from megatfm.object_collectives import machine
 from megatfm.parallel.process_environment import Launcher, ProcessEnvironment, read_process_environment
 from megatfm.parallel.startup_watch import STOPPED_KEY, StartupWatch
+
+log = logging.getLogger("megatfm")
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -34,6 +38,12 @@ TIMEOUTS = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
 POLL_INTERVAL = timedelta(seconds=1)
 """Between looks whether a rank that is missing was stopped."""
 RESTART_POLL_SECONDS = 0.02
+LOOK_TIMEOUT = timedelta(seconds=60)
+"""For the rank that looks which ones are missing."""
+LAZY_GLOO_RANKS = 64
+"""From so many ranks on, gloo connects two ranks when they first talk, not all pairs of each group when it is made."""
+DESCRIPTORS_PER_RANK = 4
+"""Sockets that a process may need for each other rank: of groups that gloo connects, NCCL's, the store's."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,16 @@ def init_distributed(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
+    if env.world_size >= LAZY_GLOO_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if missing := raise_descriptor_limit(DESCRIPTORS_PER_RANK * env.world_size):
+        log.warning(
+            "rank %d may open %d files and sockets too few for %d ranks: raise the hard limit (ulimit -Hn, or "
+            "LimitNOFILE of slurmd)",
+            env.rank,
+            missing,
+            env.world_size,
+        )
     start = time.monotonic()
     if env.address and env.launcher != "mpirun":
         check_resolves(env.address, env.rank)
@@ -238,14 +258,27 @@ def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: tim
             raise MegatfmError(store.get(STOPPED_KEY).decode())
         if time.monotonic() < deadline:
             continue
-        missing = [n for n in range(env.world_size) if not store.check([f"megatfm/here/{n}"])]
-        if not missing:  # the last came, and has not said so yet
+        names = _name_missing_ranks(store, env.world_size)
+        if not names:  # the last came, and has not said so yet
             raise error
-        names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+        if env.rank == 0:
+            time.sleep(2 * POLL_INTERVAL.total_seconds())  # as above
         raise MegatfmError(
             f"rank {names} of {env.world_size} did not start within {timeout.total_seconds():g} s: check its log "
             "or its node"
         ) from error
+
+
+def _name_missing_ranks(store: dist.Store, world_size: int) -> str:
+    """Return the numbers of ranks that have not come, "" if all have. The first that asks looks, and tells the others:
+    of 10,000 ranks that each look for all, the store would be asked 10⁸ times."""
+    if store.add("megatfm/looks", 1) > 1:
+        store.wait(["megatfm/missing"], LOOK_TIMEOUT)
+        return store.get("megatfm/missing").decode()
+    missing = [n for n in range(world_size) if not store.check([f"megatfm/here/{n}"])]
+    names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+    store.set("megatfm/missing", names)
+    return names
 
 
 def _poll_store(store: dist.Store) -> dist.DistError | None:

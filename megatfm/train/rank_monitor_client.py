@@ -1,7 +1,8 @@
 """The rank monitor: when one rank raises, dies, is stopped or falls behind, all others end soon and name it.
 
-Every rank has a thread that sends its main thread's progress to rank 0's server, over a connection that no collective
-uses. The server's diagnosis ends every rank: by an exception where the main thread can still take one, else at once.
+Every rank has a thread that sends its main thread's progress to rank 0's server, over connections that no collective
+uses: on rank 0's machine directly, on others through a relay in the first rank there. The server's diagnosis ends every
+rank: by an exception where the main thread can still take one, else at once.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -25,16 +26,12 @@ import torch.distributed as dist
 
 from megatfm.errors import EXIT_FAILED, MegatfmError
 from megatfm.files import open_nofollow
-from megatfm.object_collectives import all_gather, machine, run_on_rank_0_raising
+from megatfm.object_collectives import all_gather, machine, run_on_all_ranks, run_on_rank_0_raising
 from megatfm.parallel.distributed import ProcessInfo
+from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, Diagnosis, Heartbeat
+from megatfm.train.json_connection import JsonConnection
 from megatfm.train.profiling import dump_flight_recorder
-from megatfm.train.rank_monitor_server import (
-    CAUSE_WINDOW_SECONDS,
-    Diagnosis,
-    Heartbeat,
-    JsonConnection,
-    RankMonitorServer,
-)
+from megatfm.train.rank_monitor_server import RankMonitorRelay, RankMonitorServer
 
 log = logging.getLogger("megatfm")
 
@@ -91,10 +88,12 @@ class RankMonitor:
         self._leaving = threading.Event()
         self._finished = threading.Event()  # a diagnosis, or the end of all ranks
         self._diagnosis: Diagnosis | None = None
-        self._server: RankMonitorServer | None = None
+        self._hub: RankMonitorServer | RankMonitorRelay | None = (
+            None  # that others reach through this process
+        )
 
     def __enter__(self) -> Self:
-        self._connection, self._hosts = self._connect()
+        self._connect()
         self._rearm_gil_watchdog()
         self._thread = threading.Thread(target=self._watch, name="megatfm-watch", daemon=True)
         self._thread.start()
@@ -108,10 +107,10 @@ class RankMonitor:
         self._send({"heartbeat": self._heartbeat(time.monotonic()).__dict__})
         self._send({"bye": True} if error is None else {"failed": _one_line(error), "lost_peer": lost_peer})
         if (
-            self._server and error is None
-        ):  # the others may still have something to do, and the server is here
+            self._hub and error is None
+        ):  # the others may still have something to do, and are heard through this process
             self._finished.wait()
-        elif self._server or lost_peer:
+        elif self._hub or lost_peer:
             self._finished.wait(CAUSE_WINDOW_SECONDS + EXIT_GRACE_SECONDS)
         self._finished.set()
         self._connection.shutdown()
@@ -141,36 +140,70 @@ class RankMonitor:
 
     # ---------------------------------------------------------------------------------------- connecting
 
-    def _connect(self) -> tuple[JsonConnection, list[str]]:
-        """Start the server on rank 0 and connect to it; returns the connection and every rank's host. A collective."""
-        size, places = self._rank.world_size, all_gather((socket.gethostname(), machine()))
-        hosts, single_host = [host for host, _ in places], len({place for _, place in places}) == 1
-        endpoint, server_endpoint = socket.socketpair()
+    def _connect(self) -> None:
+        """Start the server on rank 0 and relays on other nodes, and connect to the nearest. A collective."""
+        me, places = self._rank.rank, all_gather((socket.gethostname(), machine()))
+        self._hosts = [host for host, _ in places]
+        self._relays = find_relays([place for _, place in places])
+        single_host = len({place for _, place in places}) == 1
+        endpoint, hub_endpoint = socket.socketpair()
 
         def start_server() -> tuple[str, int]:
-            token, listener = secrets.token_hex(16), _listen(single_host) if size > 1 else None
-            self._server = RankMonitorServer(
-                hosts, self._hang_timeout, self._heartbeat_interval, token, listener
+            token, listener = secrets.token_hex(16), _listen(single_host) if len(places) > 1 else None
+            self._hub = RankMonitorServer(
+                self._hosts,
+                self._hang_timeout,
+                self._heartbeat_interval,
+                token,
+                listener,
+                self._relays,
+                self._warn,
             )
-            self._server.add(server_endpoint)
-            self._server.start()
             return token, listener.getsockname()[1] if listener else 0
 
         token, port = run_on_rank_0_raising(start_server)
-        if self._rank.rank != 0:
+        server = "127.0.0.1" if single_host else self._rank.address or self._hosts[0], port
+        addresses = {0: server}
+        if any(relay not in (0, rank) for rank, relay in enumerate(self._relays)):
+            addresses |= self._start_relays(token, server)
+        if self._hub:
+            self._hub.add(hub_endpoint)
+            self._hub.start()
+        else:
             endpoint.close()
-            server_endpoint.close()
-            address = "127.0.0.1" if single_host else self._rank.address or hosts[0]
-            try:
-                endpoint = socket.create_connection((address, port), timeout=max(self._hang_timeout, 10.0))
-            except OSError as error:
-                raise MegatfmError(
-                    f"rank {self._rank.rank} on {socket.gethostname()} can't reach rank 0 at {address}:{port} "
-                    f"({error.strerror or error}): the hang watch needs any port of rank 0's machine"
-                ) from error
-        connection = JsonConnection(endpoint)
-        connection.send({"rank": self._rank.rank, "token": token})
-        return connection, hosts
+            hub_endpoint.close()
+            relay = self._relays[me]
+            endpoint = self._dial(*addresses[0 if relay == me else relay])
+        self._connection = JsonConnection(endpoint)
+        self._connection.send({"rank": me, "token": token})
+
+    def _start_relays(self, token: str, server: tuple[str, int]) -> dict[int, tuple[str, int]]:
+        """Start a relay where others are heard through this rank; returns where they are. A collective."""
+        me = self._rank.rank
+        ranks = [rank for rank, relay in enumerate(self._relays) if relay == me]
+
+        def start() -> int:
+            if me == 0 or len(ranks) < 2:
+                return 0
+            upstream = JsonConnection(self._dial(*server))
+            upstream.send({"rank": me, "token": token})
+            listener = _listen(single_host=True)
+            self._hub = RankMonitorRelay(
+                ranks, self._hang_timeout, self._heartbeat_interval, token, listener, upstream, self._warn
+            )
+            return int(listener.getsockname()[1])
+
+        ports = all_gather(run_on_all_ranks("the rank monitor can't start", start))
+        return {rank: ("127.0.0.1", port) for rank, port in enumerate(ports) if port}
+
+    def _dial(self, address: str, port: int) -> socket.socket:
+        try:
+            return socket.create_connection((address, port), timeout=max(self._hang_timeout, 10.0))
+        except OSError as error:
+            raise MegatfmError(
+                f"rank {self._rank.rank} on {socket.gethostname()} can't reach the rank monitor at {address}:{port} "
+                f"({error.strerror or error}): it needs any port of rank 0's machine"
+            ) from error
 
     # ------------------------------------------------------------------------------------------ in the thread
 
@@ -190,7 +223,7 @@ class RankMonitor:
                 heard = now
                 self._receive()
             elif now - heard > self._hang_timeout + 3 * self._heartbeat_interval:
-                self._diagnose_server_loss(f"no sign of life for {now - heard:.0f} s", hung=True)
+                self._diagnose_loss(self._nearest, f"no sign of life for {now - heard:.0f} s", hung=True)
             if now >= next_heartbeat:
                 next_heartbeat = now + self._heartbeat_interval
                 self._send({"heartbeat": self._heartbeat(now).__dict__})
@@ -204,17 +237,28 @@ class RankMonitor:
     def _receive(self) -> None:
         messages = self._connection.receive()
         if messages is None:
-            self._diagnose_server_loss("ended without a word: it was killed, or it crashed", hung=False)
+            self._diagnose_loss(
+                self._nearest, "ended without a word: it was killed, or it crashed", hung=False
+            )
         for message in messages or ():
             if "diagnosis" in message:
                 self._diagnosis = Diagnosis.from_dict(message["diagnosis"])
+            elif "server_lost" in message:
+                self._diagnose_loss(0, message["server_lost"], message["hung"])
             elif "bye" in message:
                 self._finished.set()
 
-    def _diagnose_server_loss(self, reason: str, hung: bool) -> None:
-        text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {reason}"
+    @property
+    def _nearest(self) -> int:
+        """The rank whose process this one is heard through: its node's relay, or rank 0."""
+        relay = self._relays[self._rank.rank]
+        return 0 if relay == self._rank.rank else relay
+
+    def _diagnose_loss(self, rank: int, what: str, hung: bool) -> None:
+        """Blame a rank through which this one is heard. Rank 0 hears of a relay's loss as well, and reports it."""
+        text = f"rank {rank} on {self._hosts[rank]} at step {self._step}, {self._phase}: {what}"
         self._diagnosis = self._diagnosis or Diagnosis(
-            [0], [self._hosts[0]], self._step, text, hung, reporter=1
+            [rank], [self._hosts[rank]], self._step, text, hung, reporter=0 if rank else 1
         )
 
     def _terminate(self, diagnosis: Diagnosis) -> None:
@@ -261,11 +305,27 @@ class RankMonitor:
     def _file(self) -> int:
         return 2 if self._log is None else self._log
 
+    def _warn(self, text: str) -> None:
+        """Tell the people who run it, past logging."""
+        os.write(2, f"warning: {text}\n".encode())
+        self._write(f"{text}\n")
+
     def _write(self, text: str) -> None:
         """Write to the log past logging, whose lock the stuck main thread may hold."""
         if self._log is not None:
             with contextlib.suppress(OSError):
                 os.write(self._log, text.encode())
+
+
+def find_relays(machines: Sequence[str]) -> list[int]:
+    """Return by rank the rank through which the server hears it: itself on rank 0's machine, else the first there."""
+    first: dict[str, int] = {}
+    for rank, machine_of_rank in enumerate(machines):
+        first.setdefault(machine_of_rank, rank)
+    return [
+        rank if machine_of_rank == machines[0] else first[machine_of_rank]
+        for rank, machine_of_rank in enumerate(machines)
+    ]
 
 
 def _listen(single_host: bool) -> socket.socket:

@@ -1,267 +1,153 @@
-"""The rank monitor's server: a thread of rank 0 that receives every rank's heartbeats over TCP, decides which rank is
-to blame when a run stands still or falls apart, and broadcasts that diagnosis.
+"""The rank monitor's server: a thread of rank 0 that receives every rank's heartbeats over TCP and broadcasts the
+diagnosis when a run stands still or falls apart; and the relay, a thread of one rank on every other node.
 
-Nothing here touches torch, so that a collective that hangs can't silence it.
+Ranks of a node talk to its relay, so that rank 0 holds one connection a node. Nothing here touches torch, so that a
+collective that hangs can't silence it, nor logging, whose lock a stuck main thread may hold.
 """
 
-import contextlib
+import errno
 import hmac
-import json
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-CAUSE_WINDOW_SECONDS = 0.5
-"""How long to wait after the first failure report: ranks that lost a peer may report before the rank that failed."""
+from megatfm.files import raise_descriptor_limit
+from megatfm.train.hang_detector import HangDetector, Heartbeat
+from megatfm.train.json_connection import LINE_BYTES, MESSAGE_BYTES, JsonConnection, Message
 
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """State of a rank, sent every few seconds and at each change of phase.
-
-    ticks: how often it has moved on, counted alike on all ranks. age: seconds since it last did. waiting: whether
-    its main thread is inside a collective, and so waits for others. place: the line of megatfm where it is.
-    """
-
-    step: int = 0
-    phase: str = "start"
-    ticks: int = 0
-    age: float = 0.0
-    waiting: bool = False
-    place: str = ""
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Reason of a run's end: the ranks to blame (none, where all failed alike) with their hosts, and a line for people.
-
-    reporter: the rank that writes it down.
-    """
-
-    ranks: list[int]
-    hosts: list[str]
-    step: int
-    text: str
-    hung: bool
-    reporter: int = 0
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the diagnosis that `to_dict` gave, from another process. Raises TypeError for other keys."""
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON takes them."""
-        return asdict(self)
-
-
-@dataclass
-class _Rank:
-    name: str
-    host: str
-    last_heartbeat_at: float
-    heartbeat: Heartbeat = Heartbeat()
-    exited: bool = False
-    failed_at: float | None = None  # when it failed, or was lost
-    reason: str | None = None  # what it said, if it said anything
-    lost_peer: bool = False
-
-    @property
-    def vanished(self) -> bool:
-        return self.failed_at is not None and self.reason is None
-
-    def seconds_without_progress(self, now: float) -> float:
-        return self.heartbeat.age + now - self.last_heartbeat_at
-
-    def last_seen(self) -> str:
-        return f"{self.name} at step {self.heartbeat.step}, {self.heartbeat.phase}"
-
-
-@dataclass
-class HangDetector:
-    """Record every rank's heartbeats and ends, and decide which ranks are to blame.
-
-    hosts: by rank. hang_timeout: seconds without a move that count as a hang. heartbeat_timeout: seconds without a
-    heartbeat that count as silence once somebody hangs. All times come from the caller's clock.
-    """
-
-    hosts: Sequence[str]
-    hang_timeout: float
-    heartbeat_timeout: float
-    start: float
-    _ranks: list[_Rank] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._ranks = [_Rank(f"rank {n} on {host}", host, self.start) for n, host in enumerate(self.hosts)]
-
-    def record_heartbeat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
-        """Note a rank's heartbeat; now: seconds by the caller's clock."""
-        self._ranks[rank].heartbeat, self._ranks[rank].last_heartbeat_at = heartbeat, now
-
-    def record_exit(self, rank: int) -> None:
-        """Note that a rank has done its work and exits."""
-        self._ranks[rank].exited = True
-
-    def record_failure(self, rank: int, reason: str | None, now: float, lost_peer: bool = False) -> None:
-        """Note that a rank raised an error, or is gone without a word (no reason). lost_peer: it only lost a peer."""
-        seen = self._ranks[rank]
-        if not seen.exited and seen.failed_at is None:
-            seen.failed_at, seen.reason, seen.lost_peer = now, reason, lost_peer
-
-    def exclude_pause(self, seconds: float) -> None:
-        """Discount seconds in which the detector's own process could not listen: nobody else is to blame for them."""
-        for rank in self._ranks:
-            rank.last_heartbeat_at += seconds
-
-    @property
-    def all_gone(self) -> bool:
-        """Return whether every rank has left, failed or been lost, so that none is to be waited for."""
-        return all(rank.exited or rank.failed_at is not None for rank in self._ranks)
-
-    def diagnose(self, now: float) -> Diagnosis | None:
-        """Return why the run ends, once that is clear."""
-        ended = sorted((r for r in self._ranks if r.failed_at is not None), key=lambda r: r.failed_at or 0.0)
-        if ended:
-            if now - (ended[0].failed_at or 0.0) < CAUSE_WINDOW_SECONDS and not self.all_gone:
-                return None
-            return self._diagnose_failures(ended, now)
-        if any(
-            rank.seconds_without_progress(now) > self.hang_timeout for rank in self._active_ranks()
-        ) and not self._waited_for(now):
-            return self._diagnose_hang(now)
-        return None
-
-    def _waited_for(self, now: float) -> bool:
-        """Return whether a rank that others may wait for still gets on, such as with reading a checkpoint."""
-        active = self._active_ranks()
-        least = min(rank.heartbeat.ticks for rank in active)
-        return any(
-            rank.heartbeat.ticks == least
-            and not rank.heartbeat.waiting
-            and rank.seconds_without_progress(now) <= self.hang_timeout
-            for rank in active
-        )
-
-    def _diagnose_failures(self, ended: list[_Rank], now: float) -> Diagnosis:
-        causes = [rank for rank in ended if not rank.lost_peer]
-        if not causes and self._active_ranks():  # they all waited for somebody in vain
-            return self._diagnose_hang(now)
-        first = (causes or ended)[0]
-        if (
-            len(causes) == len(self._ranks) > 1
-            and len({rank.reason for rank in causes}) == 1
-            and first.reason
-        ):
-            return Diagnosis([], [], first.heartbeat.step, first.reason, hung=False)
-        end = (
-            f"failed: {first.reason}"
-            if first.reason
-            else "ended without a word: it was killed, or it crashed"
-        )
-        return self._blame([first], f"{first.last_seen()}: {end}", hung=False)
-
-    def _diagnose_hang(self, now: float) -> Diagnosis:
-        active = self._active_ranks()
-        silent = [rank for rank in active if now - rank.last_heartbeat_at > self.heartbeat_timeout]
-        least = min(rank.heartbeat.ticks for rank in active)
-        behind = [rank for rank in active if rank.heartbeat.ticks == least]
-        working = [rank for rank in behind if not rank.heartbeat.waiting]
-        blamed = silent or working or behind
-        seconds = max(rank.seconds_without_progress(now) for rank in blamed)
-        if silent:
-            what = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
-        else:
-            place = f" ({blamed[0].heartbeat.place})" if blamed[0].heartbeat.place else ""
-            what = f"has not moved for {seconds:.0f} s{place}; its stack is in the log of the rank"
-        who = ", ".join(rank.last_seen() for rank in blamed[:8])
-        more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
-        return self._blame(blamed, f"{who}{more}: {what}", hung=True)
-
-    def _active_ranks(self) -> list[_Rank]:
-        return [rank for rank in self._ranks if not rank.exited and rank.failed_at is None]
-
-    def _blame(self, blamed: list[_Rank], text: str, hung: bool) -> Diagnosis:
-        numbers = [self._ranks.index(rank) for rank in blamed]
-        reporters = [
-            n
-            for n, rank in enumerate(self._ranks)
-            if not (rank.exited or rank.vanished or (hung and n in numbers))
-        ]
-        hosts = [rank.host for rank in blamed]
-        return Diagnosis(
-            numbers, hosts, blamed[0].heartbeat.step, text, hung, reporters[0] if reporters else 0
-        )
-
-
-# ------------------------------------------------------------------------------------------------ the server
-
-LINE_BYTES = 64 * 1024
-"""Longest message: a peer that sends more is not one of us."""
 TOKEN_SECONDS = 10.0
 """How long a connection may take to show the token."""
 STRANGERS = 16
 """Connections without a token that are kept at once, besides one for each rank."""
+LAST_MESSAGE_SECONDS = 5.0
+"""How long the last message may take to be sent to all, and to be read by them."""
+ACCEPT_PAUSE_SECONDS = 1.0
+"""Until connections are accepted again after one could not be."""
+LOOK_SECONDS = 0.05
+"""Between looks for a diagnosis."""
+UNHEARD_SECONDS = 30.0
+"""After which ranks that were never heard are named."""
+
+Warn = Callable[[str], None]
 
 
-class JsonConnection:
-    """One end of a connection that carries JSON objects, one a line. Never waits."""
+class _Hub(threading.Thread):
+    """Accepts connections of ranks, each of which says first which rank it is and shows the token."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = connection
-        self._unread = self._unsent = b""
+    def __init__(
+        self, name: str, ranks: Collection[int], token: str, listener: socket.socket | None, warn: Warn
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._expected, self._token, self._listener, self._warn = ranks, token, listener, warn
+        self._connections: dict[JsonConnection, int | None] = {}  # → rank, once it has said who it is
+        self._unidentified: dict[JsonConnection, float] = {}  # those that haven't: when they came
+        self._selector = selectors.DefaultSelector()
+        self._accepts_again: float | None = None
+        if listener:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        if missing := raise_descriptor_limit(len(ranks) + STRANGERS):
+            warn(
+                f"this machine lets a process open {missing} files and sockets too few for {len(ranks)} connections of "
+                "the rank monitor: ranks may go unheard; raise the hard limit (ulimit -Hn, or LimitNOFILE of slurmd)"
+            )
 
-    def fileno(self) -> int:
-        """The socket's descriptor, by which a selector waits for the connection."""
-        return self.connection.fileno()
+    def add(self, endpoint: socket.socket) -> None:
+        """Add a connection, before the start or in the hub's thread."""
+        connection = JsonConnection(endpoint, LINE_BYTES)
+        self._connections[connection] = None
+        self._unidentified[connection] = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message, or drop it whole: a peer whose buffer is full, or that is gone, is found out by silence."""
-        with contextlib.suppress(OSError):
-            if self._unsent:  # the end of a message, without which the next would be glued to its beginning
-                self._unsent = self._unsent[self.connection.send(self._unsent) :]
-            if not self._unsent:
-                line = json.dumps(message).encode() + b"\n"
-                self._unsent = line[self.connection.send(line) :]
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages since the last call, or None when the other end is closed (or talks nonsense)."""
+    def _accept(self, now: float) -> None:
+        """Accept a connection. Where none can be opened, say so and pause: the ones that wait are accepted later."""
+        assert self._listener is not None
         try:
-            data = self.connection.recv(LINE_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        if not data or len(self._unread) > LINE_BYTES:
-            return None
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
+            self.add(self._listener.accept()[0])
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if self._accepts_again is None:
+                    self._warn(
+                        f"the rank monitor can't accept a connection ({error.strerror}): it has {self._n_identified} "
+                        f"of {len(self._expected)}; ranks that it does not hear can't be told from ranks that hang"
+                    )
+                self._selector.unregister(self._listener)
+                self._accepts_again = now + ACCEPT_PAUSE_SECONDS
 
-    def shutdown(self) -> None:
-        """Stop sending, and wake the peer that waits for more. What was sent still arrives."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+    def _accept_again(self, now: float) -> None:
+        if self._accepts_again and now > self._accepts_again and self._listener:
+            if self._listener not in self._selector.get_map():
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accepts_again = now + ACCEPT_PAUSE_SECONDS
 
-    def close(self) -> None:
-        """Give the descriptor back at once, whatever is still unread."""
-        self.connection.close()
+    @property
+    def _n_identified(self) -> int:
+        return len(self._connections) - len(self._unidentified)
+
+    def _identify(self, connection: JsonConnection, message: Message) -> None:
+        """Take down who a connection is. Raises ValueError for one that is no rank of ours."""
+        token = str(message.get("token", "")).encode(errors="replace")
+        rank = message.get("rank")
+        known = hmac.compare_digest(token, self._token.encode())
+        if not known or type(rank) is not int or rank not in self._expected:
+            raise ValueError("no rank of this run")
+        self._connections[connection] = rank
+        connection.line_bytes = MESSAGE_BYTES
+        del self._unidentified[connection]
+
+    def _drop_strangers(self, now: float) -> None:
+        """Close connections that have shown no token in time, and the oldest of too many."""
+        most = len(self._expected) + STRANGERS - self._n_identified
+        late = [connection for connection, since in self._unidentified.items() if now - since > TOKEN_SECONDS]
+        for connection in {*late, *list(self._unidentified)[: max(0, len(self._unidentified) - most)]}:
+            self._drop(connection)
+
+    def _drop(self, connection: JsonConnection) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        del self._connections[connection]
+        self._unidentified.pop(connection, None)
+
+    def _identified(self) -> list[JsonConnection]:
+        """Connections of ranks, our own process's last: it may end as soon as it knows."""
+        known = [(rank, connection) for connection, rank in self._connections.items() if rank is not None]
+        return [connection for _, connection in sorted(known, key=lambda item: item[0], reverse=True)]
+
+    def _broadcast(self, message: Message) -> None:
+        for connection in self._identified():
+            connection.send(message)
+
+    def _broadcast_last(self, message: Message) -> None:
+        deadline = time.monotonic() + LAST_MESSAGE_SECONDS
+        for connection in self._identified():
+            connection.send_last(message, deadline)
+
+    def _close(self) -> None:
+        """Close all, once the others have: TCP drops what was sent last where its sender closes with bytes unread."""
+        deadline = time.monotonic() + LAST_MESSAGE_SECONDS
+        for connection in self._connections:
+            connection.shutdown(socket.SHUT_WR)
+        while self._connections and (seconds := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(seconds):
+                if key.fileobj is self._listener:
+                    self._selector.unregister(self._listener)
+                elif isinstance(key.fileobj, JsonConnection) and key.fileobj.receive() is None:
+                    self._drop(key.fileobj)
+        self._selector.close()
+        for connection in self._connections:
+            connection.close()
+        if self._listener:
+            self._listener.close()
 
 
-class RankMonitorServer(threading.Thread):
+class RankMonitorServer(_Hub):
     """Receive until every rank has left, or until the diagnosis is broadcast.
 
     hosts: by rank. hang_timeout: seconds that count as a hang. heartbeat_interval: seconds between heartbeats. token:
-    what a rank must show."""
+    what a rank must show. relays: by rank, the rank through which it is heard (not given: itself)."""
 
     def __init__(
         self,
@@ -270,61 +156,63 @@ class RankMonitorServer(threading.Thread):
         heartbeat_interval: float,
         token: str,
         listener: socket.socket | None,
+        relays: Sequence[int] | None = None,
+        warn: Warn = lambda text: None,
     ) -> None:
-        super().__init__(name="megatfm-rank-monitor", daemon=True)
-        self._hosts, self._hang_timeout, self._heartbeat_interval, self._token = (
-            hosts,
-            hang_timeout,
-            heartbeat_interval,
-            token,
+        self._relays = relays or range(len(hosts))
+        super().__init__("megatfm-rank-monitor", set(self._relays), token, listener, warn)
+        self._heartbeat_interval = heartbeat_interval
+        self._unheard = set(range(len(hosts)))
+        now = time.monotonic()
+        self._detector = HangDetector(
+            hosts, hang_timeout, max(4 * heartbeat_interval, 1.0), now, self._relays
         )
-        self._listener = listener
-        self._connections: dict[JsonConnection, int | None] = {}  # → rank, once it has said who it is
-        self._unidentified: dict[JsonConnection, float] = {}  # those that haven't: when they came
-        self._selector = selectors.DefaultSelector()
-        if listener:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
-
-    def add(self, endpoint: socket.socket) -> None:
-        """Add a connection, before the start or in the server's thread."""
-        connection = JsonConnection(endpoint)
-        self._connections[connection] = None
-        self._unidentified[connection] = time.monotonic()
-        self._selector.register(connection, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Exchange heartbeats, and broadcast the diagnosis if there is one; the thread's work."""
-        last = time.monotonic()
-        detector = HangDetector(self._hosts, self._hang_timeout, max(4 * self._heartbeat_interval, 1.0), last)
-        next_heartbeat = last
-        diagnosis: Diagnosis | None = None
-        while not detector.all_gone and diagnosis is None:
-            ready = self._selector.select(min(self._heartbeat_interval / 4, 0.2))
+        detector, interval = self._detector, self._heartbeat_interval
+        start = last = next_heartbeat = next_look = time.monotonic()
+        diagnosis, is_over, names_unheard = None, False, False
+        while not is_over:
+            ready = self._selector.select(min(interval / 4, 0.2))
             now = time.monotonic()
-            if now - last > 2 * self._heartbeat_interval + 1:
+            if now - last > 2 * interval + 1:
                 detector.exclude_pause(now - last)
             last = now
             for key, _ in ready:
                 if key.fileobj is self._listener:
-                    with contextlib.suppress(OSError):
-                        self.add(self._listener.accept()[0])
+                    self._accept(now)
                 elif isinstance(key.fileobj, JsonConnection):
-                    self._receive(key.fileobj, detector, now)
+                    self._receive(key.fileobj, now)
+            self._accept_again(now)
             self._drop_strangers(now)
+            if not names_unheard and now > start + max(UNHEARD_SECONDS, 4 * interval):
+                names_unheard = True
+                self._warn_of_unheard()
             if now >= next_heartbeat:
-                next_heartbeat = now + self._heartbeat_interval
+                next_heartbeat = now + interval
                 self._broadcast({"heartbeat": True})
-            diagnosis = detector.diagnose(now)
+            if now >= next_look:  # it goes through all ranks, so not after each message
+                next_look = now + LOOK_SECONDS
+                diagnosis = detector.diagnose(now)
+                is_over = diagnosis is not None or detector.all_gone
         diagnosis = diagnosis or detector.diagnose(time.monotonic())
-        self._broadcast({"diagnosis": diagnosis.to_dict()} if diagnosis else {"bye": True})
+        self._broadcast_last({"diagnosis": diagnosis.to_dict()} if diagnosis else {"bye": True})
         self._close()
 
-    def _receive(self, connection: JsonConnection, detector: HangDetector, now: float) -> None:
+    def _warn_of_unheard(self) -> None:
+        """Name the ranks of which nothing was heard."""
+        if unheard := sorted(self._unheard):
+            names = ", ".join(map(str, unheard[:16])) + (" …" if len(unheard) > 16 else "")
+            self._warn(
+                f"the rank monitor has not heard {len(unheard)} of {len(self._relays)} ranks since the start: {names}"
+            )
+
+    def _receive(self, connection: JsonConnection, now: float) -> None:
         messages = connection.receive()
         try:
             for message in messages or ():
-                self._handle(connection, message, detector, now)
+                self._handle(connection, message, now)
         except (
             ValueError,
             TypeError,
@@ -334,53 +222,120 @@ class RankMonitorServer(threading.Thread):
             messages = None
         if messages is None:
             if (rank := self._connections[connection]) is not None:
-                detector.record_failure(rank, None, now)
+                self._detector.record_failure(rank, None, now)
             self._drop(connection)
 
-    def _handle(
-        self, connection: JsonConnection, message: dict[str, Any], detector: HangDetector, now: float
-    ) -> None:
+    def _handle(self, connection: JsonConnection, message: Message, now: float) -> None:
         """Act on one message. Raises ValueError, TypeError or KeyError for one that no rank of ours sends."""
         rank = self._connections[connection]
         if rank is None:
-            token = str(message.get("token", "")).encode(errors="replace")
-            number = message.get("rank")
-            known = hmac.compare_digest(token, self._token.encode())
-            if not known or type(number) is not int or not 0 <= number < len(self._hosts):
-                raise ValueError("no rank of this run")
-            self._connections[connection] = number
-            del self._unidentified[connection]
-        elif "heartbeat" in message:
-            detector.record_heartbeat(rank, Heartbeat(**message["heartbeat"]), now)
-        elif "failed" in message:
-            detector.record_failure(rank, message["failed"], now, message["lost_peer"])
-        elif "bye" in message:
-            detector.record_exit(rank)
+            self._identify(connection, message)
+            return
+        for sender, inner in message.get("relayed", [(rank, message)]):
+            if self._relays[sender] != rank:
+                raise ValueError(f"rank {rank} does not speak for rank {sender}")
+            self._unheard.discard(sender)
+            if "heartbeat" in inner:
+                self._detector.record_heartbeat(sender, Heartbeat(**inner["heartbeat"]), now)
+            elif "failed" in inner:
+                self._detector.record_failure(sender, inner["failed"], now, inner["lost_peer"])
+            elif "lost" in inner:
+                self._detector.record_failure(sender, None, now)
+            elif "bye" in inner:
+                self._detector.record_exit(sender)
 
-    def _drop_strangers(self, now: float) -> None:
-        """Close connections that have shown no token in time, and the oldest of too many."""
-        kept = len(self._hosts) + STRANGERS - (len(self._connections) - len(self._unidentified))
-        late = [connection for connection, since in self._unidentified.items() if now - since > TOKEN_SECONDS]
-        for connection in {*late, *list(self._unidentified)[: max(0, len(self._unidentified) - kept)]}:
+
+class RankMonitorRelay(_Hub):
+    """Hand on what the ranks of a node say to the server, and what that says to them, until its last message.
+
+    ranks: of this node. server: the connection to it. hang_timeout: seconds of its silence that count as its end.
+    """
+
+    def __init__(
+        self,
+        ranks: Collection[int],
+        hang_timeout: float,
+        heartbeat_interval: float,
+        token: str,
+        listener: socket.socket | None,
+        server: JsonConnection,
+        warn: Warn = lambda text: None,
+    ) -> None:
+        super().__init__("megatfm-rank-relay", set(ranks), token, listener, warn)
+        self._hang_timeout, self._heartbeat_interval, self._server = hang_timeout, heartbeat_interval, server
+        self._selector.register(server, selectors.EVENT_READ)
+        self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}  # those to hand on, and when they came
+        self._phases: dict[int, str] = {}  # that the server knows
+        self._events: list[tuple[int, Message]] = []
+
+    def run(self) -> None:
+        """Hand messages on; the thread's work."""
+        interval = self._heartbeat_interval
+        heard = last = next_heartbeat = next_batch = time.monotonic()
+        final: Message | None = None
+        while final is None:
+            ready = self._selector.select(min(interval / 4, 0.2))
+            now = time.monotonic()
+            if now - last > 2 * interval + 1:
+                heard += now - last  # this process was stopped
+            last = now
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept(now)
+                elif key.fileobj is self._server:
+                    heard, final = now, final or self._receive_from_server()
+                elif isinstance(key.fileobj, JsonConnection):
+                    self._receive(key.fileobj, now)
+            if final is None and now - heard > self._hang_timeout + 3 * interval:
+                final = {"server_lost": f"no sign of life for {now - heard:.0f} s", "hung": True}
+            self._accept_again(now)
+            self._drop_strangers(now)
+            if now >= next_heartbeat:
+                next_heartbeat = now + interval
+                self._broadcast({"heartbeat": True})
+            if self._events or now >= next_batch or self._has_new_phase():
+                next_batch = now + interval / 4
+                self._hand_on(now)
+        self._broadcast_last(final)
+        self._selector.unregister(self._server)
+        self._server.close()
+        self._close()
+
+    def _receive_from_server(self) -> Message | None:
+        """Return the last message to hand on, if it has come, or the server is gone."""
+        messages = self._server.receive()
+        if messages is None:
+            return {"server_lost": "ended without a word: it was killed, or it crashed", "hung": False}
+        return next((message for message in messages if "heartbeat" not in message), None)
+
+    def _receive(self, connection: JsonConnection, now: float) -> None:
+        messages = connection.receive()
+        try:
+            for message in messages or ():
+                rank = self._connections[connection]
+                if rank is None:
+                    self._identify(connection, message)
+                elif "heartbeat" in message:
+                    self._heartbeats[rank] = Heartbeat(**message["heartbeat"]), now
+                else:
+                    self._events.append((rank, message))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            messages = None
+        if messages is None:
+            if (rank := self._connections[connection]) is not None:
+                self._events.append((rank, {"lost": True}))
             self._drop(connection)
 
-    def _drop(self, connection: JsonConnection) -> None:
-        self._selector.unregister(connection)
-        connection.close()
-        del self._connections[connection]
-        self._unidentified.pop(connection, None)
+    def _has_new_phase(self) -> bool:
+        """Return whether a rank is in another phase than the server knows: a sudden death is to be placed rightly."""
+        return any(self._phases.get(rank) != sign.phase for rank, (sign, _) in self._heartbeats.items())
 
-    def _broadcast(self, message: dict[str, Any]) -> None:
-        """Send to all ranks, our own last: its process may end as soon as it knows."""
-        for connection, rank in sorted(
-            self._connections.items(), key=lambda item: item[1] or 0, reverse=True
-        ):
-            if rank is not None:
-                connection.send(message)
-
-    def _close(self) -> None:
-        self._selector.close()
-        for connection in self._connections:
-            connection.close()
-        if self._listener:
-            self._listener.close()
+    def _hand_on(self, now: float) -> None:
+        """Send all heartbeats and events as one message. What the server has no room for is sent later."""
+        heartbeats = [
+            (rank, {"heartbeat": replace(sign, age=sign.age + now - since).__dict__})
+            for rank, (sign, since) in self._heartbeats.items()
+        ]
+        if (heartbeats or self._events) and self._server.send({"relayed": [*heartbeats, *self._events]}):
+            self._phases.update({rank: sign.phase for rank, (sign, _) in self._heartbeats.items()})
+            self._heartbeats, self._events = {}, []

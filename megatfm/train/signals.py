@@ -6,11 +6,15 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+from megatfm.engines.losses import DeferredReads
+from megatfm.ops.transfer import moved
 
 log = logging.getLogger("megatfm")
 
@@ -33,6 +37,8 @@ class StopSignals:
         self._interrupts = 0
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._exited = threading.Event()
+        self._asked: DeferredReads | None = None
+        self._answer: Callable[[], list[float]] = list
 
     def __enter__(self) -> Self:
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
@@ -65,10 +71,28 @@ class StopSignals:
 
     def agreed(self, busy: bool = False) -> tuple[str | None, bool]:
         """The signal's name if any rank has received one, and whether any rank is busy. A collective."""
-        numbers = torch.tensor([self._received or 0, int(busy)], dtype=torch.int64, device=self._device)
+        self._start(busy)
+        return self._finish()
+
+    def agreed_before(self, busy: bool = False) -> tuple[str | None, bool]:
+        """Agree as `agreed`, and return what was agreed at the call before (all are busy, before the first): by now a
+        GPU has computed that, where for the newest the host would wait until it has done all of its work."""
+        result = self._finish() if self._asked is not None else (None, True)
+        self._start(busy)
+        return result
+
+    def _start(self, busy: bool) -> None:
+        """Have the greatest of all ranks' numbers computed and copied to the host."""
+        numbers = moved(torch.tensor([self._received or 0, int(busy)], dtype=torch.int64), self._device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        number, any_busy = numbers.tolist()
-        return signal.Signals(number).name if number else None, bool(any_busy)
+        self._asked = DeferredReads()
+        self._answer = self._asked.defer(numbers)
+        self._asked.start_copy()
+
+    def _finish(self) -> tuple[str | None, bool]:
+        number, any_busy = self._answer()
+        self._asked = None
+        return signal.Signals(int(number)).name if number else None, bool(any_busy)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

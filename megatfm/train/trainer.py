@@ -167,6 +167,7 @@ class Trainer:
         """Train on contiguous data until the run ends, a stop signal arrives (returned), or the data position jumps
         (a rollback, or a data skip that was decided before)."""
         config, stop = self.config, None
+        agreed = signals.agreed_before if self.engine.device.type == "cuda" else signals.agreed
         with self._loader() as loader, self._open_metrics() or nullcontext() as metrics:
             self.run.keep()
             while self.step < config.train.steps and not stop:
@@ -182,12 +183,14 @@ class Trainer:
                 if metrics:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
-                stop, is_saving = signals.agreed(self.saver.step_in_progress is not None)
+                shared = self._is_due(config.checkpoint.every) or self.best.step == self.step
+                every = config.checkpoint.local_every
+                is_due = shared or (every > 0 and self.step % every == 0)
+                stop, is_saving = agreed(is_due or self.saver.step_in_progress is not None)
                 if not is_saving:
                     self.saver.wait_for_save()  # on all ranks at the same step, so that all end with its error
-                shared = stop or self._is_due(config.checkpoint.every) or self.best.step == self.step
-                local = config.checkpoint.local_every
-                if shared or (local and self.step % local == 0):
+                shared = shared or stop is not None
+                if shared or is_due:
                     self.monitor.tick(self.step, "save")
                     if metrics:
                         metrics.sync()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatfm import checkpoint
-from megatfm.checkpoint import file_format
+from megatfm.checkpoint import metadata
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from tests.support.rank_processes import Fault, Start
 
@@ -128,9 +128,9 @@ def test_a_checkpoint_of_a_step_that_is_no_number_is_one_line(start: Start) -> N
     first = start(*QUICK, "train.steps=4")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     path = first.folder / "checkpoints" / "step-00000004"
-    content = file_format.read_metadata(path)
+    content = metadata.read_metadata(path)
     content.state["step"] = "four"
-    (path / file_format.METADATA_FILENAME).write_bytes(file_format.encode_metadata(content))
+    (path / metadata.METADATA_FILENAME).write_bytes(metadata.encode_metadata(content))
     again = start(*QUICK, "train.steps=8")
     assert again.wait(120) == [EXIT_FAILED, EXIT_FAILED]
     assert f"{path}: not a checkpoint of a run: its step is 'four'" in again.said(0)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.checkpoint import file_format
+from megatfm.checkpoint import file_format, metadata
+from megatfm.checkpoint.planner import WriteItem
 from megatfm.checkpoint.staging import Staging
 from megatfm.ops import transfer
 from tests.support.alignment import OFF, lies_wrong
@@ -53,17 +54,13 @@ def test_what_a_checkpoint_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     read = checkpoint.read_tensors(path)
     assert wrong(read) == []
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
-    assert file_format.read_metadata(path).files
+    assert metadata.read_metadata(path).files
 
 
 def test_the_staging_copy() -> None:
-    pieces = {metadata_index(name): tensor for name, tensor in TENSORS.items()}
+    pieces = {WriteItem(name, ((), ()), ("F32", ()), 0, 0): tensor for name, tensor in TENSORS.items()}
     staging = Staging()
     for _ in range(2):
         copies = staging.copy(pieces)
         assert [str(index) for index, copy in copies.items() if copy.numel() and lies_wrong(copy)] == []
         assert all(torch.equal(copies[index], piece) for index, piece in pieces.items())
-
-
-def metadata_index(name: str) -> torch.distributed.checkpoint.metadata.MetadataIndex:
-    return torch.distributed.checkpoint.metadata.MetadataIndex(name, torch.Size([0]))

@@ -29,9 +29,9 @@ from megatfm.checkpoint import (
 )
 from megatfm.checkpoint.directory import find_latest_intact
 from megatfm.errors import MegatfmError
+from tests.support.checkpoint_schemas import METADATA, forge, write_schema_1
 
 SHARD = "rank-00000-000.safetensors"
-METADATA = "metadata.json"
 
 
 @pytest.fixture(params=["through the page cache", "past it"])
@@ -179,15 +179,6 @@ def test_who_will_save_there_is_told_of_links_at_once(path: Path, tmp_path: Path
         find_latest_intact(tmp_path / "link")
 
 
-def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the metadata and give it the right hash, as an accident never would."""
-    file = path / METADATA
-    body = json.loads(file.read_bytes())["metadata"]
-    change(body)
-    raw = json.dumps(body).encode()
-    file.write_bytes(b'{"blake3": "%s", "metadata": %s}\n' % (blake3(raw).hexdigest().encode(), raw))
-
-
 def forge_shard(path: Path, content: bytes) -> None:
     """Put another file in the place of the shard, with size and hash in the metadata to match."""
     (path / SHARD).write_bytes(content)
@@ -198,21 +189,32 @@ def forge_shard(path: Path, content: bytes) -> None:
 def move_file(name: str) -> Callable[[dict[str, Any]], None]:
     def change(body: dict[str, Any]) -> None:
         body["files"][name] = body["files"].pop(SHARD)
-        for tensor in body["tensors"].values():
+        for tensor in body.get("tensors", {}).values():
             for piece in tensor["pieces"]:
                 piece["file"] = name
 
     return change
 
 
-def piece(body: dict[str, Any]) -> dict[str, Any]:
+def piece_1(body: dict[str, Any]) -> dict[str, Any]:
+    """The piece of w in schema 1."""
     actual: dict[str, Any] = body["tensors"]["w"]["pieces"][0]
     return actual
 
 
+def group(body: dict[str, Any]) -> dict[str, Any]:
+    """The group of w."""
+    actual: dict[str, Any] = body["groups"][1]
+    return actual
+
+
+def piece(body: dict[str, Any]) -> dict[str, Any]:
+    actual: dict[str, Any] = group(body)["pieces"][0]
+    return actual
+
+
 def grow(body: dict[str, Any], size: int) -> None:
-    body["tensors"]["w"]["shape"][0] = size
-    piece(body)["sizes"][0] = size
+    group(body)["shape"][0] = piece(body)["sizes"][0] = size
 
 
 def nest(body: dict[str, Any]) -> None:
@@ -220,34 +222,50 @@ def nest(body: dict[str, Any]) -> None:
         body["state"] = {"a": body["state"]}
 
 
+def check_refusal(path: Path, reason: str) -> None:
+    for use in (read_tensors, verify):
+        with pytest.raises(MegatfmError, match=re.escape(reason)) as error:
+            use(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (move_file("../step-00000001/" + SHARD), "not '../step-00000001/rank-00000-000.safetensors'"),
+        (move_file("../step-00000001/" + SHARD), "files.../step-00000001/rank-00000-000.safetensors"),
         (move_file("/etc/passwd"), "not '/etc/passwd'"),
         (move_file("rank-00000-000.pt"), "not 'rank-00000-000.pt'"),
         (move_file(SHARD + "\n"), r"not 'rank-00000-000.safetensors\n'"),
+        (move_file("rank-00007-000.safetensors"), "rank-00007-000.safetensors: No such file"),
         (lambda body: body["files"].update({"x": body["files"][SHARD]}), "files.x"),
-        (lambda body: piece(body).update(file="../" + SHARD), "tensors.w.pieces.0.file"),
-        (lambda body: piece(body).update(file="rank-00007-000.safetensors"), "which it doesn't list"),
-        (lambda body: piece(body).update(key="b"), f"{SHARD} is not what {METADATA} says: b is"),
-        (lambda body: piece(body).update(key="x"), f"{SHARD} is not what {METADATA} says: x is missing"),
+        (lambda body: piece(body).update(runs=[[1, 1]]), "file 1, which it doesn't list"),
+        (lambda body: piece(body).update(runs=[[-1, 1]]), "greater than or equal to 0"),
+        (lambda body: piece(body).update(runs=[[0, 0]]), "greater than 0"),
+        (lambda body: piece(body).update(runs=[]), "another number of tensors than the 1"),
+        (lambda body: piece(body).update(runs=[[0, 2]]), "another number of tensors than the 1"),
+        (lambda body: group(body).update(names=[]), "groups.1.names"),
+        (lambda body: group(body).update(names=["w", "w"]), "another number of tensors than the 2"),
+        (lambda body: group(body).update(names=["b"]), "lists 1 tensors twice"),
+        (lambda body: group(body).update(names=["x"]), f"{SHARD} is not what {METADATA} says: x is missing"),
         (
             lambda body: piece(body).update(offsets=[1, 0]),
             "tensor w: a piece of shape (4, 6) at (1, 0) lies outside",
         ),
         (lambda body: piece(body).update(offsets=[-1, 0]), "greater than or equal to 0"),
         (lambda body: piece(body).update(sizes=[4.0, 6]), "valid integer"),
-        (lambda body: body["tensors"]["w"]["pieces"].append(piece(body)), "the pieces hold 48 elements"),
-        (lambda body: body["tensors"]["w"]["pieces"].clear(), "the pieces hold 0 elements"),
+        (lambda body: group(body)["pieces"].append(piece(body)), "the pieces hold 48 elements"),
+        (lambda body: group(body)["pieces"].clear(), "the pieces hold 0 elements"),
         (lambda body: grow(body, 2**40), f"bytes of tensors in {SHARD}"),
         (lambda body: grow(body, 2**70), "less than"),
-        (lambda body: body["tensors"]["w"].update(shape=[2**40, 2**40, 0], pieces=[]), "absurd shape"),
-        (lambda body: body["tensors"]["w"].update(dtype="OBJECT"), "unknown dtype 'OBJECT'"),
-        (lambda body: body["tensors"]["w"].update(dtype="I32"), "is not what"),
+        (lambda body: group(body).update(shape=[2**40, 2**40, 0], pieces=[]), "absurd shape"),
+        (lambda body: group(body).update(dtype="OBJECT"), "unknown dtype 'OBJECT'"),
+        (lambda body: group(body).update(dtype="I32"), "is not what"),
         (lambda body: body["files"][SHARD].update(bytes=2**59), "bytes instead of"),
         (lambda body: body["files"][SHARD].update(blake3="0" * 64), "doesn't have its hash"),
-        (lambda body: body.update(schema_version=2), "schema version 2"),
+        (lambda body: body.update(schema_version=3), "schema version 3"),
+        (lambda body: body.update(schema_version=0), "schema version 0"),
+        (lambda body: body.update(schema_version=1), "tensors: Field required"),
         (lambda body: body.pop("schema_version"), "has schema version None"),
         (lambda body: body.update(format="other"), "format"),
         (lambda body: body.update(pickle="gASV"), "pickle: Extra inputs"),
@@ -260,11 +278,34 @@ def test_forged_metadata_is_refused(
     path: Path, change: Callable[[dict[str, Any]], object], reason: str
 ) -> None:
     forge(path, change)
-    for use in (read_tensors, verify):
-        with pytest.raises(MegatfmError, match=re.escape(reason)) as error:
-            use(path)
-        assert str(path) in str(error.value)
-        assert "\n" not in str(error.value)
+    check_refusal(path, reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (move_file("../step-00000001/" + SHARD), "not '../step-00000001/rank-00000-000.safetensors'"),
+        (lambda body: piece_1(body).update(file="../" + SHARD), "tensors.w.pieces.0.file"),
+        (lambda body: piece_1(body).update(file="rank-00007-000.safetensors"), "which it doesn't list"),
+        (lambda body: piece_1(body).update(key="b"), "tensor w: its piece w is said to be called 'b'"),
+        (
+            lambda body: piece_1(body).update(offsets=[1, 0], key="w"),
+            "tensor w: a piece of shape (4, 6) at (1, 0) lies outside",
+        ),
+        (lambda body: body["tensors"]["w"]["pieces"].append(piece_1(body)), "the pieces hold 48 elements"),
+        (lambda body: body["tensors"]["w"]["pieces"].clear(), "the pieces hold 0 elements"),
+        (lambda body: body["tensors"]["w"].update(dtype="I32"), "is not what"),
+        (lambda body: body.update(schema_version=2), "groups: Field required"),
+        (lambda body: body.update(groups=[]), "groups: Extra inputs"),
+    ],
+)
+def test_forged_metadata_of_earlier_versions_is_refused(
+    path: Path, change: Callable[[dict[str, Any]], object], reason: str
+) -> None:
+    write_schema_1(path)
+    assert torch.equal(read_tensors(path)["w"], torch.arange(24.0).reshape(4, 6))
+    forge(path, change)
+    check_refusal(path, reason)
 
 
 def header(content: object, size: int | None = None) -> bytes:

@@ -15,6 +15,7 @@ from megatfm.checkpoint import (
     file_io,
     find_latest,
     find_latest_intact,
+    metadata,
     remove_leftovers,
     save,
     verify,
@@ -204,10 +205,10 @@ def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(
 
 def newer(path: Path) -> None:
     """As a later version would write it: with its hash."""
-    content = file_format.read_metadata(path).model_dump()
-    content["schema_version"], content["state"]["megatfm"] = 2, "9.1.0"
+    content = metadata.read_metadata(path).model_dump()
+    content["schema_version"], content["state"]["megatfm"] = 3, "9.1.0"
     body = json.dumps(content).encode()
-    (path / file_format.METADATA_FILENAME).write_bytes(file_format._metadata_head(body) + body + b"}\n")
+    (path / metadata.METADATA_FILENAME).write_bytes(metadata._metadata_head(body) + body + b"}\n")
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
@@ -215,9 +216,9 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     for step in (3, 5):
         save_step(tmp_path, step)
     newer(tmp_path / "step-00000005")
-    expected = r"written by a newer megatfm \(9\.1\.0, schema version 2\); this is .*, which reads 1: go on with that"
+    reason = r"written by a newer megatfm \(9\.1\.0, schema version 3\); this is .*, which reads 1 to 2: go on with"
     for use in (find_latest, find_latest_intact, lambda folder: save_step(folder, 5)):
-        with pytest.raises(MegatfmError, match=expected):
+        with pytest.raises(MegatfmError, match=reason):
             use(tmp_path)
     assert steps(tmp_path) == [3, 5]
 
@@ -225,12 +226,12 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 def test_what_is_quoted_of_a_file_is_short(tmp_path: Path) -> None:
     path = save_step(tmp_path, 3)
     for key, value in (("x" * 10**6, 1), ("step", "y" * 10**6), ("schema_version", "z" * 10**6)):
-        content = file_format.read_metadata(path).model_dump() | {key: value}
+        content = metadata.read_metadata(path).model_dump() | {key: value}
         body = json.dumps(content).encode()
         (tmp_path / "other").mkdir(exist_ok=True)
-        (tmp_path / "other" / file_format.METADATA_FILENAME).write_bytes(
-            file_format._metadata_head(body) + body + b"}\n"
+        (tmp_path / "other" / metadata.METADATA_FILENAME).write_bytes(
+            metadata._metadata_head(body) + body + b"}\n"
         )
         with pytest.raises(MegatfmError) as caught:
-            file_format.read_metadata(tmp_path / "other")
+            metadata.read_metadata(tmp_path / "other")
         assert len(str(caught.value)) < 1000

@@ -42,8 +42,8 @@ def test_a_flat_shard_is_saved_and_read_like_a_box(tmp_path: Path) -> None:
         FlatShardedTensor(block.reshape(-1)[:5], (6, 10), (0, 4), (6, 4), 0),
         FlatShardedTensor(block.reshape(-1)[17:], (6, 10), (0, 4), (6, 4), 17),
     ]
-    pieces = [piece for box in (held, *further) for piece in box.__create_chunk_list__()]
-    checkpoint.sharded_tensor.check_cover("w", (6, 10), [(piece.offsets, piece.sizes) for piece in pieces])
+    pieces = [piece for box in (held, *further) for piece in box.pieces()]
+    checkpoint.sharded_tensor.check_cover("w", (6, 10), pieces)
 
 
 def test_what_lies_outside_is_refused() -> None:

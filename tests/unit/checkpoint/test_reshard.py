@@ -2,6 +2,7 @@
 
 import socket
 from collections import Counter
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.checkpoint import ShardedTensor, file_format, load, read_tensors, save, sharded_tensor, verify
+from megatfm.checkpoint import (
+    ShardedTensor,
+    find_latest_intact,
+    load,
+    metadata,
+    read_tensors,
+    save,
+    sharded_tensor,
+    verify,
+)
 from megatfm.errors import MegatfmError
+from tests.support.checkpoint_schemas import write_schema_1
 from tests.support.workers import Workers
 
 HOST = socket.gethostname()
@@ -100,6 +111,27 @@ def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, saved: str, w
         workers.run(load_as, other, paths[0], LAYOUTS)
 
 
+@pytest.mark.parametrize("world", [3, 5])
+def test_ranks_that_share_no_name_or_few(workers: Workers, tmp_path: Path, world: int) -> None:
+    """Each rank's names are sent to rank 0, as no two of them have the same."""
+    path = workers.run(save_as, world, tmp_path, "stages")[0]
+    verify(path)
+    workers.run(load_as, world, path, ("stages", "rows", "columns"))
+
+
+@pytest.mark.parametrize("saved", ["columns", "stages"])
+def test_what_earlier_versions_saved_loads_under_any_layout(
+    workers: Workers, tmp_path: Path, saved: str
+) -> None:
+    path = workers.run(save_as, 4, tmp_path, saved)[0]
+    write_schema_1(path)
+    verify(path)
+    assert find_latest_intact(tmp_path) == path
+    workers.run(load_as, 4, path, LAYOUTS)
+    actual = read_tensors(path)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in reference().items())
+
+
 def save_hsdp(folder: Path) -> Path:
     """Two replicas of two shards, and one tensor that all four have."""
     rank = dist.get_rank()
@@ -111,11 +143,10 @@ def save_hsdp(folder: Path) -> Path:
 
 def test_replicas_are_written_once_and_by_turns(workers: Workers, tmp_path: Path) -> None:
     path = workers.run(save_hsdp, 4, tmp_path)[0]
-    content = file_format.read_metadata(path)
+    content = metadata.read_metadata(path)
     stored = Counter[str]()
-    for tensor in content.tensors.values():
-        for piece in tensor.pieces:
-            stored[piece.file] += tensor.bytes_of(piece)
+    for piece in content.pieces_in(content.files):
+        stored[piece.file] += prod(piece.sizes) * piece.dtype.itemsize
     total = 3 * 4096 * 4 + 100 * 8 * 4 + 3 * 4
     assert sum(stored.values()) == total
     assert len(stored) == 4

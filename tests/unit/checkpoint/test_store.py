@@ -24,7 +24,8 @@ from megatfm.checkpoint import (
     verify,
     writer,
 )
-from megatfm.checkpoint.file_format import DTYPES, check_json_round_trip
+from megatfm.checkpoint.file_format import DTYPES
+from megatfm.checkpoint.metadata import check_json_round_trip
 from megatfm.errors import MegatfmError, UsageError
 
 

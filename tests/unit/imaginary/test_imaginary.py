@@ -17,9 +17,6 @@ from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
 from tests.support.workers import Workers
 
-WAITS = {"engines/losses.py": 1, "engines/gradients.py": 2}
-"""Waits of the host in a step of a dense model, by file. The numbers may only fall."""
-
 
 def small(preset: str, parallel: ParallelConfig) -> Config:
     config = load_config(preset, ["data.tokenizer=t", "data.train=d"])
@@ -51,7 +48,13 @@ def test_an_imaginary_rank_sends_what_a_real_one_does(
 ) -> None:
     config = small(preset, parallel)
     real = workers.run(executed, 4, config, 4)[3]
-    imaginary = traced(config, tmp_path, 4, 3).sent
+    trace = traced(config, tmp_path, 4, 3)
+    imaginary = trace.sent
+    # In dense layers none; in a mixture one for each micro-batch, as rows that arrive need room.
+    places = {where.rpartition(" at ")[2].partition(":")[0] for where in trace.facts["waits"]}
+    assert places <= {"parallel/expert_parallel.py"}
+    n_mixtures = config.model.n_layers // parallel.pp if parallel.ep > 1 else 0
+    assert sum(trace.facts["waits"].values()) <= n_mixtures * trace.facts["microbatches"]
     exchanged = {key for key in real if key[1] == "all_to_all"}  # rows that travel depend on values
     assert real.keys() == imaginary.keys()
     assert {k: v for k, v in real.items() if k not in exchanged} == {
@@ -68,20 +71,16 @@ def test_one_of_1024_ranks_is_as_modelled() -> None:
         "train.global_batch=256",
         "train.compile=false",
     ]
-    found = run_trace("llama3-70b", overrides, 1024, 517)
+    traced_rank = run_trace("llama3-70b", overrides, 1024, 517)
     config = load_config("llama3-70b", overrides)
     with estimator(config, load_cluster("h100", 1024)) as opened:
-        pairs = differences(opened.estimate(opened.base), found)
+        pairs = differences(opened.estimate(opened.base), traced_rank)
     assert len(pairs) == 6
     for name, modelled, seen in pairs:
         assert modelled == pytest.approx(seen, rel=0.04 if name == "peak" else 0.002), name
-    assert not found.facts["all_pairs"]
-    by_file: dict[str, int] = {}
-    for where, times in found.facts["waits"].items():
-        path = where.rpartition(" at ")[2].partition(":")[0]
-        by_file[path] = by_file.get(path, 0) + times
-    assert all(times <= WAITS.get(path, 0) * 2 for path, times in by_file.items()), by_file
-    assert any("attention by" in name for name in found.facts["kernels"])
+    assert not traced_rank.facts["all_pairs"]
+    assert not traced_rank.facts["waits"], "the host never waits for the device but to read the loss"
+    assert any("attention by" in name for name in traced_rank.facts["kernels"])
 
 
 def test_what_can_not_be_traced() -> None:

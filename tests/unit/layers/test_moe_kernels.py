@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatfm.layers.moe import experts
 from megatfm.layers.moe import experts as dispatch
 from megatfm.layers.moe.experts import sort_by_expert
-from megatfm.ops import grouped_mm
+from megatfm.ops import grouped_mm, transfer
 from megatfm.ops.grouped_mm import grouped_linear, kernel_for, looped_linear
 from tests.support.moe_layers import B, D, T, build_moe, moe_inputs, moe_sequence
 
@@ -110,6 +110,24 @@ def test_the_grouped_product_is_the_loop(
     assert kernel_for(x.double(), weight.double()) == kernel_for(x.float(), weight[:, :7]) == "loop"
     nothing = grouped_mm.KERNELS[kernel](x, weight, torch.zeros_like(ends))
     assert torch.autograd.grad(nothing[:0].sum(), [weight], allow_unused=True)[0] is not None
+
+
+def test_the_host_waits_for_the_rows_of_groups_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MegaBlocks' operator wants them on the host; an expert's two or three products take the same groups."""
+    monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
+    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
+    monkeypatch.setattr(transfer, "is_on_host", lambda _: False)
+    real, waits = Tensor.cpu, []
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: waits.append(1) or real(tensor).clone())
+    x, weight = torch.randn(11, D).bfloat16(), torch.randn(4, D, D).bfloat16()
+    ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
+    for _ in range(3):
+        grouped_mm.megablocks_linear(x, weight, ends)
+    assert len(waits) == 1
+    ends[0] = 2
+    expected = looped_linear(x, weight, ends)
+    torch.testing.assert_close(grouped_mm.megablocks_linear(x, weight, ends), expected)
+    assert len(waits) == 2, "they were written since"
 
 
 def test_windows_hold_their_groups_and_have_few_lengths() -> None:

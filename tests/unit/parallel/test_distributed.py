@@ -5,7 +5,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatfm.errors import MegatfmError
+from megatfm.parallel import distributed
 from megatfm.parallel.distributed import (
     TIMEOUTS,
     _own_address,
@@ -155,6 +158,87 @@ def test_a_last_count_that_does_not_come_is_told_by_the_store_s_own_reason() -> 
     store.set("megatfm/here/1", "n2")
     with pytest.raises(dist.DistError):
         _wait_for_all_ranks(store, place, timedelta(seconds=0), time.monotonic())
+
+
+class CountingStore:
+    """A store that is asked over a connection of its own, and counts what is looked for."""
+
+    def __init__(self, port: int, counts: Counter[str]) -> None:
+        self._store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
+        self._counts = counts
+
+    def check(self, keys: list[str]) -> bool:
+        self._counts[keys[0].rpartition("/")[0]] += 1
+        return self._store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "POLL_INTERVAL", timedelta(seconds=0.1))
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    counts, errors = Counter[str](), []
+
+    def arrive(rank: int) -> None:
+        store: Any = CountingStore(server.port, counts)
+        try:
+            _wait_for_all_ranks(
+                store, ProcessEnvironment("srun", rank, 9), timedelta(seconds=0.5), time.monotonic()
+            )
+        except MegatfmError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in (0, 1, 2, 4, 5, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(errors) == {"rank 3, 6, 8 of 9 did not start within 0.5 s: check its log or its node"}
+    assert len(errors) == len(threads)
+    assert counts["megatfm/here"] == 9
+
+
+def test_many_ranks_are_connected_when_they_first_talk() -> None:
+    """Of 4 ranks, each pair of each group has a socket before anything was sent, or only those that have talked."""
+    sockets = {}
+    for ranks_of_lazy in (5, 4):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        code = (
+            "from megatfm.parallel import distributed\n"
+            f"distributed.LAZY_GLOO_RANKS = {ranks_of_lazy}\n"
+            "import os, torch, torch.distributed as dist\n"
+            "from pathlib import Path\n"
+            "def count(): return sum(1 for f in Path('/proc/self/fd').iterdir() if f.is_socket())\n"
+            "with distributed.distributed_session(60, 'cpu') as rank:\n"
+            "    groups = [dist.new_group(backend='gloo') for _ in range(8)]\n"
+            "    made = count()\n"
+            "    ones = torch.ones(3)\n"
+            "    for group in groups: dist.all_reduce(ones, group=group)\n"
+            "    answers = [None] * 4\n"
+            "    dist.all_gather_object(answers, made)\n"
+            "    if rank.rank == 0: print(min(answers), max(answers), ones.tolist())\n"
+        )
+        common = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(4)
+        ]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * 4
+        least, most, values = outputs[0].split(maxsplit=2)
+        assert values.strip() == str([4.0**8] * 3)
+        sockets[ranks_of_lazy] = int(least), int(most)
+    assert sockets[5][0] >= 9 * 3
+    assert sockets[4][1] < sockets[5][0] / 2
 
 
 @pytest.mark.parametrize(

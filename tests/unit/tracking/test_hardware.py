@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatfm.checkpoint import file_format
+from megatfm.checkpoint import metadata
 from megatfm.tracking import hardware
 from tests.support.workers import THREADS, Workers
 
@@ -110,7 +110,7 @@ def kinds_here() -> dict[str, object]:
 
 def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
     for result in workers.run(kinds_here, 3):
-        assert file_format.check_json_round_trip({"machines": result}), "a checkpoint can hold it"
+        assert metadata.check_json_round_trip({"machines": result}), "a checkpoint can hold it"
         assert result["of_rank"] == [0, 1, 0]
         assert [kind["threads"] for kind in result["kinds"]] == [str(THREADS), "3"]
         assert result["kinds"][0].keys() >= {

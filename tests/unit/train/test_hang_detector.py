@@ -1,8 +1,10 @@
 """Whom a detector blames, from heartbeats and ends at times that the test gives."""
 
+import json
+
 import pytest
 
-from megatfm.train.rank_monitor_server import CAUSE_WINDOW_SECONDS, Diagnosis, HangDetector, Heartbeat
+from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, Diagnosis, HangDetector, Heartbeat
 
 HOSTS = ["n0", "n0", "n1", "n1"]
 
@@ -166,3 +168,35 @@ def test_a_judge_that_was_stopped_itself_blames_nobody_for_it(detector: HangDete
     detector.exclude_pause(60.0)
     assert detector.diagnose(61.0) is None
     assert detector.diagnose(75.0) is not None
+
+
+def test_of_a_node_that_is_silent_the_rank_is_blamed_through_which_the_others_are_heard() -> None:
+    detector = HangDetector(HOSTS, 10.0, 4.0, 0.0, relays=[0, 1, 2, 2])
+    for second in range(11):
+        everybody(
+            detector,
+            second,
+            r0=Heartbeat(7, "step", 8, second, True),
+            **({"r2": None, "r3": None} if second else {}),
+        )
+    diagnosis = given(detector, 10.1)
+    assert (diagnosis.ranks, diagnosis.hosts) == ([2], ["n1"])
+    detector.record_heartbeat(2, Heartbeat(7, "step", 8, 10.0, True), 10.1)
+    assert given(detector, 10.2).ranks == [3], "only the one behind it"
+
+
+@pytest.mark.parametrize(
+    "ranks", [[], [0], [3], [0, 1, 2, 3], [1, 3, 4, 5, 9], [5, 4, 3], [7, 7, 8]], ids=str
+)
+def test_a_diagnosis_comes_back_from_json(ranks: list[int]) -> None:
+    diagnosis = Diagnosis(ranks, [f"n{rank // 4}" for rank in ranks], 3, "they hang", True, 2)
+    assert Diagnosis.from_dict(json.loads(json.dumps(diagnosis.to_dict()))) == diagnosis
+
+
+def test_many_neighbours_make_a_short_diagnosis() -> None:
+    """All of 10,000 ranks are silent; the connection takes lines of 64 KiB from those it doesn't know."""
+    detector = HangDetector([f"gpu{rank // 8:05d}" for rank in range(10_000)], 10.0, 4.0, 0.0)
+    diagnosis = given(detector, 20.0)
+    assert len(diagnosis.ranks) == 10_000
+    assert len(json.dumps(diagnosis.to_dict())) < 32_000
+    assert "and 9992 more" in diagnosis.text

@@ -1,7 +1,10 @@
 """The hub over real sockets: who may speak, and what everybody hears."""
 
+import errno
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +12,9 @@ from typing import Any
 import pytest
 
 from megatfm.train import rank_monitor_server
-from megatfm.train.rank_monitor_server import LINE_BYTES, Heartbeat, JsonConnection, RankMonitorServer
+from megatfm.train.hang_detector import Heartbeat
+from megatfm.train.json_connection import LINE_BYTES, JsonConnection
+from megatfm.train.rank_monitor_server import RankMonitorServer
 
 
 class Client:
@@ -40,6 +45,9 @@ class Client:
             time.sleep(0.01)
         return False
 
+    def heartbeat(self, phase: str = "step", age: float = 0.0) -> None:
+        self.line.send({"heartbeat": Heartbeat(3, phase, 4, age, True, "").__dict__})
+
 
 Connect = Callable[..., Client]
 
@@ -50,9 +58,16 @@ def open_hub() -> Iterator[Callable[..., Connect]]:
     hubs: list[RankMonitorServer] = []
     clients: list[Client] = []
 
-    def open_hub(ranks: int, limit: float = 60.0, interval: float = 0.1) -> Connect:
-        listener = socket.create_server(("127.0.0.1", 0))
-        thread = RankMonitorServer(["n0"] * ranks, limit, interval, "secret", listener)
+    def open_hub(
+        ranks: int,
+        limit: float = 60.0,
+        interval: float = 0.1,
+        hosts: list[str] | None = None,
+        relays: list[int] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> Connect:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        thread = RankMonitorServer(hosts or ["n0"] * ranks, limit, interval, "secret", listener, relays, warn)
         thread.start()
         hubs.append(thread)
         port = listener.getsockname()[1]
@@ -94,7 +109,7 @@ def test_a_closed_connection_is_a_death_that_all_others_hear_of(
     ranks[1].line.close()
     for rank in (ranks[0], ranks[2]):
         diagnosis = rank.hears("diagnosis")["diagnosis"]
-        assert diagnosis["ranks"] == [1]
+        assert diagnosis["ranks"] == [[1, 1]]
         assert diagnosis["text"].startswith("rank 1 on n0 at step 3, save: ended without a word")
 
 
@@ -108,7 +123,7 @@ def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> N
         local.heard += local.line.receive() or []
         time.sleep(0.02)
     diagnosis = next(message["diagnosis"] for message in local.heard if "diagnosis" in message)
-    assert diagnosis["ranks"] == [1]
+    assert diagnosis["ranks"] == [[1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +175,7 @@ def test_a_rank_that_talks_nonsense_has_failed(open_hub: Callable[..., Connect])
     connect = open_hub(2)
     ranks = [connect(rank) for rank in range(2)]
     ranks[1].line.send({"heartbeat": 3})
-    assert ranks[0].hears("diagnosis")["diagnosis"]["ranks"] == [1]
+    assert ranks[0].hears("diagnosis")["diagnosis"]["ranks"] == [[1, 1]]
 
 
 def test_a_message_that_is_sent_in_part_is_ended_before_the_next() -> None:
@@ -183,3 +198,78 @@ def test_a_message_that_is_sent_in_part_is_ended_before_the_next() -> None:
     assert 50 < len(numbers) < 400
     sender.close()
     receiver.close()
+
+
+def test_a_diagnosis_of_any_length_arrives(open_hub: Callable[..., Connect]) -> None:
+    """6,000 silent ranks on as many hosts: more than a socket's buffer takes at once from a slow reader."""
+    hosts = [f"node-with-a-long-name-{number:06d}.cluster.example" for number in range(6000)]
+    connect = open_hub(6000, limit=1.0, interval=0.1, hosts=hosts)
+    client = connect(0)
+    for _ in range(30):
+        client.heartbeat(age=5.0)
+        time.sleep(0.05)
+    diagnosis = client.hears("diagnosis")["diagnosis"]
+    assert len(json.dumps(diagnosis)) > 4 * LINE_BYTES
+    assert diagnosis["ranks"] == [[1, 5999]]
+    assert [host for host, _ in diagnosis["hosts"]] == hosts[1:]
+
+
+def test_ranks_that_are_never_heard_are_named(
+    open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_monitor_server, "UNHEARD_SECONDS", 0.3)
+    warnings: list[str] = []
+    connect = open_hub(4, warn=warnings.append, interval=0.05)
+    for rank in (0, 2):
+        connect(rank).heartbeat()
+    deadline = time.monotonic() + 20
+    while not warnings:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert warnings == ["the rank monitor has not heard 2 of 4 ranks since the start: 1, 3"]
+    for rank in (1, 3):
+        connect(rank).line.send({"failed": "enough", "lost_peer": False})
+
+
+def test_connections_that_can_not_be_accepted_are_told_of_and_accepted_later(
+    open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_monitor_server, "ACCEPT_PAUSE_SECONDS", 0.2)
+    real, refusals = socket.socket.accept, [errno.EMFILE] * 3
+
+    def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if refusals:
+            raise OSError(refusals.pop(), "Too many open files")
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    warnings: list[str] = []
+    connect = open_hub(2, warn=warnings.append)
+    ranks = [connect(rank) for rank in range(2)]
+    for rank in ranks:
+        assert rank.hears("heartbeat")
+        rank.line.send({"bye": True})
+    for rank in ranks:
+        assert rank.hears("bye")
+    assert len(warnings) == 1
+    assert "can't accept a connection (Too many open files): it has 0 of 2" in warnings[0]
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes() -> None:
+    """In a process of its own, whose limits can't be raised back."""
+    code = """
+import resource, socket
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 700))
+from megatfm.train.rank_monitor_server import RankMonitorServer
+heard = []
+RankMonitorServer(["n"] * 100, 9.0, 1.0, "t", None, warn=heard.append)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356, heard)
+RankMonitorServer(["n"] * 1000, 9.0, 1.0, "t", None, warn=heard.append)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], heard)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "True []"
+    assert second.startswith("700 [")
+    assert "too few for 1000 connections of the rank monitor" in second
+    assert "ulimit -Hn" in second

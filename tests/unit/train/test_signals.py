@@ -35,6 +35,21 @@ def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal
     )
 
 
+def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:
+    with StopSignals(CPU) as signals:
+        answers = [signals.agreed_before(busy=dist.get_rank() == 2)]
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), number)
+        answers += [signals.agreed_before() for _ in range(3)]
+    return answers
+
+
+def test_what_was_agreed_a_step_before_is_the_same_on_all_ranks(workers: Workers) -> None:
+    """As on a GPU, where the host waits for nothing newer; before the first, all count as busy."""
+    expected = [(None, True), (None, True), ("SIGTERM", False), ("SIGTERM", False)]
+    assert workers.run(agreed_a_step_later, 3, signal.SIGTERM) == [expected] * 3
+
+
 def different_signals() -> str | None:
     with StopSignals(CPU) as signals:
         os.kill(os.getpid(), (signal.SIGTERM, signal.SIGUSR1)[dist.get_rank()])

@@ -1,0 +1,209 @@
+"""Ranks of two nodes, of which one talks through a relay, over real sockets."""
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatfm.train.hang_detector import Heartbeat
+from megatfm.train.json_connection import JsonConnection
+from megatfm.train.rank_monitor_client import find_relays
+from megatfm.train.rank_monitor_server import RankMonitorRelay, RankMonitorServer
+
+HOSTS = ["n0", "n0", "n1", "n1", "n1"]
+RELAYS = [0, 1, 2, 2, 2]
+
+
+def dial(listener: socket.socket) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5)
+
+
+class Cluster:
+    """A server, a relay, and the connections of ranks."""
+
+    def __init__(self, hang_timeout: float = 60.0, interval: float = 0.1, token: str = "secret") -> None:
+        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.server = RankMonitorServer(HOSTS, hang_timeout, interval, "secret", self.listeners[0], RELAYS)
+        self.server.start()
+        self.upstream = JsonConnection(dial(self.listeners[0]))
+        self.upstream.send({"rank": 2, "token": token})
+        self.relay = RankMonitorRelay(
+            [2, 3, 4], hang_timeout, interval, "secret", self.listeners[1], self.upstream
+        )
+        self.relay.start()
+        self.ranks = [JsonConnection(dial(self.listeners[rank >= 2])) for rank in range(len(HOSTS))]
+        for rank, line in enumerate(self.ranks):
+            line.send({"rank": rank, "token": "secret"})
+        self.received: list[list[dict[str, Any]]] = [[] for _ in HOSTS]
+
+    def heartbeat(self, rank: int, step: int = 3, phase: str = "step", age: float = 0.0) -> None:
+        self.ranks[rank].send({"heartbeat": Heartbeat(step, phase, step, age, True, "").__dict__})
+
+    def hears(self, rank: int, key: str) -> dict[str, Any]:
+        """Wait for a message with this key."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            self.received[rank] += self.ranks[rank].receive() or []
+            for message in self.received[rank]:
+                if key in message:
+                    return message
+            time.sleep(0.01)
+        raise AssertionError(f"rank {rank} hears no {key}: {self.received[rank]}")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    close(cluster)
+
+
+def close(cluster: Cluster) -> None:
+    for line in cluster.ranks:
+        line.close()
+    for thread in (cluster.server, cluster.relay):
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_the_server_has_one_connection_for_a_node(cluster: Cluster) -> None:
+    for rank in range(5):
+        cluster.heartbeat(rank)
+        cluster.hears(rank, "heartbeat")
+    assert sorted(rank for rank in cluster.server._connections.values() if rank is not None) == [0, 1, 2]
+
+
+def test_all_say_goodbye(cluster: Cluster) -> None:
+    for rank in (3, 0, 4, 2):
+        cluster.ranks[rank].send({"bye": True})
+    time.sleep(0.3)
+    assert cluster.server.is_alive(), "rank 1 has not left"
+    cluster.ranks[1].send({"bye": True})
+    for rank in range(5):
+        assert cluster.hears(rank, "bye") == {"bye": True}
+
+
+@pytest.mark.parametrize("dead", [1, 2, 3])
+def test_a_death_on_either_node_is_heard_on_both(cluster: Cluster, dead: int) -> None:
+    cluster.heartbeat(dead, 7, "save")
+    time.sleep(0.3)
+    cluster.ranks[dead].close()
+    for rank in set(range(5)) - {dead}:
+        diagnosis = cluster.hears(rank, "diagnosis")["diagnosis"]
+        assert diagnosis["ranks"] == [[dead, 1]]
+        assert diagnosis["text"].startswith(f"rank {dead} on {HOSTS[dead]} at step 7, save: ended without")
+
+
+def test_what_a_rank_said_last_is_heard_before_its_end(cluster: Cluster) -> None:
+    cluster.heartbeat(4, 9, "evaluate")
+    cluster.ranks[4].send({"failed": "ValueError: no", "lost_peer": False})
+    cluster.ranks[4].close()
+    diagnosis = cluster.hears(0, "diagnosis")["diagnosis"]
+    assert diagnosis["text"] == "rank 4 on n1 at step 9, evaluate: failed: ValueError: no"
+
+
+def test_of_a_relay_that_is_gone_rank_0_and_its_ranks_hear(cluster: Cluster) -> None:
+    cluster.upstream.shutdown()
+    diagnosis = cluster.hears(0, "diagnosis")["diagnosis"]
+    assert diagnosis["ranks"] == [[2, 1]]
+    assert cluster.hears(3, "server_lost")["hung"] is False
+
+
+def test_of_a_server_that_is_gone_ranks_behind_the_relay_hear(cluster: Cluster) -> None:
+    for rank in (0, 1):
+        cluster.ranks[rank].close()
+    assert cluster.hears(3, "diagnosis")["diagnosis"]["ranks"] == [[0, 1]]
+
+
+def test_a_server_that_is_silent_is_told_of() -> None:
+    """A listener that accepts no one takes connections, and says nothing."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0))
+    relay = RankMonitorRelay([2, 3], 0.5, 0.1, "secret", listener, JsonConnection(dial(silent)))
+    relay.start()
+    line = JsonConnection(dial(listener))
+    line.send({"rank": 3, "token": "secret"})
+    messages: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 20
+    while not any("server_lost" in message for message in messages):
+        assert time.monotonic() < deadline
+        messages += line.receive() or []
+        time.sleep(0.01)
+    assert messages[-1]["hung"] is True
+    assert messages[-1]["server_lost"].startswith("no sign of life for")
+    assert {"heartbeat": True} in messages, "the relay itself is well"
+    relay.join(20)
+    line.close()
+    silent.close()
+
+
+def test_a_relay_speaks_for_its_own_ranks_only(cluster: Cluster) -> None:
+    heartbeat = {"heartbeat": Heartbeat(1, "step", 1, 0.0, True, "").__dict__}
+    cluster.upstream.send({"relayed": [(1, heartbeat)]})
+    assert cluster.hears(0, "diagnosis")["diagnosis"]["ranks"] == [[2, 1]]
+
+
+def test_ranks_behind_a_relay_show_the_token_and_are_of_its_node(cluster: Cluster) -> None:
+    greetings: list[dict[str, Any]] = [
+        {"rank": 3, "token": "guess"},
+        {"rank": 1, "token": "secret"},
+        {"relayed": []},
+    ]
+    for hello in greetings:
+        stranger = JsonConnection(dial(cluster.listeners[1]))
+        stranger.send(hello)
+        deadline = time.monotonic() + 20
+        while stranger.receive() is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stranger.close()
+    cluster.heartbeat(3)
+    cluster.hears(3, "heartbeat")
+
+
+def test_age_counts_on_while_a_heartbeat_waits_in_the_relay() -> None:
+    """With a beat of minutes, a batch leaves for a new phase, and the other ranks' heartbeats go with it, older."""
+    ours, server = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    relay = RankMonitorRelay([2, 3], 600.0, 100.0, "secret", listener, JsonConnection(ours))
+    relay.start()
+    upstream = JsonConnection(server)
+    lines = {rank: JsonConnection(dial(listener)) for rank in (2, 3)}
+    relayed: dict[int, list[dict[str, Any]]] = {2: [], 3: []}
+
+    def sends(rank: int, phase: str) -> None:
+        lines[rank].send({"heartbeat": Heartbeat(1, phase, 1, 0.5, True, "").__dict__})
+
+    def wait(rank: int, number: int) -> None:
+        deadline = time.monotonic() + 20
+        while len(relayed[rank]) < number:
+            assert time.monotonic() < deadline
+            for message in upstream.receive() or ():
+                for sender, inner in message["relayed"]:
+                    relayed[sender].append(inner["heartbeat"])
+            time.sleep(0.01)
+
+    for rank, line in lines.items():
+        line.send({"rank": rank, "token": "secret"})
+        sends(rank, "start")
+        wait(rank, 1)
+    sends(2, "start")
+    time.sleep(0.6)
+    sends(3, "step")
+    wait(3, 2)
+    wait(2, 2)
+    assert relayed[2][1]["age"] > 1.0
+    assert relayed[3][1]["age"] < 1.0
+    upstream.close()
+    relay.join(20)
+    for line in lines.values():
+        line.close()
+
+
+def test_relays_of_nodes() -> None:
+    assert find_relays(["a", "a", "a"]) == [0, 1, 2]
+    assert find_relays(["a", "a", "b", "b", "c"]) == [0, 1, 2, 2, 4]
+    assert find_relays(["a", "b", "c", "a", "b", "c"]) == [0, 1, 2, 3, 1, 2]
+    assert find_relays(["a"]) == [0]
