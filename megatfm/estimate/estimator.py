@@ -185,11 +185,10 @@ class Estimator:
         """Cut of the model into stages."""
         parallel = config.parallel
         shape = parallel.pp_schedule in ("zbv", "dualpipev")
-        model = self._model(config).model  # stages are cut after tensor parallelism
-        key = id(model), parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
+        key = parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
         if key not in self._pipelines:
             try:
-                self._pipelines[key] = plan_pipeline_split(config, model)
+                self._pipelines[key] = plan_pipeline_split(config, self._whole)
             except UsageError as error:
                 self._pipelines[key] = error
         planned = self._pipelines[key]
