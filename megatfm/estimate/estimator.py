@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
 from typing import cast
@@ -17,6 +17,7 @@ from megatfm.estimate.devices import Cluster
 from megatfm.estimate.memory import RankMemory, rank_memory
 from megatfm.estimate.profile import LocalModel, ModelProfile, fake_ranks
 from megatfm.estimate.schedule import Timeline
+from megatfm.estimate.stalls import checkpoint_stall, data_stall
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
 from megatfm.estimate.weights import LocalWeight, local_weights
@@ -124,6 +125,12 @@ class Estimator:
             )
             for rank, parts in enumerate(parts_of_rank)
         ]
+        computed = time.step
+        time = replace(
+            time,
+            data=data_stall(config, computed),
+            checkpoint=checkpoint_stall(config, self.cluster, memory, computed),
+        )
         return Estimate(
             config, self.cluster, self.description, memory, time, flows, timeline, microbatches, compiled
         )

@@ -11,6 +11,7 @@ from megatfm.estimate.operators import Operator
 from megatfm.estimate.profile import ModelProfile, PartProfile
 from megatfm.estimate.roofline import Seconds, pass_seconds
 from megatfm.estimate.schedule import Timeline, simulate
+from megatfm.estimate.stalls import fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
@@ -43,9 +44,11 @@ class StepTime:
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
+    expert_imbalance: float = 0.0
     data_parallel: float = 0.0
     bubble: float = 0.0
     optimizer: float = 0.0
+    data: float = 0.0
     checkpoint: float = 0.0
 
     @property
@@ -56,7 +59,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PartTime:
-    """Passes of a split point: computing, what it sends over tp, cp and ep, and ZeRO's gathers behind it."""
+    """Passes of a split point: computing, what it sends over tp, cp and ep, and ZeRO's gathers behind it. imbalance:
+    what both passes take longer where experts are asked for most."""
 
     forward: Seconds
     backward: Seconds
@@ -65,16 +69,16 @@ class PartTime:
     sent_backward: float
     context: float
     experts: float
+    imbalance: float
     gather: float
     reduce: float
     weight_share: float
 
     def total(self, *, reduces: bool) -> tuple[float, float]:
         """Forward and backward seconds, with what gathers and reductions leave unhidden."""
-        forward = self.forward.total + self.sent_forward + (self.context + self.experts) / 3
-        backward = (
-            self.backward.total + self.recompute + self.sent_backward + (self.context + self.experts) * 2 / 3
-        )
+        exchanged = self.context + self.experts + self.imbalance
+        forward = self.forward.total + self.sent_forward + exchanged / 3
+        backward = self.backward.total + self.recompute + self.sent_backward + exchanged * 2 / 3
         behind = self.gather + (self.reduce if reduces else 0.0)
         return max(forward, self.gather), max(backward, behind)
 
@@ -180,6 +184,7 @@ def part_time(
     flows = Flows()
     context_flows(flows, config, part, axes[CONTEXT], 1)
     expert_flows(flows, config, part, axes[EXPERT], 1)
+    experts = axis_seconds(flows, axes, node, (EXPERT,))
     gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
     weight_flops = _weight_gradient_flops(part)
     total_flops = sum(op.flops for op in part.backward) or 1.0
@@ -190,11 +195,22 @@ def part_time(
         sent_forward * exposed,
         sent_backward * exposed,
         axis_seconds(flows, axes, node, (CONTEXT,)),
-        axis_seconds(flows, axes, node, (EXPERT,)),
+        experts,
+        _imbalance(config, cluster, part, experts, fp8=fp8),
         gather,
         reduce,
         weight_flops / total_flops if part.backward else WEIGHT_SHARE,
     )
+
+
+def _imbalance(config: Config, cluster: Cluster, part: PartProfile, sent: float, *, fp8: bool) -> float:
+    """Time that the expert-parallel rank with most tokens takes beyond the mean. sent: seconds of the exchanges."""
+    products = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
+    if config.parallel.ep == 1 or not products:
+        return 0.0
+    tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
+    computed = pass_seconds(cluster.device, products, compiled=False, fp8=fp8).matmul
+    return (fullest_share(config, tokens) - 1) * (computed + sent)
 
 
 def _sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -> float:
@@ -310,6 +326,7 @@ def _sums(
             "tensor_parallel",
             "context_parallel",
             "expert_parallel",
+            "expert_imbalance",
             "data_parallel",
         ),
         0.0,
@@ -325,9 +342,10 @@ def _sums(
         sums["tensor_parallel"] += time.sent_forward + time.sent_backward
         sums["context_parallel"] += time.context
         sums["expert_parallel"] += time.experts
-        everything = sum(time.total(reduces=sharded))
-        hidden = time.forward.total + time.backward.total + time.recompute + time.sent_forward
-        sums["data_parallel"] += everything - hidden - time.sent_backward - time.context - time.experts
+        sums["expert_imbalance"] += time.imbalance
+        passes = time.forward.total + time.backward.total + time.recompute
+        sent = time.sent_forward + time.sent_backward + time.context + time.experts + time.imbalance
+        sums["data_parallel"] += sum(time.total(reduces=sharded)) - passes - sent
     return {cause: seconds * microbatches for cause, seconds in sums.items()}
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatfm.config import Config, ParallelConfig
+from megatfm.config import Config, ModelConfig, ParallelConfig
+from megatfm.config.ffn import MoEConfig, SoftMoEConfig
 from megatfm.describe.description import optimizer_state_bytes
 from megatfm.layers.moe.experts import Experts
 from megatfm.parallel.layout import ModelLayout
@@ -163,3 +164,9 @@ def _by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
         if weight.in_block:
             sums[weight.parts] = sums.get(weight.parts, 0) + weight.local
     return sums
+
+
+def experts_section(model: ModelConfig) -> MoEConfig | SoftMoEConfig | None:
+    """The section of a model's experts, of whatever kind of blocks has them; None where there are none."""
+    sections = (kind.ffn for kind in model.layer_kinds)
+    return next((ffn for ffn in sections if isinstance(ffn, MoEConfig | SoftMoEConfig)), None)
