@@ -57,9 +57,11 @@ def sum_by_axes(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Ten
     for axis in mesh.reduction_order:
         summed = [i for i, axes in enumerate(kinds) if axis in axes]
         if summed and mesh.size(axis) > 1:
-            part = sums[summed]
+            # Taken one by one: a list of indices would be copied to the device, and the host would wait for it.
+            part = torch.stack([sums[i] for i in summed])
             mesh.all_reduce_(part, (axis,))
-            sums[summed] = part
+            for i, value in zip(summed, part, strict=True):
+                sums[i] = value
     return sums.sum(0)
 
 

@@ -133,7 +133,7 @@ class LossAccumulator:
         """
         if not self._batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
-        counts = self._counts_here.to(self._device, non_blocking=True)
+        counts = moved(self._counts_here, self._device)
         self._mesh.all_reduce_(counts, self._mesh.data_axes)
         self._counts += counts
         self._counts_here = torch.zeros_like(self._counts_here)

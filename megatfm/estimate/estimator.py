@@ -30,14 +30,15 @@ from megatfm.train.build import build_model, plan_pipeline_split
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take. config: resolved, with `dp_shard` filled in. memory: by pipeline rank."""
+    """What a run would take. config: resolved, with `dp_shard` filled in. memory, flows_by_rank: by pipeline rank."""
 
     config: Config
     cluster: Cluster
     description: Description
     memory: Sequence[RankMemory]
     time: StepTime
-    flows: Flows
+    flows_by_rank: Sequence[Flows]
+    busiest: int
     timeline: Timeline | None
     microbatches: int
     compiled: bool
@@ -46,6 +47,11 @@ class Estimate:
     def worst(self) -> RankMemory:
         """The fullest rank."""
         return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def flows(self) -> Flows:
+        """What a rank of the busiest pipeline rank sends."""
+        return self.flows_by_rank[self.busiest]
 
     @property
     def fits(self) -> bool:
@@ -107,7 +113,7 @@ class Estimator:
         profile = self.profile(config)
         weights = self.local_weights(config)
         parts_of_rank, rank_of, stages = self._stages(config, profile)
-        time, flows, timeline, in_flight = step_time(
+        step = step_time(
             config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled
         )
         reserved = int(self.cluster.device.reserved_gib * 2**30)
@@ -117,7 +123,7 @@ class Estimator:
                 weights,
                 parts,
                 profile.parts,
-                in_flight,
+                step.in_flight,
                 rank,
                 microbatches,
                 compiled=compiled,
@@ -125,14 +131,20 @@ class Estimator:
             )
             for rank, parts in enumerate(parts_of_rank)
         ]
-        computed = time.step
-        time = replace(
-            time,
-            data=data_stall(config, computed),
-            checkpoint=checkpoint_stall(config, self.cluster, memory, computed),
-        )
+        computed = step.time.step
+        stalls = data_stall(config, computed), checkpoint_stall(config, self.cluster, memory, computed)
+        time = replace(step.time, data=stalls[0], checkpoint=stalls[1])
         return Estimate(
-            config, self.cluster, self.description, memory, time, flows, timeline, microbatches, compiled
+            config,
+            self.cluster,
+            self.description,
+            memory,
+            time,
+            step.flows,
+            step.busiest,
+            step.timeline,
+            microbatches,
+            compiled,
         )
 
     def _model(self, config: Config) -> LocalModel:

@@ -85,4 +85,3 @@ def fullest_share(config: Config, tokens: float, quantile: float = QUANTILE) -> 
     chance = (ranks - 1) / (tokens * ffn.top_k)
     share = 1 + math.sqrt(preference + chance) * NormalDist().inv_cdf(quantile ** (1 / ranks))
     return max(1.0, min(share, ffn.capacity_factor or math.inf))
-

@@ -11,13 +11,15 @@ from megatfm.config.ffn import MoEConfig, SoftMoEConfig
 from megatfm.describe.description import optimizer_state_bytes
 from megatfm.layers.moe.experts import Experts
 from megatfm.parallel.layout import ModelLayout
+from megatfm.parallel.mesh import TENSOR
 from megatfm.split_points import SplitPoint
 
 
 @dataclass(frozen=True)
 class LocalWeight:
     """A parameter as one rank has it before ZeRO. rows: along the dim that ZeRO cuts; optimizer_bytes: of the whole
-    parameter's state; parts: indices of the split points that use it; numel: of the whole."""
+    parameter's state; parts: indices of the split points that use it; numel: of the whole; is_partial: tensor-parallel
+    ranks have a share of its gradient each."""
 
     name: str
     numel: int
@@ -28,6 +30,7 @@ class LocalWeight:
     optimizer_bytes: int
     parts: tuple[int, ...]
     in_block: bool
+    is_partial: bool = False
 
     @property
     def local(self) -> int:
@@ -95,6 +98,7 @@ def local_weights(
                 optimizer.get(name, 0),
                 tuple(holders.get(id(parameter), ())),
                 ".layers." in name,
+                TENSOR in layout[name].partial_axes,
             )
         )
     return found

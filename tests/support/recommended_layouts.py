@@ -40,7 +40,10 @@ LARGE: Mapping[str, tuple[int, Sequence[str]]] = {
         256,
         ("parallel.zero=3", "parallel.tp=4", "parallel.dp_replicate=4", "parallel.grad_accumulation=sharded"),
     ),
-    "llama3-405b": (1024, ("parallel.tp=8", "parallel.pp=16", "parallel.zero=1", "train.recompute=selective")),
+    "llama3-405b": (
+        1024,
+        ("parallel.tp=8", "parallel.pp=16", "parallel.zero=1", "train.recompute=selective"),
+    ),
     "mistral-7b": sharded(64, "parallel.grad_accumulation=sharded"),
     "mistral-7b-v0.1": sharded(64, "parallel.grad_accumulation=sharded"),
     "mixtral-8x7b": (128, ("parallel.ep=8", "parallel.pp=4", "parallel.zero=1")),
@@ -75,7 +78,9 @@ LONG: Sequence[Recommended] = (
             "train.recompute=full",
         ),
     ),
-    Recommended("modernbert-large", 16, ("data.sequence_length=8192", "train.micro_batch=1", "parallel.cp=2")),
+    Recommended(
+        "modernbert-large", 16, ("data.sequence_length=8192", "train.micro_batch=1", "parallel.cp=2")
+    ),
 )
 """The longest contexts, which ranks divide."""
 

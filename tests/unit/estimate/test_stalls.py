@@ -33,14 +33,19 @@ def test_the_fullest_rank_is_that_of_drawn_loads(preset: str, ep: int) -> None:
 
 
 def test_experts_with_a_capacity_get_no_more() -> None:
-    config = load_config("switch-base-8", ["parallel.ep=8", "model.layer_type.sparse.ffn.capacity_factor=1.25"])
+    config = load_config(
+        "switch-base-8", ["parallel.ep=8", "model.layer_type.sparse.ffn.capacity_factor=1.25"]
+    )
     assert fullest_share(config, 64) == 1.25
 
 
 def step_of(*overrides: str) -> tuple[Config, dict[str, float]]:
     with estimator(load_config("gpt2-124m", list(overrides)), load_cluster("h100", 8)) as opened:
         estimate = opened.estimate(opened.base)
-    return estimate.config, vars(estimate.time) | {"step": estimate.time.step, "state": _state(estimate.memory)}
+    return estimate.config, vars(estimate.time) | {
+        "step": estimate.time.step,
+        "state": _state(estimate.memory),
+    }
 
 
 def _state(memory: object) -> float:

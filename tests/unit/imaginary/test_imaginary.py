@@ -17,9 +17,6 @@ from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
 from tests.support.workers import Workers
 
-WAITS = {"engines/losses.py": 1, "engines/gradients.py": 2}
-"""Waits of the host in a step of a dense model, by file. The numbers may only fall."""
-
 
 def small(preset: str, parallel: ParallelConfig) -> Config:
     config = load_config(preset, ["data.tokenizer=t", "data.train=d"])
@@ -76,11 +73,7 @@ def test_one_of_1024_ranks_is_as_modelled() -> None:
     for name, modelled, seen in pairs:
         assert modelled == pytest.approx(seen, rel=0.04 if name == "peak" else 0.002), name
     assert not found.facts["all_pairs"]
-    by_file: dict[str, int] = {}
-    for where, times in found.facts["waits"].items():
-        path = where.rpartition(" at ")[2].partition(":")[0]
-        by_file[path] = by_file.get(path, 0) + times
-    assert all(times <= WAITS.get(path, 0) * 2 for path, times in by_file.items()), by_file
+    assert not found.facts["waits"]
     assert any("attention by" in name for name in found.facts["kernels"])
 
 

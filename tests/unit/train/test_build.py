@@ -15,7 +15,9 @@ from megatfm.verify.shrink import shrink
 
 def wide_head(tp: int) -> Config:
     """Rows whose attention costs as much as the blocks' products, and a vocabulary that costs several blocks."""
-    config, _ = shrink(load_config("llama3-8b", [f"parallel.tp={tp}", "parallel.pp=3", "parallel.dp_shard=1"]))
+    config, _ = shrink(
+        load_config("llama3-8b", [f"parallel.tp={tp}", "parallel.pp=3", "parallel.dp_shard=1"])
+    )
     model = config.model.with_changes({"n_layers": 9, "vocab_size": 4096})
     data = config.data.model_copy(update={"sequence_length": 512})
     return config.model_copy(update={"model": model, "data": data})
