@@ -153,10 +153,11 @@ def _print(opened: "Estimator", estimate: "Estimate") -> None:
     _advise(opened, estimate)
 
 
-def _advise(opened: "Estimator", estimate: "Estimate") -> None:
+def _advise(opened: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
+    """Print what fits as well, or where it does not fit, and where a run has failed, what to change."""
     from megatfm.estimate.advice import changes_that_fit, largest_micro_batch
 
-    if estimate.fits:
+    if estimate.fits and not needs_less:
         largest = largest_micro_batch(opened, estimate)
         if largest and largest > estimate.config.train.micro_batch:
             print(f"train.micro_batch={largest} fits as well")
@@ -167,3 +168,31 @@ def _advise(opened: "Estimator", estimate: "Estimate") -> None:
     for change in changes[:SHOWN]:
         worst = change.estimate.worst.total / 2**30
         print(f"fits with {change}: {worst:.1f} GiB, {change.estimate.time.step:.3g} s a step")
+
+
+def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run, and the device where its name is not enough."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--device", metavar="NAME", help="h100, a100, … or your own (that of the run)")
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="devices and nodes of your own, in TOML"
+    )
+
+
+def explain_oom_command(args: argparse.Namespace) -> int:
+    """Print a run's predicted memory by phase and owner, what it recorded, and which settings to change."""
+    from megatfm.estimate.recorded import read_recorded, run_estimator
+    from megatfm.estimate.recorded_text import phases_table, recorded_lines
+    from megatfm.estimate.text import heading, memory_table, verdict
+    from megatfm.launchers.status import resolve_run_dir
+
+    folder = resolve_run_dir(args.folder)
+    recorded = read_recorded(folder)
+    with run_estimator(folder, recorded, args.device, args.hardware) as opened:
+        estimate = opened.estimate(opened.base)
+        for line in (*heading(estimate), verdict(estimate), *recorded_lines(estimate, recorded)):
+            print(line)
+        print_table(memory_table(estimate))
+        print_table(phases_table(estimate))
+        _advise(opened, estimate, needs_less=bool(recorded.failures))
+    return 0

@@ -30,5 +30,7 @@ def test_a_recommended_layout_runs_on_an_imaginary_gpu(layout: Recommended) -> N
     n_blocks = traced.few_layers.config.model.n_layers * traced.few_layers.microbatches
     budget = {path: times * n_blocks for path, times in WAITS_OF_EXPERTS.items()}
     has_experts = traced.few_layers.config.parallel.ep > 1
-    assert all(times <= budget.get(path, 0) * has_experts for path, times in traced.waits.items()), traced.waits
+    assert all(times <= budget.get(path, 0) * has_experts for path, times in traced.waits.items()), (
+        traced.waits
+    )
     assert not traced.traced.facts["all_pairs"]
