@@ -24,7 +24,7 @@ SHOWN = 3
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the config, the cluster and what is asked of it."""
     add_config_and_overrides(parser, "parallel.tp=8")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of the run (8)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the run (8; with --calibrate 1)")
     parser.add_argument("--device", default="h100", metavar="NAME", help="h100, a100, … or your own (h100)")
     parser.add_argument("--node", metavar="NAME", help="a kind of node, such as dgx-h100 (by the device)")
     parser.add_argument(
@@ -32,6 +32,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="devices and nodes of your own, in TOML"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine first, write its table, and estimate with it",
     )
     parser.add_argument("--search", action="store_true", help="try all layouts, and estimate the best one")
     parser.add_argument(
@@ -56,6 +62,9 @@ def estimate_command(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     check_trust(config, args)
+    args.gpus = (1 if args.calibrate else 8) if args.gpus is None else args.gpus
+    if args.calibrate:
+        _calibrate(args, config.train.precision)
     cluster = load_cluster(args.device, args.gpus, args.node, args.gpus_per_node, args.hardware)
 
     from megatfm.estimate.estimator import estimator
@@ -73,6 +82,30 @@ def estimate_command(args: argparse.Namespace) -> int:
     if args.write:
         _write(args, estimate)
     return 0 if estimate.fits else 1
+
+
+def _calibrate(args: argparse.Namespace, precision: str) -> None:
+    """Measure this machine, write the table, and have the estimate use it. Raises UsageError."""
+    import torch
+
+    from megatfm.estimate.calibrate import DTYPES, NODE, measure_device, write_table
+
+    if args.hardware:
+        raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
+    if args.calibrate.exists():
+        raise UsageError(
+            f"--calibrate {args.calibrate}: there is such a file: give another name, or --hardware to use it"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    if precision not in DTYPES:
+        raise UsageError(
+            f"--calibrate measures in {' or '.join(DTYPES)}, and train.precision = {precision!r}: set one of them"
+        )
+    write_table(measure_device(device, precision), args.calibrate)
+    print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}")
+    args.hardware, args.device = args.calibrate, NODE
 
 
 def _best(opened: "Estimator", is_quiet: bool) -> "Estimate":

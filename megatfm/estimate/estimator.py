@@ -13,7 +13,7 @@ from megatfm.config import Config
 from megatfm.data.loader import check_global_batch
 from megatfm.describe.description import Description, describe
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import Cluster
+from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, rank_memory
 from megatfm.estimate.profile import LocalModel, ModelProfile, fake_ranks
 from megatfm.estimate.schedule import Timeline
@@ -109,7 +109,7 @@ class Estimator:
         parallel = parallel.model_copy(update={"dp_shard": sizes[SHARD]})
         config = config.model_copy(update={"parallel": parallel})
         microbatches = microbatches_of(config)
-        compiled = compiles(config)
+        compiled = compiles(config, self.cluster.device)
         profile = self.profile(config)
         weights = self.local_weights(config)
         parts_of_rank, rank_of, stages = self._stages(config, profile)
@@ -225,7 +225,7 @@ def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) ->
             f"parallel.engine = {config.parallel.engine!r}: estimates are of the native engine: set "
             "parallel.engine = 'native'"
         )
-    resolved = _resolved(describe(config).config)
+    resolved = _resolved(describe(config).config, cluster.device)
     ranks = 1
     for size in {config.parallel.tp, *tp_sizes}:
         ranks = lcm(ranks, size)
@@ -233,11 +233,12 @@ def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) ->
         yield Estimator(resolved, cluster)
 
 
-def _resolved(config: Config) -> Config:
-    """Take the precision that "auto" is on GPUs."""
+def _resolved(config: Config, device: Device) -> Config:
+    """Take the precision that "auto" is on the device."""
     if config.train.precision != "auto":
         return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})})
+    precision = "bf16" if "bf16" in device.flops else next(iter(device.flops))
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def microbatches_of(config: Config) -> int:
@@ -248,8 +249,8 @@ def microbatches_of(config: Config) -> int:
     return train.global_batch // (train.micro_batch * data_ranks)
 
 
-def compiles(config: Config) -> bool:
-    """Whether blocks are compiled on GPUs (see `engines.native.compile.should_compile`)."""
+def compiles(config: Config, device: Device) -> bool:
+    """Whether blocks are compiled (see `engines.native.compile.should_compile`)."""
     if config.train.compile == "auto":
-        return config.refuses_compile() is None and config.parallel.cp == 1
+        return device.compiles and config.refuses_compile() is None and config.parallel.cp == 1
     return bool(config.train.compile)
