@@ -43,6 +43,10 @@ COMMANDS = {
         "megatfm.commands.estimate",
         "whether a run fits GPUs, how fast it will be, and what to change: needs no GPU",
     ),
+    "explain-oom": (
+        "megatfm.commands.estimate",
+        "why a run had too little memory: prediction by phase and owner, what it recorded, what to change",
+    ),
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "what this machine can run"),
@@ -151,6 +155,7 @@ def build_parser(only_command: str | None = None) -> argparse.ArgumentParser:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if only_command in (None, name):
             module = importlib.import_module(path)
-            getattr(module, f"add_{name}_arguments")(command)
-            command.set_defaults(run=getattr(module, f"{name}_command"))
+            function = name.replace("-", "_")
+            getattr(module, f"add_{function}_arguments")(command)
+            command.set_defaults(run=getattr(module, f"{function}_command"))
     return parser

@@ -24,7 +24,7 @@ SHOWN = 3
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the config, the cluster and what is asked of it."""
     add_config_and_overrides(parser, "parallel.tp=8")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of the run (8)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the run (8; with --calibrate 1)")
     parser.add_argument("--device", default="h100", metavar="NAME", help="h100, a100, … or your own (h100)")
     parser.add_argument("--node", metavar="NAME", help="a kind of node, such as dgx-h100 (by the device)")
     parser.add_argument(
@@ -32,6 +32,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hardware", type=Path, metavar="FILE", help="devices and nodes of your own, in TOML"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine first, write its table, and estimate with it",
     )
     parser.add_argument("--search", action="store_true", help="try all layouts, and estimate the best one")
     parser.add_argument(
@@ -56,6 +62,9 @@ def estimate_command(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     check_trust(config, args)
+    args.gpus = (1 if args.calibrate else 8) if args.gpus is None else args.gpus
+    if args.calibrate:
+        _calibrate(args, config.train.precision)
     cluster = load_cluster(args.device, args.gpus, args.node, args.gpus_per_node, args.hardware)
 
     from megatfm.estimate.estimator import estimator
@@ -77,6 +86,30 @@ def estimate_command(args: argparse.Namespace) -> int:
     if args.write:
         _write(args, estimate)
     return 0 if estimate.fits else 1
+
+
+def _calibrate(args: argparse.Namespace, precision: str) -> None:
+    """Measure this machine, write the table, and have the estimate use it. Raises UsageError."""
+    import torch
+
+    from megatfm.estimate.calibrate import DTYPES, NODE, measure_device, write_table
+
+    if args.hardware:
+        raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
+    if args.calibrate.exists():
+        raise UsageError(
+            f"--calibrate {args.calibrate}: there is such a file: give another name, or --hardware to use it"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    if precision not in DTYPES:
+        raise UsageError(
+            f"--calibrate measures in {' or '.join(DTYPES)}, and train.precision = {precision!r}: set one of them"
+        )
+    write_table(measure_device(device, precision), args.calibrate)
+    print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}")
+    args.hardware, args.device = args.calibrate, NODE
 
 
 def _best(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
@@ -159,10 +192,11 @@ def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:
     _advise(opened_estimator, estimate)
 
 
-def _advise(opened_estimator: "Estimator", estimate: "Estimate") -> None:
+def _advise(opened_estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
+    """Print what fits as well, or where it does not fit, and where a run has failed, what to change."""
     from megatfm.estimate.advice import changes_that_fit, largest_micro_batch
 
-    if estimate.fits:
+    if estimate.fits and not needs_less:
         largest = largest_micro_batch(opened_estimator, estimate)
         if largest and largest > estimate.config.train.micro_batch:
             print(f"train.micro_batch={largest} fits as well")
@@ -173,3 +207,31 @@ def _advise(opened_estimator: "Estimator", estimate: "Estimate") -> None:
     for change in changes[:SHOWN]:
         worst = change.estimate.worst.total / 2**30
         print(f"fits with {change}: {worst:.1f} GiB, {change.estimate.time.step:.3g} s a step")
+
+
+def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run, and the device where its name is not enough."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--device", metavar="NAME", help="h100, a100, … or your own (that of the run)")
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="devices and nodes of your own, in TOML"
+    )
+
+
+def explain_oom_command(args: argparse.Namespace) -> int:
+    """Print a run's predicted memory by phase and owner, what it recorded, and which settings to change."""
+    from megatfm.estimate.recorded import read_recorded, run_estimator
+    from megatfm.estimate.recorded_text import phases_table, recorded_lines
+    from megatfm.estimate.text import heading, memory_table, verdict
+    from megatfm.launchers.status import resolve_run_dir
+
+    folder = resolve_run_dir(args.folder)
+    recorded = read_recorded(folder)
+    with run_estimator(folder, recorded, args.device, args.hardware) as opened:
+        estimate = opened.estimate(opened.base)
+        for line in (*heading(estimate), verdict(estimate), *recorded_lines(estimate, recorded)):
+            print(line)
+        print_table(memory_table(estimate))
+        print_table(phases_table(estimate))
+        _advise(opened, estimate, needs_less=bool(recorded.failures))
+    return 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatfm.config import Config, ParallelConfig
 from megatfm.describe.description import optimizer_state_bytes
 from megatfm.parallel.layout import TensorLayout
-from megatfm.parallel.mesh import PIPELINE, Mesh, build_mesh
+from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.train.build import build_model, plan_pipeline_split
 
@@ -53,13 +53,14 @@ def rank_state(config: Config) -> RankState | None:
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     optimizer = optimizer_state_bytes(config, model, weight_bytes)
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    holders: Mapping[str, tuple[int, ...]] = {}
+    if parallel.pp > 1:
+        holders = plan_pipeline_split(config, model).parameter_ranks
     with _fake_mesh(parallel, ranks) as mesh:
         layout = parallelize(
             model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
         )
-        holders: Mapping[str, tuple[int, ...]] = dict.fromkeys(layout, (0,))
-        if mesh.size(PIPELINE) > 1:
-            holders = plan_pipeline_split(config, model).parameter_ranks
+        holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.zero if mesh.data_ranks > 1 else 0
         local = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
         shard = {name: _shard_size(tensor, mesh) for name, tensor in layout.items()} if zero else local

@@ -1,8 +1,8 @@
 """Devices, links and nodes: small tables with sources (`devices.toml`), to which a user's file may add."""
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ class Device:
 
     tile: rows and columns of a product that one multiprocessor makes at a time. launch_seconds: least time of a kernel.
     host_seconds: time that the host takes to ask for a kernel. reserved_gib: what CUDA, its libraries, NCCL and
-    fragments take of the memory.
+    fragments take of the memory. attention_backward: rate of attention's backward pass over its forward pass
+    (FlashAttention 2; Dao 2023, figures 5 and 6). compiles: whether `train.compile = "auto"` compiles there.
+
+    Measured (`calibrate.py`): products: precision → (m, n, k, seconds); moves: (bytes, seconds) of an addition in
+    place; operators: time over that of an addition which moves as many bytes.
     """
 
     key: str
@@ -37,6 +41,11 @@ class Device:
     host_seconds: float
     reserved_gib: float
     source: str
+    attention_backward: float = 0.85
+    compiles: bool = True
+    products: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    moves: Sequence[Sequence[float]] = ()
+    operators: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> float:
@@ -100,28 +109,32 @@ class Cluster:
 
 
 def load_cluster(
-    device: str, gpus: int, node: str | None = None, gpus_per_node: int | None = None, own: Path | None = None
+    device: str,
+    gpus: int,
+    node: str | None = None,
+    gpus_per_node: int | None = None,
+    hardware: Path | None = None,
 ) -> Cluster:
-    """Look a cluster up by names. own: a user's file, whose tables come before ours. Raises UsageError."""
-    tables = _tables(own)
+    """Look a cluster up by names. hardware: a user's file, whose tables come before these. Raises UsageError."""
+    tables = _tables(hardware)
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: choose 1 or more")
-    found = _device(tables["device"], device)
+    chosen = _device(tables["device"], device)
     node = node or tables["default_node"].get(device) or next(iter(tables["node"]))
     section = _get(tables["node"], node, "--node")
     try:
         within, between = Link(**section.pop("within")), Link(**section.pop("between"))
-        made = Node(key=node, within=within, between=between, **section)
+        machine = Node(key=node, within=within, between=between, **section)
     except TypeError as error:
         raise UsageError(f"[node.{node}]: {error}: see megatfm/estimate/devices.toml") from None
     if gpus_per_node:
-        made = Node(node, gpus_per_node, made.within, made.between, made.disk_bandwidth, made.source)
-    return Cluster(found, made, gpus)
+        machine = replace(machine, gpus=gpus_per_node)
+    return Cluster(chosen, machine, gpus)
 
 
-def device_names(own: Path | None = None) -> list[str]:
+def device_names(hardware: Path | None = None) -> list[str]:
     """Return the names of all devices."""
-    return sorted(_tables(own)["device"])
+    return sorted(_tables(hardware)["device"])
 
 
 def _device(table: Mapping[str, Any], key: str) -> Device:
@@ -143,15 +156,17 @@ def _get(table: Mapping[str, Any], key: str, flag: str) -> dict[str, Any]:
     return dict(table[key])
 
 
-def _tables(own: Path | None) -> dict[str, dict[str, Any]]:
+def _tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
     text = files("megatfm.estimate").joinpath("devices.toml").read_text(encoding="utf-8")
     tables: dict[str, dict[str, Any]] = tomllib.loads(text)
-    if own is None:
+    if hardware is None:
         return tables
     try:
-        added = tomllib.loads(own.read_text(encoding="utf-8"))
+        added = tomllib.loads(hardware.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hardware {own}: can't be read: {error}") from None
+        raise UsageError(f"--hardware {hardware}: can't be read: {error}") from None
     if unknown := sorted(set(added) - set(tables)):
-        raise UsageError(f"--hardware {own}: no table {unknown[0]!r}: there are {', '.join(sorted(tables))}")
+        raise UsageError(
+            f"--hardware {hardware}: no table {unknown[0]!r}: there are {', '.join(sorted(tables))}"
+        )
     return {name: {**table, **added.get(name, {})} for name, table in tables.items()}

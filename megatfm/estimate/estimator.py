@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
 from typing import cast
@@ -13,10 +13,11 @@ from megatfm.config import Config
 from megatfm.data.loader import check_global_batch
 from megatfm.describe.description import Description, describe
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import Cluster
+from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, rank_memory
 from megatfm.estimate.profile import LocalModel, ModelProfile, fake_ranks
 from megatfm.estimate.schedule import Timeline
+from megatfm.estimate.stalls import checkpoint_stall, data_stall
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
 from megatfm.estimate.weights import LocalWeight, local_weights
@@ -29,14 +30,15 @@ from megatfm.train.build import build_model, plan_pipeline_split
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take. config: resolved, with `dp_shard` filled in. memory: by pipeline rank."""
+    """What a run would take. config: resolved, with `dp_shard` filled in. memory, flows_by_rank: by pipeline rank."""
 
     config: Config
     cluster: Cluster
     description: Description
     memory: Sequence[RankMemory]
     time: StepTime
-    flows: Flows
+    flows_by_rank: Sequence[Flows]
+    busiest: int
     timeline: Timeline | None
     microbatches: int
     compiled: bool
@@ -45,6 +47,11 @@ class Estimate:
     def worst(self) -> RankMemory:
         """The fullest rank."""
         return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def flows(self) -> Flows:
+        """What a rank of the busiest pipeline rank sends."""
+        return self.flows_by_rank[self.busiest]
 
     @property
     def fits(self) -> bool:
@@ -102,11 +109,11 @@ class Estimator:
         parallel = parallel.model_copy(update={"dp_shard": sizes[SHARD]})
         config = config.model_copy(update={"parallel": parallel})
         microbatches = microbatches_of(config)
-        compiled = compiles(config)
+        compiled = compiles(config, self.cluster.device)
         profile = self.profile(config)
         weights = self.local_weights(config)
         parts_of_rank, rank_of, stages = self._stages(config, profile)
-        time, flows, timeline, in_flight = step_time(
+        step = step_time(
             config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled
         )
         reserved = int(self.cluster.device.reserved_gib * 2**30)
@@ -116,7 +123,7 @@ class Estimator:
                 weights,
                 parts,
                 profile.parts,
-                in_flight,
+                step.in_flight,
                 rank,
                 microbatches,
                 compiled=compiled,
@@ -124,8 +131,20 @@ class Estimator:
             )
             for rank, parts in enumerate(parts_of_rank)
         ]
+        computed = step.time.step
+        stalls = data_stall(config, computed), checkpoint_stall(config, self.cluster, memory, computed)
+        time = replace(step.time, data=stalls[0], checkpoint=stalls[1])
         return Estimate(
-            config, self.cluster, self.description, memory, time, flows, timeline, microbatches, compiled
+            config,
+            self.cluster,
+            self.description,
+            memory,
+            time,
+            step.flows,
+            step.busiest,
+            step.timeline,
+            microbatches,
+            compiled,
         )
 
     def _model(self, config: Config) -> LocalModel:
@@ -185,11 +204,10 @@ class Estimator:
         """Cut of the model into stages."""
         parallel = config.parallel
         shape = parallel.pp_schedule in ("zbv", "dualpipev")
-        model = self._model(config).model  # stages are cut after tensor parallelism
-        key = id(model), parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
+        key = parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
         if key not in self._pipelines:
             try:
-                self._pipelines[key] = plan_pipeline_split(config, model)
+                self._pipelines[key] = plan_pipeline_split(config, self._whole)
             except UsageError as error:
                 self._pipelines[key] = error
         planned = self._pipelines[key]
@@ -207,7 +225,7 @@ def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) ->
             f"parallel.engine = {config.parallel.engine!r}: estimates are of the native engine: set "
             "parallel.engine = 'native'"
         )
-    resolved = _resolved(describe(config).config)
+    resolved = _resolved(describe(config).config, cluster.device)
     ranks = 1
     for size in {config.parallel.tp, *tp_sizes}:
         ranks = lcm(ranks, size)
@@ -215,11 +233,12 @@ def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) ->
         yield Estimator(resolved, cluster)
 
 
-def _resolved(config: Config) -> Config:
-    """Take the precision that "auto" is on GPUs."""
+def _resolved(config: Config, device: Device) -> Config:
+    """Take the precision that "auto" is on the device."""
     if config.train.precision != "auto":
         return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})})
+    precision = "bf16" if "bf16" in device.flops else next(iter(device.flops))
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def microbatches_of(config: Config) -> int:
@@ -230,8 +249,8 @@ def microbatches_of(config: Config) -> int:
     return train.global_batch // (train.micro_batch * data_ranks)
 
 
-def compiles(config: Config) -> bool:
-    """Whether blocks are compiled on GPUs (see `engines.native.compile.should_compile`)."""
+def compiles(config: Config, device: Device) -> bool:
+    """Whether blocks are compiled (see `engines.native.compile.should_compile`)."""
     if config.train.compile == "auto":
-        return config.refuses_compile() is None and config.parallel.cp == 1
+        return device.compiles and config.refuses_compile() is None and config.parallel.cp == 1
     return bool(config.train.compile)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from megatfm.config import Config
 from megatfm.estimate.profile import PartProfile
 from megatfm.estimate.traffic import Axis, Flows
+from megatfm.estimate.weights import experts_section
 
 
 def context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis, microbatches: int) -> None:
@@ -56,8 +57,8 @@ def expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis, mi
     products = [op for op in part.forward if op.name == "_grouped_mm"]
     if not products:
         return
-    ffn = config.model.ffn
-    top_k = getattr(ffn, "top_k", 1)
+    section = experts_section(config.model)
+    top_k = getattr(section, "top_k", 1)
     rows = config.train.micro_batch * config.data.sequence_length // config.parallel.cp * top_k
     if config.parallel.tp > 1:
         rows //= config.parallel.tp  # experts of a rank, or tokens of its own

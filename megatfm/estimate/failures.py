@@ -8,14 +8,13 @@ import math
 from dataclasses import dataclass
 
 from megatfm.estimate.estimator import Estimate
+from megatfm.estimate.stalls import checkpoint_time
 
 GPU_YEARS = 50_000 / 24 / 365.25
 """Mean time between failures of one GPU with its share of a node: Llama 3 met 419 unexpected stops in 54 days on
 16,384 GPUs (Grattafiori et al. 2024, section 3.3.4), one in 50,700 GPU hours."""
 RESTART_SECONDS = 600.0
 """From a failure to the next step: noticing it, starting processes, loading (assumed)."""
-COPY_BANDWIDTH = 20e9
-"""Bytes a second of a GPU's state to host memory, for which a background save stops the run (PCIe 4 and 5)."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,14 @@ class Failures:
 
 def failures(estimate: Estimate, gpu_years: float = GPU_YEARS, restart: float = RESTART_SECONDS) -> Failures:
     """Estimate them. gpu_years: mean time between failures of one GPU."""
-    cluster, step = estimate.cluster, estimate.time.step
+    config, cluster = estimate.config, estimate.cluster
+    step = estimate.time.step - estimate.time.checkpoint
     between = gpu_years * 365.25 * 86400 / cluster.gpus
-    state = max(rank.weights + rank.optimizer for rank in estimate.memory)
-    on_node = state * min(cluster.gpus, cluster.node.gpus)
-    save = on_node / cluster.node.disk_bandwidth
-    is_async = estimate.config.checkpoint.mode == "async"
-    stall = state / COPY_BANDWIDTH if is_async else save
-    interval = max(math.sqrt(2 * stall * between), save if is_async else stall, step)
+    save = checkpoint_time(config, cluster, estimate.memory)
+    interval = max(math.sqrt(2 * save.stall * between), save.write, step)
     steps = max(1, round(interval / step))
-    return Failures(between, save, stall, steps, effective_share(steps * step, stall, between, restart))
+    effective = effective_share(steps * step, save.stall, between, restart)
+    return Failures(between, save.write, save.stall, steps, effective)
 
 
 def effective_share(interval: float, stall: float, between: float, restart: float) -> float:
@@ -53,11 +50,13 @@ def effective_share(interval: float, stall: float, between: float, restart: floa
 
 def failure_line(estimate: Estimate) -> str:
     """What to expect, in a line."""
-    found, every = failures(estimate), estimate.config.checkpoint.every
-    now = effective_share(every * estimate.time.step, found.stall, found.between, RESTART_SECONDS)
-    hours = found.between / 3600
+    expected, every = failures(estimate), estimate.config.checkpoint.every
+    step = estimate.time.step - estimate.time.checkpoint
+    now = effective_share(every * step, expected.stall, expected.between, RESTART_SECONDS)
+    hours = expected.between / 3600
     often = f"every {hours:,.1f} hours" if hours < 72 else f"every {hours / 24:,.0f} days"
-    best = f"checkpoint.every={found.steps} {100 * found.effective:.1f} %: {estimate.days / found.effective:.3g} days"
+    days = step * estimate.config.train.steps / 86400 / expected.effective
+    best = f"checkpoint.every={expected.steps} {100 * expected.effective:.1f} %: {days:.3g} days"
     return (
         f"a failure {often} (at one in 50,000 GPU hours): checkpoint.every={every} leaves {100 * now:.1f} % of the "
         f"time, {best}"

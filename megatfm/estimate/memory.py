@@ -1,7 +1,7 @@
 """Memory of each pipeline rank: state, gathered weights, activations in flight, and what a pass has live besides."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatfm.config import Config
 from megatfm.estimate.profile import PartProfile
@@ -13,7 +13,8 @@ class RankMemory:
     """Bytes on the ranks of one pipeline rank, when a step holds most of them.
 
     weights: as the optimizer moves them; copies: those that the model computes with. workspace: what passes and
-    reductions have live besides what is kept. reserved: CUDA, its libraries and fragments.
+    reductions have live besides what is kept. reserved: CUDA, its libraries and fragments. by_phase: the sum at the
+    fullest moment of "forward", "backward" and "optimizer".
     """
 
     pipeline_rank: int
@@ -25,6 +26,7 @@ class RankMemory:
     activations: int
     workspace: int
     reserved: int
+    by_phase: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -50,9 +52,15 @@ class RankMemory:
 class _Peak:
     """A moment of a step: activations and workspace, and gradients that are there already."""
 
+    phase: str
     activations: int
     workspace: int
     gradients: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.activations + self.workspace + self.gradients
 
 
 def rank_memory(
@@ -78,10 +86,12 @@ def rank_memory(
     )
     running = next(iter(parts_by_stage.values()), ())
     one_pass = config.parallel.pp == 1 and microbatches == 1
-    peak = max(
-        _moments(config, weights, running, profiles, kept, state, one_pass, compiled),
-        key=lambda moment: moment.activations + moment.workspace + moment.gradients,
-    )
+    moments = _moments(config, weights, running, profiles, kept, state, one_pass, compiled)
+    peak = max(moments, key=lambda moment: moment.bytes)
+    always = state.at_rest + reserved
+    in_passes = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda one: one.bytes)}
+    by_phase = {phase: always + state.gathered + elsewhere + n for phase, n in in_passes.items()}
+    by_phase["optimizer"] = always + state.gradients
     return RankMemory(
         pipeline_rank,
         state.weights,
@@ -92,6 +102,7 @@ def rank_memory(
         elsewhere + peak.activations,
         peak.workspace,
         reserved,
+        by_phase,
     )
 
 
@@ -112,18 +123,18 @@ def _moments(
     moments, held = [], 0
     none_yet = 0 if one_pass else state.gradients
     for index in parts:
-        moments.append(_Peak(held + kept[index], profiles[index].forward_peak, none_yet))
+        moments.append(_Peak("forward", held + kept[index], profiles[index].forward_peak, none_yet))
         held += kept[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
     done = 0
     for index in reversed(parts):
-        own = sum(w.local for w in weights if w.is_trained and index == w.parts[-1])
-        done += own
+        local = sum(w.local for w in weights if w.is_trained and index == w.parts[-1])
+        done += local
         gradients = state.gradients if not one_pass else state.gradients * min(done, trained) // trained
         again = 0
         if profiles[index].is_block and config.train.recompute != "none":
             again = profiles[index].kept_bytes("none", compiled) - kept[index]
         workspace = profiles[index].backward_peak + max(0, again) + state.unreduced
-        moments.append(_Peak(held, workspace, gradients))
+        moments.append(_Peak("backward", held, workspace, gradients))
         held -= kept[index]
     return moments

@@ -23,6 +23,7 @@ from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
 from megatfm.estimate.operators import Operator, OperatorRecorder, tensor_bytes
 from megatfm.estimate.stand_ins import AttentionStandIn, CrossEntropyStandIn, experts_by_shapes
+from megatfm.estimate.weights import experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.output_head import CrossEntropy, LMHead
@@ -284,8 +285,8 @@ class LocalModel:
         number = self._recorder.number
         reads, writes = ({number(x): tensor_bytes(x) for x in tensors} for tensors in (inputs, outputs))
         if name == "_grouped_mm" and dims:
-            ffn = self.config.model.ffn
-            rows = inputs[0].shape[0] * dims[0] / max(getattr(ffn, "n_experts", dims[0]), 1)
+            section = experts_section(self.config.model)
+            rows = inputs[0].shape[0] * dims[0] / (section.n_experts if section else dims[0])
             dims = (dims[0], max(1, round(rows / dims[0])), *dims[2:])
             flops = 2 * rows * dims[2] * dims[3]
         operator = Operator(name, kind, flops, reads, writes, dims, inputs[0].element_size())

@@ -224,7 +224,7 @@ class QuickScores:
 
     def _of_passes(self, config: Config) -> Passes:
         parallel, train = config.parallel, config.train
-        compiled = compiles(config)
+        compiled = compiles(config, self.cluster.device)
         key = (
             parallel.tp,
             parallel.cp,

@@ -9,13 +9,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatfm.estimate.devices import Device
 from megatfm.estimate.operators import Operator
 
 SMALLER_TILES = ((1, 1.0), (2, 0.8), (4, 0.55))
 """Divisors of a device's tile, and the share of the rate that tiles of this size reach."""
-ATTENTION_BACKWARD = 0.85
-"""Rate of attention's backward pass over its forward pass (FlashAttention 2; Dao 2023, figures 5 and 6)."""
+NEIGHBOURS = 12
+"""Measured products from which the rate of another shape is told."""
 KERNELS_PER_REGION = 1.5
 """Kernels that a compiled region becomes, on average."""
 
@@ -60,16 +62,49 @@ def pass_seconds(
         pointwise = sum(max(n_bytes / rate, device.launch_seconds) for n_bytes in regions)
     else:
         n_kernels = len(elementwise)
-        pointwise = sum(max(op.moved_bytes / rate, device.launch_seconds) for op in elementwise)
+        pointwise = sum(elementwise_seconds(device, op) for op in elementwise)
     kernels = n_kernels + sum(op.kind != "pointwise" for op in operators)
     return Seconds(matmul, attention, pointwise, kernels * device.host_seconds)
+
+
+def elementwise_seconds(device: Device, operator: Operator) -> float:
+    """Time of an operator that reads and writes memory: by the device's bandwidth, or as measured."""
+    if not device.moves:
+        rate = device.memory_bandwidth * device.memory_efficiency
+        return max(operator.moved_bytes / rate, device.launch_seconds)
+    sizes, seconds = (np.log([row[column] for row in device.moves]) for column in (0, 1))
+    within = np.interp(math.log(max(operator.moved_bytes, 1)), sizes, seconds)
+    beyond = max(1.0, operator.moved_bytes / math.exp(sizes[-1]))
+    name = operator.name.removesuffix("_backward").removesuffix("_")
+    return float(
+        math.exp(within) * beyond * device.operators.get(operator.name, device.operators.get(name, 1.0))
+    )
+
+
+def measured_rate(rows: Sequence[Sequence[float]], m: int, n: int, k: int) -> float:
+    """FLOP/s of a product of another shape than the measured ones: a plane through the nearest of them, in logarithms,
+    which weigh the more the nearer they are. rows: (m, n, k, seconds)."""
+    table = np.asarray(rows, dtype=float)
+    sizes, place = np.log2(table[:, :3]), np.log2([m, n, k])
+    distance = np.linalg.norm(sizes - place, axis=1)
+    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
+    rates = np.log(2 * table[nearest, :3].prod(1) / table[nearest, 3])
+    if distance[nearest[0]] < 1e-9:
+        return float(np.exp(rates[0]))
+    weights = 1 / distance[nearest] ** 2
+    columns = np.hstack([np.ones((len(nearest), 1)), sizes[nearest] - place])
+    plane, *_ = np.linalg.lstsq(columns * weights[:, None], rates * weights, rcond=None)
+    return float(np.exp(np.clip(plane[0], rates.min(), rates.max())))
 
 
 def matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> float:
     """Time of a matrix product, or of a group of equal ones."""
     assert operator.dims is not None
     products, m, n, k = operator.dims
-    peak = device.peak(_precision(operator.itemsize, fp8)) * device.matmul_efficiency
+    precision = _precision(operator.itemsize, fp8)
+    if precision in device.products:
+        return products * 2 * m * n * k / measured_rate(device.products[precision], m, n, k)
+    peak = device.peak(precision) * device.matmul_efficiency
     best = math.inf
     for divisor, share in SMALLER_TILES:
         rows, columns = device.tile[0] // divisor, device.tile[1] // divisor
@@ -83,7 +118,7 @@ def matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> flo
 
 def attention_seconds(device: Device, operator: Operator) -> float:
     """Time of a fused attention kernel."""
-    share = ATTENTION_BACKWARD if operator.is_backward else 1.0
+    share = device.attention_backward if operator.is_backward else 1.0
     peak = device.peak(_precision(operator.itemsize, False)) * device.attention_efficiency * share
     bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
     return max(operator.flops / peak, bound, device.launch_seconds)
@@ -101,9 +136,9 @@ def fused_regions(operators: Iterable[Operator]) -> Iterable[int]:
         if end < len(listed) and listed[end].kind == "pointwise":
             continue
         if region := listed[start:end]:
-            made = {number: n_bytes for op in region for number, n_bytes in op.writes.items()}
-            read = {n: b for op in region for n, b in op.reads.items() if n not in made}
-            later = sum(b for n, b in made.items() if last_read.get(n, end) >= end)
+            written = {number: n_bytes for op in region for number, n_bytes in op.writes.items()}
+            read = {n: b for op in region for n, b in op.reads.items() if n not in written}
+            later = sum(b for n, b in written.items() if last_read.get(n, end) >= end)
             yield sum(read.values()) + later
         start = end + 1
 

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 from megatfm.config import Config
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.expert_traffic import context_flows, expert_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.profile import ModelProfile, PartProfile
+from megatfm.estimate.rank_flows import parts_of, rank_flows, recomputed_operators
 from megatfm.estimate.roofline import Seconds, pass_seconds
 from megatfm.estimate.schedule import Timeline, simulate
+from megatfm.estimate.stalls import fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
@@ -18,7 +19,6 @@ from megatfm.estimate.traffic import (
     axes_of,
     axis_seconds,
     collective_seconds,
-    data_flows,
 )
 from megatfm.estimate.weights import LocalWeight, rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
@@ -43,9 +43,11 @@ class StepTime:
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
+    expert_imbalance: float = 0.0
     data_parallel: float = 0.0
     bubble: float = 0.0
     optimizer: float = 0.0
+    data: float = 0.0
     checkpoint: float = 0.0
 
     @property
@@ -56,7 +58,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PartTime:
-    """Passes of a split point: computing, what it sends over tp, cp and ep, and ZeRO's gathers behind it."""
+    """Passes of a split point: computing, what it sends over tp, cp and ep, and ZeRO's gathers behind it. imbalance:
+    what both passes take longer where experts are asked for most."""
 
     forward: Seconds
     backward: Seconds
@@ -65,18 +68,30 @@ class PartTime:
     sent_backward: float
     context: float
     experts: float
+    imbalance: float
     gather: float
     reduce: float
     weight_share: float
 
     def total(self, *, reduces: bool) -> tuple[float, float]:
         """Forward and backward seconds, with what gathers and reductions leave unhidden."""
-        forward = self.forward.total + self.sent_forward + (self.context + self.experts) / 3
-        backward = (
-            self.backward.total + self.recompute + self.sent_backward + (self.context + self.experts) * 2 / 3
-        )
+        exchanged = self.context + self.experts + self.imbalance
+        forward = self.forward.total + self.sent_forward + exchanged / 3
+        backward = self.backward.total + self.recompute + self.sent_backward + exchanged * 2 / 3
         behind = self.gather + (self.reduce if reduces else 0.0)
         return max(forward, self.gather), max(backward, behind)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """A step. flows: of each pipeline rank; busiest: the one whose passes take longest, and whose time it is; timeline:
+    the simulated schedule, with pipelines; in_flight: stage → most micro-batches between their passes."""
+
+    time: StepTime
+    flows: Sequence[Flows]
+    busiest: int
+    timeline: Timeline | None
+    in_flight: Mapping[int, int]
 
 
 def step_time(
@@ -89,11 +104,10 @@ def step_time(
     microbatches: int,
     *,
     compiled: bool,
-) -> tuple[StepTime, Flows, Timeline | None, Mapping[int, int]]:
-    """Return the time of a step, the traffic of the busiest rank, the simulated schedule (with pipelines), and the most
-    micro-batches in flight by stage."""
+) -> StepEstimate:
+    """Estimate a step of the busiest pipeline rank."""
     parallel, node = config.parallel, cluster.node
-    axes, flows = axes_of(parallel), Flows()
+    axes = axes_of(parallel)
     cache: dict[int, PartTime] = {}
     times = []
     for index, part in enumerate(profile.parts):
@@ -102,28 +116,26 @@ def step_time(
         times.append(cache[id(part)])
     busiest = max(
         range(parallel.pp),
-        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in _parts(stages, rank_of, rank)),
+        key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in parts_of(stages, rank_of, rank)),
     )
-    own = _parts(stages, rank_of, busiest)
-    _tensor_flows(flows, axes[TENSOR], [profile.parts[i] for i in own], config, microbatches)
-    for index in own:
-        context_flows(flows, config, profile.parts[index], axes[CONTEXT], microbatches)
-        expert_flows(flows, config, profile.parts[index], axes[EXPERT], microbatches)
-    data_flows(flows, config, weights, own, microbatches)
+    indices = parts_of(stages, rank_of, busiest)
+    flows = [
+        rank_flows(config, profile, weights, stages, rank_of, rank, microbatches)
+        for rank in range(parallel.pp)
+    ]
     boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
-    _pipeline_flows(
-        flows, axes[PIPELINE], [profile.parts[stage[-1]] for stage in stages], rank_of, microbatches
-    )
-    data = _exposed_data(config, cluster, flows, axes, [times[i] for i in own], microbatches)
-    optimizer = optimizer_seconds(config, cluster, weights, own)
+    data = _exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
+    optimizer = optimizer_seconds(config, cluster, weights, indices)
     sharded = parallel.grad_accumulation == "sharded"
-    computed = _sums(times, own, microbatches, sharded)
+    computed = _sums(times, indices, microbatches, sharded)
     if parallel.pp == 1:
         last = (
-            sum(sum(times[i].total(reduces=True)) for i in own) if parallel.zero >= 2 and not sharded else 0.0
+            sum(sum(times[i].total(reduces=True)) for i in indices)
+            if parallel.zero >= 2 and not sharded
+            else 0.0
         )
-        data += max(0.0, last - sum(sum(times[i].total(reduces=False)) for i in own)) if last else 0.0
-        return _step(computed, 0.0, data, optimizer), flows, None, {0: 1}
+        data += max(0.0, last - sum(sum(times[i].total(reduces=False)) for i in indices)) if last else 0.0
+        return StepEstimate(_step(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
     transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
         parallel.pp_schedule,
@@ -135,26 +147,8 @@ def step_time(
         transfer,
     )
     bubble = timeline.seconds - sum(computed.values())
-    return _step(computed, bubble, data, optimizer), flows, timeline, timeline.held
-
-
-def _pipeline_flows(
-    flows: Flows, axis: Axis, ends: Sequence[PartProfile], rank_of: Sequence[int], microbatches: int
-) -> None:
-    """Add what the rank that sends most hands on: activations forward, as many gradients back. ends: of the stages."""
-    sent = [0] * axis.size
-    calls = [0] * axis.size
-    for before, after in pairwise(range(len(rank_of))):
-        for rank in (rank_of[before], rank_of[after]) if rank_of[before] != rank_of[after] else ():
-            sent[rank] += ends[before].output_bytes
-            calls[rank] += 1
-    most = max(range(axis.size), key=lambda rank: sent[rank])
-    if calls[most]:
-        flows.add(axis, "send", sent[most] / calls[most], calls[most] * microbatches)
-
-
-def _parts(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
-    return [index for stage, at in zip(stages, rank_of, strict=True) if at == rank for index in stage]
+    time = _step(computed, bubble, data, optimizer)
+    return StepEstimate(time, flows, busiest, timeline, timeline.held)
 
 
 def part_time(
@@ -180,6 +174,7 @@ def part_time(
     flows = Flows()
     context_flows(flows, config, part, axes[CONTEXT], 1)
     expert_flows(flows, config, part, axes[EXPERT], 1)
+    experts = axis_seconds(flows, axes, node, (EXPERT,))
     gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
     weight_flops = _weight_gradient_flops(part)
     total_flops = sum(op.flops for op in part.backward) or 1.0
@@ -190,11 +185,22 @@ def part_time(
         sent_forward * exposed,
         sent_backward * exposed,
         axis_seconds(flows, axes, node, (CONTEXT,)),
-        axis_seconds(flows, axes, node, (EXPERT,)),
+        experts,
+        _imbalance(config, cluster, part, experts, fp8=fp8),
         gather,
         reduce,
         weight_flops / total_flops if part.backward else WEIGHT_SHARE,
     )
+
+
+def _imbalance(config: Config, cluster: Cluster, part: PartProfile, sent: float, *, fp8: bool) -> float:
+    """Time that the expert-parallel rank with most tokens takes beyond the mean. sent: seconds of the exchanges."""
+    products = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
+    if config.parallel.ep == 1 or not products:
+        return 0.0
+    tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
+    computed = pass_seconds(cluster.device, products, compiled=False, fp8=fp8).matmul
+    return (fullest_share(config, tokens) - 1) * (computed + sent)
 
 
 def _sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -> float:
@@ -217,20 +223,6 @@ def _recomputed(
     return seconds, _sent_seconds(operators, tp, cluster)
 
 
-def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
-    """Operators of a block that a backward pass repeats: all but the last sum with "full", which stops after what is
-    kept; with "selective" what is cheap, and gathers."""
-    if mode == "selective":
-        return [
-            op
-            for op in part.forward
-            if op.kind == "pointwise" or op.collective == "all_gather" or op.name == "_grouped_mm"
-        ]
-    kept = {tensor.number for tensor in part.saved}
-    last = max((i for i, op in enumerate(part.forward) if kept & op.writes.keys()), default=-1)
-    return list(part.forward[: last + 1])
-
-
 def _zero_seconds(
     config: Config, cluster: Cluster, index: int, weights: Sequence[LocalWeight], axes: Mapping[str, Axis]
 ) -> tuple[float, float]:
@@ -243,12 +235,12 @@ def _zero_seconds(
     size = 2 if parallel.reduce_dtype == "bf16" else max(4, compute)
     for is_expert in (False, True):
         axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
-        own = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
-        each = sum(w.shard(axis.size) for w in own)
-        if each and all_gathers(config, True, 1) > 1:
-            gather += collective_seconds(axis, node, "all_gather", each * compute * (axis.size - 1))
-        if each and parallel.pp == 1:
-            reduce += collective_seconds(axis, node, "reduce_scatter", each * size * (axis.size - 1))
+        of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
+        shard = sum(w.shard(axis.size) for w in of_part)
+        if shard and all_gathers(config, True, 1) > 1:
+            gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
+        if shard and parallel.pp == 1:
+            reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
     return gather, reduce
 
 
@@ -257,17 +249,6 @@ def _weight_gradient_flops(part: PartProfile) -> float:
     return sum(
         op.flops for op in part.backward if op.kind == "matmul" and op.dims and op.dims[3] > max(op.dims[1:3])
     ) or WEIGHT_SHARE * sum(op.flops for op in part.backward)
-
-
-def _tensor_flows(
-    flows: Flows, axis: Axis, parts: Sequence[PartProfile], config: Config, microbatches: int
-) -> None:
-    mode = config.train.recompute
-    for part in parts:
-        again = recomputed_operators(part, mode) if part.is_block and mode in ("full", "selective") else []
-        for op in (*part.forward, *part.backward, *again):
-            if op.kind == "collective":
-                flows.add(axis, op.collective, op.sent_bytes, microbatches)
 
 
 def _exposed_data(
@@ -297,7 +278,7 @@ def _exposed_data(
 
 
 def _sums(
-    times: Sequence[PartTime], own: Sequence[int], microbatches: int, sharded: bool
+    times: Sequence[PartTime], indices: Sequence[int], microbatches: int, sharded: bool
 ) -> dict[str, float]:
     """Seconds of a rank's passes by cause."""
     sums = dict.fromkeys(
@@ -310,11 +291,12 @@ def _sums(
             "tensor_parallel",
             "context_parallel",
             "expert_parallel",
+            "expert_imbalance",
             "data_parallel",
         ),
         0.0,
     )
-    for index in own:
+    for index in indices:
         time = times[index]
         for passed in (time.forward, time.backward):
             sums["matmul"] += passed.matmul
@@ -325,9 +307,10 @@ def _sums(
         sums["tensor_parallel"] += time.sent_forward + time.sent_backward
         sums["context_parallel"] += time.context
         sums["expert_parallel"] += time.experts
-        everything = sum(time.total(reduces=sharded))
-        hidden = time.forward.total + time.backward.total + time.recompute + time.sent_forward
-        sums["data_parallel"] += everything - hidden - time.sent_backward - time.context - time.experts
+        sums["expert_imbalance"] += time.imbalance
+        passes = time.forward.total + time.backward.total + time.recompute
+        sent = time.sent_forward + time.sent_backward + time.context + time.experts + time.imbalance
+        sums["data_parallel"] += sum(time.total(reduces=sharded)) - passes - sent
     return {cause: seconds * microbatches for cause, seconds in sums.items()}
 
 

@@ -24,9 +24,11 @@ CAUSES = {
     "tensor_parallel": "tensor-parallel traffic",
     "context_parallel": "context-parallel traffic",
     "expert_parallel": "expert-parallel traffic",
+    "expert_imbalance": "waiting for the experts with most tokens",
     "data_parallel": "data-parallel traffic that nothing hides",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "data": "waiting for data",
     "checkpoint": "checkpoints",
 }
 

@@ -71,11 +71,12 @@ def run_trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Tr
 
 def differences(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]]:
     """Pair what was modelled with what was traced, in bytes: memory, then each flow that is not of a few bytes."""
-    rank = estimate.memory[_pipeline_rank(estimate, traced)]
+    pipeline_rank = _pipeline_rank(estimate, traced)
+    rank, flows = estimate.memory[pipeline_rank], estimate.flows_by_rank[pipeline_rank]
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
-    for key in sorted({*estimate.flows.sent, *traced.sent}):
-        both = estimate.flows.sent.get(key, 0), traced.sent.get(key, 0)
+    for key in sorted({*flows.sent, *traced.sent}):
+        both = flows.sent.get(key, 0), traced.sent.get(key, 0)
         if max(both) >= 1 << 20:
             pairs.append((" ".join(key), *both))
     return pairs

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatfm.config import Config, ParallelConfig
+from megatfm.config import Config, ModelConfig, ParallelConfig
+from megatfm.config.ffn import MoEConfig, SoftMoEConfig
 from megatfm.describe.description import optimizer_state_bytes
 from megatfm.layers.moe.experts import Experts
 from megatfm.parallel.layout import ModelLayout
+from megatfm.parallel.mesh import TENSOR
 from megatfm.split_points import SplitPoint
 
 
 @dataclass(frozen=True)
 class LocalWeight:
     """A parameter as one rank has it before ZeRO. rows: along the dim that ZeRO cuts; optimizer_bytes: of the whole
-    parameter's state; parts: indices of the split points that use it; numel: of the whole."""
+    parameter's state; parts: indices of the split points that use it; numel: of the whole; is_partial: tensor-parallel
+    ranks have a share of its gradient each."""
 
     name: str
     numel: int
@@ -27,6 +30,7 @@ class LocalWeight:
     optimizer_bytes: int
     parts: tuple[int, ...]
     in_block: bool
+    is_partial: bool = False
 
     @property
     def local(self) -> int:
@@ -94,6 +98,7 @@ def local_weights(
                 optimizer.get(name, 0),
                 tuple(holders.get(id(parameter), ())),
                 ".layers." in name,
+                TENSOR in layout[name].partial_axes,
             )
         )
     return found
@@ -163,3 +168,9 @@ def _by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
         if weight.in_block:
             sums[weight.parts] = sums.get(weight.parts, 0) + weight.local
     return sums
+
+
+def experts_section(model: ModelConfig) -> MoEConfig | SoftMoEConfig | None:
+    """The section of a model's experts, of whatever kind of blocks has them; None where there are none."""
+    sections = (kind.ffn for kind in model.layer_kinds)
+    return next((ffn for ffn in sections if isinstance(ffn, MoEConfig | SoftMoEConfig)), None)

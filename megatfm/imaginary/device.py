@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -96,6 +96,8 @@ class ImaginaryGPU(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
+        if any(is_traceable_wrapper_subclass(x) for x in tree_leaves((args, options))):
+            return NotImplemented  # a DTensor asks again with what it holds
         name = func._schema.name.partition("::")[2]
         pinned = options.pop("pin_memory", None)
         if not self._is_ours(args, options):

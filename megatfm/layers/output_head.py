@@ -16,7 +16,7 @@ from megatfm.layers.initialisation import Constant, Initialiser, initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
-from megatfm.ops.transfer import moved, to_host
+from megatfm.ops.transfer import moved, to_host, true_places
 from megatfm.registry import Registry
 
 # B batch, T tokens, M tokens that count, D model width, E embedding width, V vocabulary, C classes
@@ -191,10 +191,10 @@ class SentenceHead(nn.Module):
         """Logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""
         if targets_BT is None:
             return self.classifier(self.pool(hidden_BTD[:, 0]))
-        has_target = targets_BT != IGNORE
-        logits_MC = self.classifier(self.pool(hidden_BTD[has_target]))
+        rows_M, columns_M = true_places(to_host(targets_BT) != IGNORE, targets_BT.device)
+        logits_MC = self.classifier(self.pool(hidden_BTD[rows_M, columns_M]))
         precise = torch.promote_types(logits_MC.dtype, torch.float32)
-        return F.cross_entropy(logits_MC.to(precise), targets_BT[has_target], reduction="sum")
+        return F.cross_entropy(logits_MC.to(precise), targets_BT[rows_M, columns_M], reduction="sum")
 
     def pool(self, hidden: Tensor) -> Tensor:
         """The pooled vectors [..., D]."""
@@ -261,7 +261,7 @@ class SpanBoundaryHead(nn.Module):
     ) -> Tensor:
         """The summed cross-entropy of masked tokens; left, right: distances to the tokens around the span, 0: none.
         row_left, row_right: of whole rows, where these are some of their tokens."""
-        rows, columns = (left_BT > 0).nonzero(as_tuple=True)
+        rows, columns = true_places(to_host(left_BT) > 0, left_BT.device)
         place_MP = self.positions((left_BT[rows, columns] - 1).clamp(max=LONGEST_SPAN - 1))
         around = self.around(hidden_BTD, left_BT, right_BT, row_left_BS, row_right_BS)
         inner_MD = self.norm1(F.gelu(self.dense1(torch.cat([*around, place_MP], dim=-1))))
@@ -284,6 +284,6 @@ class SpanBoundaryGather(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] to the left and to the right of masked tokens' spans; of the row: see
         `SpanBoundaryHead`."""
-        rows, columns = (left_BT > 0).nonzero(as_tuple=True)
+        rows, columns = true_places(to_host(left_BT) > 0, left_BT.device)
         left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]
         return hidden_BTD[rows, columns - left_M], hidden_BTD[rows, columns + right_M]

@@ -88,3 +88,9 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     host_copy, version = _HOST_COPIES.get(tensor, (None, 0))
     return tensor.cpu() if host_copy is None or tensor._version != version else host_copy
+
+
+def true_places(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+    """Indices, by dimension and on a device, of what is true in a host tensor: the host has to know how many there
+    are."""
+    return tuple(moved(indices, device) for indices in condition.nonzero(as_tuple=True))

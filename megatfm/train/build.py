@@ -35,6 +35,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     fp8_modules = convert_to_fp8(model, rowwise=fp8_scaling == "rowwise") if fp8_scaling else {}
     optimizers = optimizer_groups(config.optimizer, model)
     parallel = config.parallel
+    # Costs of stages are those of whole modules: tensor parallelism divides weights, but no counts of attention.
+    pipeline = plan_pipeline_split(config, model) if mesh.size(PIPELINE) > 1 else None
     layout = parallelize(
         model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
     )
@@ -42,9 +44,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         check_sharded_shapes(
             fp8_modules, {name: placement.shape for name, placement in layout.items()}, tp_size
         )
-    pipeline = None
-    if mesh.size(PIPELINE) > 1:
-        pipeline = split_model(config, model, mesh)
+    if pipeline is not None:
+        prune_to_stages(model, pipeline.stages_of(mesh.rank(PIPELINE)))
         layout.table += f"\n{pipeline.table()}"
     if parallel.async_tp:
         layout.table += f"\n{ASYNC_TP}"
@@ -80,15 +81,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def split_model(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:
-    """Split the model into stages, and keep those of this rank."""
-    pipeline = plan_pipeline_split(config, model)
-    prune_to_stages(model, pipeline.stages_of(mesh.rank(PIPELINE)))
-    return pipeline
-
-
 def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
-    """Plan where a config splits its model into pipeline stages; the model is left as it is."""
+    """Plan where a config splits its model into pipeline stages; the model, not yet parallelized, is left as it is."""
     parallel, data = config.parallel, config.data
     return split_into_stages(
         model,

@@ -68,9 +68,6 @@ def build_engine(
     with torch.device("meta"):
         model = build_model(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = parallelize(
-        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
-    )
     pipeline = None
     if parallel.pp > 1:
         pipeline = split_into_stages(
@@ -82,6 +79,10 @@ def build_engine(
             at=parallel.pp_split_points,
             sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
         )
+    layout = parallelize(
+        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
+    )
+    if pipeline is not None:
         prune_to_stages(model, pipeline.stages_of(mesh.rank("pp")))
     return NativeEngine(
         model,

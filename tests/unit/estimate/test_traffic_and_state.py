@@ -44,22 +44,33 @@ def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
     return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
 
 
+def check_flows(workers: Workers, config: Config) -> None:
+    """Hold each pipeline rank's flows against what its executed ranks send at most."""
+    ranks, pp = ranks_of(config.parallel), config.parallel.pp
+    by_rank = workers.run(executed, ranks, config, ranks)
+    estimate = estimated(config)
+    for stage_rank, modelled in enumerate(estimate.flows_by_rank):
+        most: dict[tuple[str, str], int] = {}
+        for flows in by_rank[stage_rank * ranks // pp : (stage_rank + 1) * ranks // pp]:
+            for key, n_bytes in flows.items():
+                most[key] = max(n_bytes, most.get(key, 0))
+        large = {key: n_bytes for key, n_bytes in most.items() if n_bytes >= LEAST * 8}
+        assert large
+        for key, n_bytes in large.items():
+            assert modelled.sent.get(key, 0) == pytest.approx(n_bytes, rel=0.02), (stage_rank, key)
+
+
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [*((name, "none") for name in LAYOUTS), ("zero3 × tp2", "full"), ("zero3 × tp2", "selective")],
 )
 def test_a_step_sends_what_executed_ranks_send(workers: Workers, name: str, recompute: str) -> None:
-    config = small("llama3-8b", LAYOUTS[name], recompute=recompute)
-    by_rank = workers.run(executed, ranks_of(config.parallel), config, ranks_of(config.parallel))
-    estimate = estimated(config)
-    most: dict[tuple[str, str], int] = {}
-    for flows in by_rank:
-        for key, n_bytes in flows.items():
-            most[key] = max(n_bytes, most.get(key, 0))
-    large = {key: n_bytes for key, n_bytes in most.items() if n_bytes >= LEAST * 8}
-    assert large
-    for key, n_bytes in large.items():
-        assert estimate.flows.sent.get(key, 0) == pytest.approx(n_bytes, rel=0.02), key
+    check_flows(workers, small("llama3-8b", LAYOUTS[name], recompute=recompute))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_tied_tables_are_summed_over_pipeline_ranks(workers: Workers, zero: int) -> None:
+    check_flows(workers, small("gpt2-124m", ParallelConfig(pp=2, dp_shard=2, zero=zero)))
 
 
 @pytest.mark.parametrize(

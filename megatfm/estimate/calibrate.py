@@ -1,0 +1,248 @@
+"""A table of the machine at hand, measured: products by shape, memory by bytes, operators, attention, and the link.
+
+Measurements take turns: every one is repeated in several rounds over all of them, and the fastest of each counts, so
+that what else the machine does in the meantime disturbs none in particular. On a CPU time is that of its threads.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, multiprocessing
+
+from megatfm.errors import UsageError
+from megatfm.estimate.devices import GIB
+from megatfm.tracking.hardware import processor
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 128, 512, 2048), "cuda": (128, 512, 2048, 8192)}
+"""Rows, columns and depths of products; all triples of them are measured that take less than `LONGEST` seconds."""
+LONGEST = {"cpu": 0.25, "cuda": 0.05}
+EXPECTED_FLOPS = {"cpu": 3e10, "cuda": 3e14}
+"""Rates by which products are left out beforehand as taking too long."""
+MOVED: Mapping[str, Sequence[int]] = {
+    "cpu": (2**12, 2**16, 2**19, 2**22, 2**25),
+    "cuda": (2**12, 2**20, 2**24, 2**28),
+}
+"""Bytes that an addition in place reads and writes."""
+ROUNDS = 5
+LEAST_SECONDS = 2e-3
+"""Least time of one measurement, in which short operators are repeated."""
+OPERATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "copy_": lambda x: x.clone(),
+    "_to_copy": lambda x: x.double() if x.device.type == "cpu" and x.dtype == torch.float32 else x.float(),
+    "mul": lambda x: x * x,
+    "add": lambda x: x + x,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "rsqrt": torch.rsqrt,
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "native_layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "_softmax": lambda x: x.softmax(-1),
+    "sum": lambda x: x.sum(-1),
+    "mean": lambda x: x.mean(-1),
+}
+"""Operators that memory or their own work bounds, by the name under which torch dispatches them."""
+NODE = "here"
+
+
+def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
+    """Measure a table of this machine, as `devices.toml` has them: a device and a node, both called "here"."""
+    clock = Clock(device)
+    kind, dtype = device.type, DTYPES[precision]
+    shapes = product_shapes(kind)
+    products = clock.fastest([_product(shape, dtype, device) for shape in shapes])
+    rows = [[*shape, seconds] for shape, seconds in zip(shapes, products, strict=True)]
+    peak = max(2 * m * n * k / seconds for m, n, k, seconds in rows)
+    moves = clock.fastest([_move(n_bytes, dtype, device) for n_bytes in MOVED[kind]])
+    rate = max(
+        n_bytes / seconds for n_bytes, seconds in zip(MOVED[kind], moves, strict=True) if n_bytes > 2**20
+    )
+    forward, backward = _attention_rates(clock, dtype, device)
+    name = (
+        torch.cuda.get_device_name(device)
+        if kind == "cuda"
+        else f"{processor()['cpu']}, {torch.get_num_threads()} threads"
+    )
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory
+        if kind == "cuda"
+        else psutil.virtual_memory().total
+    )
+    table = {
+        "name": name,
+        "memory_gib": round(memory / GIB, 2),
+        "flops": {precision: peak},
+        "memory_bandwidth": rate,
+        "multiprocessors": 1,
+        "tile": [1, 1],
+        "matmul_efficiency": 1.0,
+        "attention_efficiency": forward / peak,
+        "attention_backward": backward / forward,
+        "memory_efficiency": 1.0,
+        "launch_seconds": min(moves),
+        "host_seconds": 8e-6 if kind == "cuda" else 0.0,
+        "reserved_gib": 2.5 if kind == "cuda" else 0.5,
+        "compiles": kind == "cuda",
+        "products": {precision: rows},
+        "moves": [list(pair) for pair in zip(MOVED[kind], moves, strict=True)],
+        "operators": _operator_factors(clock, dtype, device),
+        "source": f"measured by megatfm estimate --calibrate, torch {torch.__version__}",
+    }
+    link = measure_link(kind)
+    node = {
+        "gpus": max(1, torch.cuda.device_count()) if kind == "cuda" else psutil.cpu_count() or 1,
+        "within": link,
+        "between": link,
+        "disk_bandwidth": 1e9,
+        "source": "link measured between processes of this machine; disk assumed",
+    }
+    return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}
+
+
+def product_shapes(kind: str) -> list[tuple[int, int, int]]:
+    """Shapes (m, n, k) of the products that are measured."""
+    triples = itertools.product(SIZES[kind], repeat=3)
+    return [(m, n, k) for m, n, k in triples if 2 * m * n * k < LONGEST[kind] * EXPECTED_FLOPS[kind]]
+
+
+class Clock:
+    """Measures functions on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        """Seconds of the device: of a CPU those that its threads computed."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return time.perf_counter()
+        return time.process_time() / torch.get_num_threads()
+
+    def fastest(self, functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
+        """Seconds of one call of each, the least of several rounds in which they take turns."""
+        times = []
+        for function in functions:
+            function()
+            start = self.now()
+            function()
+            times.append(max(1, round(LEAST_SECONDS / max(self.now() - start, 1e-7))))
+        best = [float("inf")] * len(functions)
+        for _ in range(rounds):
+            for index, (function, repeats) in enumerate(zip(functions, times, strict=True)):
+                start = self.now()
+                for _ in range(repeats):
+                    function()
+                best[index] = min(best[index], (self.now() - start) / repeats)
+        return best
+
+
+def _product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    m, n, k = shape
+    left, right = (torch.full(size, 0.5, dtype=dtype, device=device) for size in ((m, k), (n, k)))
+    return lambda: left @ right.T
+
+
+def _move(n_bytes: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    values = torch.ones(n_bytes // 2 // dtype.itemsize, dtype=dtype, device=device)
+    return lambda: values.add_(1.0)
+
+
+def _operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Time of operators over that of an addition in place which reads and writes as many bytes."""
+    x = torch.full((1024, 1024), 0.5, dtype=dtype, device=device)
+    moved = {name: x.nbytes + function(x).nbytes for name, function in OPERATORS.items()}
+    functions: list[Callable[[], object]] = [
+        lambda function=function: function(x)  # type: ignore[misc]
+        for function in OPERATORS.values()
+    ]
+    functions += [_move(n_bytes, dtype, device) for n_bytes in moved.values()]
+    seconds = clock.fastest(functions)
+    return {name: max(1e-3, seconds[place] / seconds[place + len(moved)]) for place, name in enumerate(moved)}
+
+
+def _attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of causal attention's two passes, counting the pairs that are seen."""
+    length, heads, width = (512, 4, 64) if device.type == "cpu" else (4096, 16, 128)
+    q, k, v = (torch.randn(1, heads, length, width, dtype=dtype, device=device) for _ in range(3))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    flops = 2 * 2 * heads * width * length * (length + 1) / 2
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+
+    def both() -> None:
+        forward().sum().backward()
+
+    one, two = clock.fastest([forward, both])
+    return flops / one, 2.5 * flops / max(two - one, 1e-9)
+
+
+def measure_link(kind: str) -> dict[str, Any]:
+    """Bandwidth and latency between two processes of this machine, over gloo, or NCCL with two GPUs and more."""
+    ranks, backend = (
+        (2, "gloo") if kind == "cpu" or torch.cuda.device_count() < 2 else (torch.cuda.device_count(), "nccl")
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    workers = [
+        context.Process(target=_exchange, args=(rank, ranks, backend, store.port, queue))
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise UsageError(f"--calibrate: processes of this machine can't exchange data over {backend}")
+    small, large, n_bytes = queue.get()
+    name = f"{backend} between processes of this machine"
+    return {
+        "name": name,
+        "bandwidth": n_bytes / max(large - small, 1e-9),
+        "efficiency": 1.0,
+        "latency": small,
+    }
+
+
+def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> None:
+    """Time all-gathers of few and of many bytes, of which each rank sends (ranks − 1) shards."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    seconds = []
+    for numel in (16, 2**22):
+        shard = torch.ones(numel, device=device)
+        gathered = [torch.empty_like(shard) for _ in range(ranks)]
+        best = float("inf")
+        for _ in range(ROUNDS + 1):
+            start = time.perf_counter()
+            dist.all_gather(gathered, shard)
+            if backend == "nccl":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+        seconds.append(best)
+    if rank == 0:
+        queue.put((*seconds, (ranks - 1) * 4 * 2**22))
+    dist.destroy_process_group()
+
+
+def write_table(table: Mapping[str, Any], path: Path) -> None:
+    """Write a measured table. Raises UsageError for a file that is there already."""
+    import tomli_w
+
+    from megatfm.files import atomic_write
+
+    if path.exists():
+        raise UsageError(f"--calibrate {path}: there is such a file: give another name")
+    atomic_write(path, tomli_w.dumps(table))

@@ -1,0 +1,98 @@
+"""What the ranks of one pipeline rank send in a step, of all axes together."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from megatfm.config import Config
+from megatfm.estimate.expert_traffic import context_flows, expert_flows
+from megatfm.estimate.operators import Operator
+from megatfm.estimate.profile import ModelProfile, PartProfile
+from megatfm.estimate.traffic import Axis, Flows, axes_of, data_flows
+from megatfm.estimate.weights import LocalWeight
+from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
+
+
+def rank_flows(
+    config: Config,
+    profile: ModelProfile,
+    weights: Sequence[LocalWeight],
+    stages: Sequence[Sequence[int]],
+    rank_of: Sequence[int],
+    rank: int,
+    microbatches: int,
+) -> Flows:
+    """Traffic of a pipeline rank. stages: split points of each; rank_of: the pipeline rank of each stage."""
+    axes, flows = axes_of(config.parallel), Flows()
+    indices = parts_of(stages, rank_of, rank)
+    for part in (profile.parts[index] for index in indices):
+        _tensor_flows(flows, axes[TENSOR], part, config, microbatches)
+        context_flows(flows, config, part, axes[CONTEXT], microbatches)
+        expert_flows(flows, config, part, axes[EXPERT], microbatches)
+    data_flows(flows, config, weights, indices, microbatches)
+    ends = [profile.parts[stage[-1]] for stage in stages]
+    _pipeline_flows(flows, axes[PIPELINE], ends, rank_of, rank, microbatches)
+    holders = {index: at for stage, at in zip(stages, rank_of, strict=True) for index in stage}
+    _shared_gradients(flows, config, weights, holders, rank)
+    return flows
+
+
+def parts_of(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
+    """Indices of the split points of a pipeline rank."""
+    return [index for stage, at in zip(stages, rank_of, strict=True) if at == rank for index in stage]
+
+
+def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
+    """Operators of a block that a backward pass repeats: all but the last sum with "full", which stops after what is
+    kept; with "selective" what is cheap, and gathers."""
+    if mode == "selective":
+        return [
+            op
+            for op in part.forward
+            if op.kind == "pointwise" or op.collective == "all_gather" or op.name == "_grouped_mm"
+        ]
+    kept = {tensor.number for tensor in part.saved}
+    last = max((i for i, op in enumerate(part.forward) if kept & op.writes.keys()), default=-1)
+    return list(part.forward[: last + 1])
+
+
+def _tensor_flows(flows: Flows, axis: Axis, part: PartProfile, config: Config, microbatches: int) -> None:
+    mode = config.train.recompute
+    again: Iterable[Operator] = ()
+    if part.is_block and mode in ("full", "selective"):
+        again = recomputed_operators(part, mode)
+    for op in (*part.forward, *part.backward, *again):
+        if op.kind == "collective":
+            flows.add(axis, op.collective, op.sent_bytes, microbatches)
+
+
+def _pipeline_flows(
+    flows: Flows,
+    axis: Axis,
+    ends: Sequence[PartProfile],
+    rank_of: Sequence[int],
+    rank: int,
+    microbatches: int,
+) -> None:
+    """Add what a rank hands on: activations forward, as many gradients back. ends: last split points of the stages."""
+    for end, (before, after) in zip(ends, pairwise(rank_of), strict=False):
+        if before != after and rank in (before, after):
+            flows.add(axis, "send", end.output_bytes, microbatches)
+
+
+def _shared_gradients(
+    flows: Flows, config: Config, weights: Sequence[LocalWeight], holders: dict[int, int], rank: int
+) -> None:
+    """Add sums of gradients of which each rank has a share: tied tables' over pipeline ranks, those of norms and biases
+    of cut sequences over tensor-parallel ranks."""
+    parallel, axes = config.parallel, axes_of(config.parallel)
+    size = 8 if config.train.precision == "fp64" else 4
+    sharded = parallel.zero and parallel.dp_shard * parallel.dp_replicate > 1
+    for weight in weights:
+        ranks = {holders[index] for index in weight.parts}
+        if rank not in ranks or not weight.is_trained:
+            continue
+        n_bytes = (weight.shard(parallel.dp_shard) if sharded else weight.local) * size
+        if len(ranks) > 1:
+            flows.add(axes[PIPELINE], "all_reduce", 2 * n_bytes * (len(ranks) - 1) / len(ranks))
+        if weight.is_partial:
+            flows.add(axes[TENSOR], "all_reduce", 2 * n_bytes * (parallel.tp - 1) / parallel.tp)

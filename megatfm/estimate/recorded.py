@@ -1,0 +1,159 @@
+"""What a run recorded of its memory and speed, and the estimate of the same run."""
+
+import pickle
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from megatfm.config import Config, load_config
+from megatfm.errors import UsageError
+from megatfm.estimate.devices import device_names, load_cluster
+from megatfm.estimate.estimator import Estimator, estimator
+from megatfm.report.run import Run
+from megatfm.train.profiling import SNAPSHOT_DIR
+
+FIRST_STEPS = 10
+"""Steps of a run that are left out of its median speed: they compile and fill caches."""
+OUT_OF_MEMORY = re.compile(
+    r"rank (\d+) is out of memory: it held ([\d.e+]+) GiB(?: and asked for ([\d.]+ \w+) more)?"
+)
+LOG_BYTES = 2**22
+"""End of a log in which the message is looked for."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Facts of a run. peak: most bytes that rank 0 reported, in `peak_step`; failures: (rank, GiB held, what it asked
+    for) of ranks that ran out of memory; owners: bytes by the line of megatfm that asked for them, of `snapshot`."""
+
+    gpu: str
+    processes: int
+    machines: int
+    peak: int = 0
+    peak_step: int = 0
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    failures: list[tuple[int, float, str]] = field(default_factory=list)
+    snapshot: Path | None = None
+    owners: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the run computed on GPUs."""
+        return self.gpu not in ("", "none")
+
+
+def read_recorded(folder: Path) -> Recorded:
+    """Read what a run directory tells. Raises UsageError where it is none."""
+    run = Run(folder)
+    memory, environment = run.curve("memory_bytes"), run.environment
+    peak, at = max(zip(memory.values, memory.steps, strict=True), default=(0, 0))
+    snapshots = sorted((folder / SNAPSHOT_DIR).glob("rank-*.pickle"))
+    return Recorded(
+        gpu=str(environment.get("gpu", "")),
+        processes=int(environment.get("processes", 1)),
+        machines=int(environment.get("machines", 1)),
+        peak=int(peak),
+        peak_step=int(at),
+        step_seconds=_median(run, "step_seconds"),
+        tokens_per_second=_median(run, "tokens_per_second"),
+        failures=sorted(set(_failures(folder))),
+        snapshot=snapshots[0] if snapshots else None,
+        owners=snapshot_owners(snapshots[0]) if snapshots else Counter(),
+    )
+
+
+def _median(run: Run, key: str) -> float | None:
+    curve = run.curve(key)
+    values = [value for step, value in zip(curve.steps, curve.values, strict=True) if step > FIRST_STEPS]
+    values = values or list(curve.values)
+    return statistics.median(values) if values else None
+
+
+def _failures(folder: Path) -> Iterator[tuple[int, float, str]]:
+    """Find the messages of ranks that ran out of memory, in logs and events."""
+    paths = [path for path in (folder / "logs").rglob("*") if path.is_file()] + [folder / "events.jsonl"]
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - LOG_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            continue
+        for rank, held, asked in OUT_OF_MEMORY.findall(text):
+            yield int(rank), float(held), asked
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads lists, tables, texts and numbers; a file that names a class or function is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def snapshot_owners(path: Path) -> Counter[str]:
+    """Bytes of a GPU's memory snapshot by the line of megatfm that asked for them. Raises UsageError for a file that is
+    no snapshot."""
+    owners: Counter[str] = Counter()
+    try:
+        with path.open("rb") as file:
+            snapshot = _load(file)
+        for segment in snapshot["segments"]:
+            for block in segment["blocks"]:
+                if str(block["state"]).startswith("active"):
+                    owners[_owner(block.get("frames") or [])] += int(block["size"])
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise UsageError(f"{path}: not a memory snapshot of torch: {error}") from error
+    return owners
+
+
+def _load(file: IO[bytes]) -> Any:
+    return _PlainUnpickler(file).load()
+
+
+def _owner(frames: list[dict[str, Any]]) -> str:
+    for frame in frames:
+        name = str(frame["filename"])
+        if "/megatfm/" in name:
+            return f"{name.rpartition('/megatfm/')[2]}:{int(frame['line'])}"
+    return "allocated before it was recorded, or by torch"
+
+
+def device_of(recorded: Recorded, hardware: Path | None = None) -> str | None:
+    """Name, in the tables of devices, of the GPU that a run had; None for one that is not there."""
+    words = re.sub(r"[^a-z0-9]+", " ", recorded.gpu.lower()).split()
+    matching = [name for name in device_names(hardware) if name.partition("-")[0] in words]
+    by_size = [name for name in matching if name.partition("-")[2] in words]
+    return (by_size or sorted(matching, key=len) or [None])[0]
+
+
+@contextmanager
+def run_estimator(
+    folder: Path, recorded: Recorded, device: str | None = None, hardware: Path | None = None
+) -> Iterator[Estimator]:
+    """Open an estimator for a run's config on as many devices as it had. Raises UsageError for an unknown device."""
+    config: Config = load_config(str(folder / "config.toml"), [])
+    device = device or device_of(recorded, hardware)
+    if device is None:
+        raise UsageError(
+            f"{folder}: ran on {recorded.gpu if recorded.is_gpu else 'a CPU'}, which is in no table of devices: name "
+            f"one with --device ({', '.join(device_names(hardware))}), or measure this machine with "
+            "megatfm estimate --calibrate FILE and give --hardware FILE --device here"
+        )
+    per_node = -(-recorded.processes // recorded.machines)
+    cluster = load_cluster(device, recorded.processes, None, per_node, hardware)
+    with estimator(config, cluster) as opened:
+        yield opened
