@@ -18,6 +18,7 @@ from megatfm.config.attention import (
     Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.evaluation_task import EvaluationTaskConfig
 from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
@@ -95,7 +96,6 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
-    "ImageClassificationObjective",
     "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
@@ -104,8 +104,10 @@ __all__ = [
     "DataConfig",
     "DebertaPositionConfig",
     "DebertaV2PositionConfig",
+    "EvaluationTaskConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
+    "ImageClassificationObjective",
     "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",

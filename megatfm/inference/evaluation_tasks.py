@@ -1,0 +1,132 @@
+"""Evaluate a model on tasks without training it: multiple choice and cloze by likelihood, generation by its text."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatfm.errors import UsageError
+from megatfm.files import atomic_write
+from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.likelihood import BATCH_SIZE, Continuation, Likelihood, encode_continuation, score
+from megatfm.inference.text import TextModel
+from megatfm.parallel import distributed
+from megatfm.tasks.question_scores import (
+    AnswerLikelihoods,
+    QuestionResult,
+    score_choices,
+    score_cloze,
+    score_text,
+    summarise_results,
+)
+from megatfm.tasks.questions import EvaluationTask, Question, open_evaluation_task
+
+RESULTS, PREDICTIONS = "evaluation_tasks.json", Path("predictions") / "tasks"
+
+
+@dataclass(frozen=True)
+class EvaluatedTask:
+    """Metrics of a task, with their intervals, and a record for each question."""
+
+    summary: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+
+
+def evaluate_task_files(
+    open_model: Callable[[torch.device], TextModel],
+    files: Mapping[str, str | Path],
+    *,
+    batch_size: int = BATCH_SIZE,
+    limit: int = 0,
+    device: distributed.Device = "auto",
+    out_dir: Path | None = None,
+) -> dict[str, EvaluatedTask] | None:
+    """Evaluate a model on task files by name, and leave results and predictions in `out_dir`.
+
+    open_model: opens it on a device. limit: only the first so many questions of each; 0: all. Under several processes
+    all hold the model and take a share of the questions, and rank 0 has the results. Raises UsageError.
+    """
+    if limit < 0:
+        raise UsageError(f"--limit {limit}: choose 1 or more questions of each task, or 0 for all")
+    tasks = [open_evaluation_task(path, name=name, limit=limit) for name, path in files.items()]
+    with distributed.distributed_session(device=device) as rank:
+        loaded = open_model(rank.device)
+        results = {task.name: evaluate_questions(loaded, task, batch_size=batch_size) for task in tasks}
+    if not rank.is_main:
+        return None
+    if out_dir is not None:
+        write_results(out_dir, loaded.step, results)
+    return results
+
+
+def write_results(folder: Path, step: int, results: Mapping[str, EvaluatedTask]) -> None:
+    """Write evaluation_tasks.json and the records of each task's questions."""
+    (folder / PREDICTIONS).mkdir(parents=True, exist_ok=True)
+    for name, result in results.items():
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in result.records]
+        atomic_write(folder / PREDICTIONS / f"{name}.jsonl", "".join(lines))
+    stored = {"step": step, "tasks": {name: result.summary for name, result in results.items()}}
+    atomic_write(folder / RESULTS, json.dumps(stored, indent=2) + "\n")
+
+
+def evaluate_questions(
+    loaded: TextModel, task: EvaluationTask, *, batch_size: int = BATCH_SIZE
+) -> EvaluatedTask:
+    """Evaluate a model on a task. A collective where there is a process group. Raises UsageError, MegatfmError."""
+    evaluate = _generate_answers if task.config.kind == "generation" else _compare_answers
+    results = evaluate(loaded, task, batch_size)
+    return EvaluatedTask(summarise_results(task, results), [dict(result.record) for result in results])
+
+
+def _generate_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
+    config = task.config
+    requests = [
+        TextRequest(question.prompt, config.max_tokens, tuple(config.stop)) for question in task.questions
+    ]
+    texts = generate_texts(loaded, requests, batch_size=batch_size)
+    return [score_text(question, text) for question, text in zip(task.questions, texts, strict=True)]
+
+
+def _compare_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
+    """Score every answer after its prompt, and after the unconditional one where there is one."""
+    texts = [pair for question in task.questions for pair in _scored_texts(question)]
+    distinct = list(dict.fromkeys(texts))
+    continuations = [_encode(loaded, task, pair) for pair in distinct]
+    likelihoods = dict(zip(distinct, score(loaded.model, continuations, batch_size=batch_size), strict=True))
+    judge = score_cloze if task.config.kind == "cloze" else score_choices
+    return [
+        judge(question, _likelihoods_of(question, likelihoods), task.config.delimiter)
+        for question in task.questions
+    ]
+
+
+TextPair = tuple[str, str]
+"""Prompt and answer."""
+
+
+def _scored_texts(question: Question) -> list[TextPair]:
+    prompts = [question.prompt] + ([] if question.unconditional is None else [question.unconditional])
+    return [(prompt, choice) for prompt in prompts for choice in question.choices]
+
+
+def _encode(loaded: TextModel, task: EvaluationTask, pair: TextPair) -> Continuation:
+    try:
+        return encode_continuation(loaded, *pair)
+    except UsageError as error:
+        raise UsageError(f"task {task.name}: {error}") from None
+
+
+def _likelihoods_of(question: Question, scored: Mapping[TextPair, Likelihood]) -> AnswerLikelihoods:
+    likelihoods = [scored[question.prompt, choice] for choice in question.choices]
+    unconditional = question.unconditional
+    return AnswerLikelihoods(
+        [likelihood.log_probability for likelihood in likelihoods],
+        [likelihood.n_tokens for likelihood in likelihoods],
+        [likelihood.is_greedy for likelihood in likelihoods],
+        []
+        if unconditional is None
+        else [scored[unconditional, choice].log_probability for choice in question.choices],
+    )
