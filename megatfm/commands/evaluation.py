@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from megatfm.inference.evaluation_tasks import EvaluatedTask
 
 TASK_OPTIONS = {"batch": None, "limit": 0, "dtype": "float32", "device": "auto", "out": None}
-"""Options that belong to --task, with their defaults."""
+HARNESS_OPTIONS = {"harness_path": None, "shots": None}
+"""Options that belong to tasks, and to those of the harness, with their defaults."""
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,22 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]FILE",
         help="a task's TOML file, in place of the validation sets; may be given several times",
     )
+    tasks.add_argument(
+        "--harness",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a task of lm-evaluation-harness by its name; may be given several times",
+    )
+    tasks.add_argument(
+        "--harness-path", metavar="FOLDER", help="YAML files of further tasks of the harness (none)"
+    )
+    tasks.add_argument(
+        "--shots",
+        type=int,
+        metavar="N",
+        help="with --harness: solved examples before a question (as its task says)",
+    )
     tasks.add_argument("--batch", type=int, metavar="N", help="rows at a time (16)")
     tasks.add_argument(
         "--limit",
@@ -67,14 +84,28 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def evaluate_command(args: argparse.Namespace) -> int:
     """Evaluate, print a table, and leave the results in the run directory."""
-    if args.task:
-        if args.validation or args.baselines:
-            raise UsageError("--task: evaluates tasks alone: evaluate validation sets by a second command")
-        return _evaluate_tasks(args)
-    for name, default in TASK_OPTIONS.items():
-        if getattr(args, name) != default:
-            raise UsageError(f"--{name}: is for tasks: give --task FILE, or leave it out")
-    return _evaluate_sets(args)
+    if not args.harness:
+        _refuse_options(
+            args, HARNESS_OPTIONS, "are for tasks of the harness: give --harness NAME, or leave them out"
+        )
+    if not (args.task or args.harness):
+        _refuse_options(
+            args, TASK_OPTIONS, "are for tasks: give --task FILE or --harness NAME, or leave them out"
+        )
+        return _evaluate_sets(args)
+    if args.validation or args.baselines:
+        raise UsageError(
+            "--task, --harness: evaluate tasks alone: evaluate validation sets by a second command"
+        )
+    return _evaluate_tasks(args)
+
+
+def _refuse_options(args: argparse.Namespace, options: Mapping[str, object], reason: str) -> None:
+    changed = [
+        f"--{name.replace('_', '-')}" for name, default in options.items() if getattr(args, name) != default
+    ]
+    if changed:
+        raise UsageError(f"{', '.join(changed)}: {reason}")
 
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
@@ -85,7 +116,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.convert.load import load_model as load_hf
     from megatfm.convert.load import text_generation_fields
-    from megatfm.inference.evaluation_tasks import evaluate_task_files
+    from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_task_files
     from megatfm.inference.likelihood import BATCH_SIZE
     from megatfm.inference.text import TextModel, load
     from megatfm.tasks.questions import named_task_files
@@ -98,14 +129,14 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         return load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
 
     is_run = (path / "config.toml").is_file()
-    folder = Path(args.out) if args.out else path if is_run else None
     evaluated = evaluate_task_files(
         open_model,
         named_task_files(args.task),
+        HarnessTasks(args.harness, args.harness_path, args.shots),
         batch_size=BATCH_SIZE if args.batch is None else args.batch,
         limit=args.limit,
         device=args.device,
-        out_dir=folder,
+        out_dir=Path(args.out) if args.out else path if is_run else None,
     )
     if evaluated is not None:
         _print_tasks(args.run_dir, evaluated)
@@ -122,7 +153,8 @@ def _print_tasks(title: str, evaluated: "Mapping[str, EvaluatedTask]") -> None:
         for number, (metric, value) in enumerate(task.summary["metrics"].items()):
             interval = task.summary["intervals"].get(metric)
             spread = f"{interval[0]:.4f} … {interval[1]:.4f}" if interval else ""
-            first = (name, f"{task.summary['questions']:,}") if number == 0 else ("", "")
+            count = task.summary.get("questions")
+            first = (name, "" if count is None else f"{count:,}") if number == 0 else ("", "")
             table.add_row(*first, metric, f"{value:.4f}", spread)
     print_table(table)
 

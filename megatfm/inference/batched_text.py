@@ -1,7 +1,8 @@
 """Texts after many prompts, several at a time, each up to the first of some texts at which it stops."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -9,6 +10,8 @@ from megatfm.errors import UsageError
 from megatfm.inference.decoding import Prompts, Sampling, stream
 from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, padded_length
 from megatfm.inference.text import IncrementalDetokenizer, TextModel, build_prompts
+
+log = logging.getLogger("megatfm")
 
 GREEDY = Sampling()
 
@@ -24,12 +27,17 @@ class TextRequest:
 
 
 def generate_texts(
-    loaded: TextModel, requests: Sequence[TextRequest], *, batch_size: int = BATCH_SIZE
+    loaded: TextModel,
+    requests: Sequence[TextRequest],
+    *,
+    batch_size: int = BATCH_SIZE,
+    cut_prompts: bool = False,
 ) -> list[str]:
     """Return the continuation of each prompt, in their order, without the text at which it stops.
 
     Blocks hold prompts of about one length and equal options. A collective where there is a process group: all ranks
-    bring the same requests, and each makes its share. Raises UsageError for a prompt that can't be continued so far.
+    bring the same requests, and each makes its share. cut_prompts: cut prompts at their start as far as the model's
+    positions ask for it, which is said; else a UsageError is raised for one that can't be continued so far.
     """
     if batch_size < 1:
         raise UsageError(f"batch = {batch_size}: choose 1 or more prompts at a time, e.g. {BATCH_SIZE}")
@@ -37,6 +45,14 @@ def generate_texts(
     framed = [
         (request, build_prompts(loaded, request.prompt, sentinel="never").to(device)) for request in requests
     ]
+    limit = loaded.config.model.position.limit
+    if cut_prompts and limit is not None:
+        fitting = [(request, _fit(prompts, limit + 1 - request.max_tokens)) for request, prompts in framed]
+        if n_cut := sum(cut is not prompts for (_, cut), (_, prompts) in zip(fitting, framed, strict=True)):
+            log.warning(
+                "%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(framed), limit
+            )
+        framed = fitting
     return map_blocks(
         framed,
         lambda item: (
@@ -48,6 +64,13 @@ def generate_texts(
         lambda block: _generate_block(loaded, block),
         batch_size,
     )
+
+
+def _fit(prompts: Prompts, room: int) -> Prompts:
+    """Cut what a decoder reads at its start, to so many tokens, at least one."""
+    if len(prompts.tokens[0]) <= room:
+        return prompts
+    return replace(prompts, tokens=[prompts.tokens[0][-max(room, 1) :]])
 
 
 def _generate_block(loaded: TextModel, block: Sequence[tuple[TextRequest, Prompts]]) -> list[str]:

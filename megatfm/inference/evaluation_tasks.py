@@ -11,6 +11,7 @@ import torch
 from megatfm.errors import UsageError
 from megatfm.files import atomic_write
 from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.harness import run_harness
 from megatfm.inference.likelihood import BATCH_SIZE, Continuation, Likelihood, encode_continuation, score
 from megatfm.inference.text import TextModel
 from megatfm.parallel import distributed
@@ -35,16 +36,27 @@ class EvaluatedTask:
     records: Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class HarnessTasks:
+    """Tasks of lm-evaluation-harness by name. path: a folder with YAML files of further ones. shots: None: as the task
+    says."""
+
+    names: Sequence[str]
+    path: str | None = None
+    shots: int | None = None
+
+
 def evaluate_task_files(
     open_model: Callable[[torch.device], TextModel],
     files: Mapping[str, str | Path],
+    harness: HarnessTasks | None = None,
     *,
     batch_size: int = BATCH_SIZE,
     limit: int = 0,
     device: distributed.Device = "auto",
     out_dir: Path | None = None,
 ) -> dict[str, EvaluatedTask] | None:
-    """Evaluate a model on task files by name, and leave results and predictions in `out_dir`.
+    """Evaluate a model on task files by name, and on tasks of the harness; leave results and predictions in `out_dir`.
 
     open_model: opens it on a device. limit: only the first so many questions of each; 0: all. Under several processes
     all hold the model and take a share of the questions, and rank 0 has the results. Raises UsageError.
@@ -55,11 +67,30 @@ def evaluate_task_files(
     with distributed.distributed_session(device=device) as rank:
         loaded = open_model(rank.device)
         results = {task.name: evaluate_questions(loaded, task, batch_size=batch_size) for task in tasks}
+        if harness and harness.names:
+            results |= _run_harness(loaded, harness, limit, batch_size)
     if not rank.is_main:
         return None
     if out_dir is not None:
         write_results(out_dir, loaded.step, results)
     return results
+
+
+def _run_harness(
+    loaded: TextModel, harness: HarnessTasks, limit: int, batch_size: int
+) -> dict[str, EvaluatedTask]:
+    results = run_harness(
+        loaded,
+        harness.names,
+        include_path=harness.path,
+        shots=harness.shots,
+        limit=limit,
+        batch_size=batch_size,
+    )
+    return {
+        name: EvaluatedTask({"kind": "harness", "metrics": metrics, "intervals": {}}, [])
+        for name, metrics in results.items()
+    }
 
 
 def write_results(folder: Path, step: int, results: Mapping[str, EvaluatedTask]) -> None:
