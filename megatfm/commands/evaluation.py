@@ -153,8 +153,7 @@ def _print_tasks(title: str, evaluated: "Mapping[str, EvaluatedTask]") -> None:
         for number, (metric, value) in enumerate(task.summary["metrics"].items()):
             interval = task.summary["intervals"].get(metric)
             spread = f"{interval[0]:.4f} … {interval[1]:.4f}" if interval else ""
-            count = task.summary.get("questions")
-            first = (name, "" if count is None else f"{count:,}") if number == 0 else ("", "")
+            first = (name, f"{task.summary['questions']:,}") if number == 0 else ("", "")
             table.add_row(*first, metric, f"{value:.4f}", spread)
     print_table(table)
 

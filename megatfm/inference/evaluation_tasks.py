@@ -87,10 +87,12 @@ def _run_harness(
         limit=limit,
         batch_size=batch_size,
     )
-    return {
-        name: EvaluatedTask({"kind": "harness", "metrics": metrics, "intervals": {}}, [])
-        for name, metrics in results.items()
-    }
+    evaluated = {}
+    for name, metrics in results.items():
+        questions = int(metrics.pop("sample_len", 0))
+        summary = {"kind": "harness", "questions": questions, "metrics": metrics, "intervals": {}}
+        evaluated[name] = EvaluatedTask(summary, [])
+    return evaluated
 
 
 def write_results(folder: Path, step: int, results: Mapping[str, EvaluatedTask]) -> None:

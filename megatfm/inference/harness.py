@@ -157,7 +157,13 @@ def run_harness(
         model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
         log_samples=False, bootstrap_iters=0,
     )  # fmt: skip
+    return {name: _numbers(values) for name, values in results["results"].items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a task's results, under their names without the harness's usual filter."""
     return {
-        name: {metric: value for metric, value in values.items() if isinstance(value, int | float)}
-        for name, values in results["results"].items()
+        metric.removesuffix(",none"): value
+        for metric, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }
