@@ -12,18 +12,12 @@ from megatfm.errors import UsageError
 from megatfm.files import atomic_write
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.harness import run_harness
-from megatfm.inference.likelihood import BATCH_SIZE, Continuation, Likelihood, encode_continuation, score
+from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel
 from megatfm.parallel import distributed
-from megatfm.tasks.question_scores import (
-    AnswerLikelihoods,
-    QuestionResult,
-    score_choices,
-    score_cloze,
-    score_text,
-    summarise_results,
-)
-from megatfm.tasks.questions import EvaluationTask, Question, open_evaluation_task
+from megatfm.tasks.continuations import TextPair, judge_answers, scored_pairs
+from megatfm.tasks.question_scores import QuestionResult, score_text, summarise_results
+from megatfm.tasks.questions import EvaluationTask, open_evaluation_task
 
 RESULTS, PREDICTIONS = "evaluation_tasks.json", Path("predictions") / "tasks"
 
@@ -125,41 +119,14 @@ def _generate_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) 
 
 def _compare_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
     """Score every answer after its prompt, and after the unconditional one where there is one."""
-    texts = [pair for question in task.questions for pair in _scored_texts(question)]
-    distinct = list(dict.fromkeys(texts))
-    continuations = [_encode(loaded, task, pair) for pair in distinct]
-    likelihoods = dict(zip(distinct, score(loaded.model, continuations, batch_size=batch_size), strict=True))
-    judge = score_cloze if task.config.kind == "cloze" else score_choices
-    return [
-        judge(question, _likelihoods_of(question, likelihoods), task.config.delimiter)
-        for question in task.questions
-    ]
-
-
-TextPair = tuple[str, str]
-"""Prompt and answer."""
-
-
-def _scored_texts(question: Question) -> list[TextPair]:
-    prompts = [question.prompt] + ([] if question.unconditional is None else [question.unconditional])
-    return [(prompt, choice) for prompt in prompts for choice in question.choices]
+    pairs = scored_pairs(task)
+    continuations = [_encode(loaded, task, pair) for pair in pairs]
+    likelihoods = score(loaded.model, continuations, batch_size=batch_size)
+    return judge_answers(task, dict(zip(pairs, likelihoods, strict=True)))
 
 
 def _encode(loaded: TextModel, task: EvaluationTask, pair: TextPair) -> Continuation:
     try:
-        return encode_continuation(loaded, *pair)
+        return encode_continuation(loaded, pair.prompt, pair.answer)
     except UsageError as error:
         raise UsageError(f"task {task.name}: {error}") from None
-
-
-def _likelihoods_of(question: Question, scored: Mapping[TextPair, Likelihood]) -> AnswerLikelihoods:
-    likelihoods = [scored[question.prompt, choice] for choice in question.choices]
-    unconditional = question.unconditional
-    return AnswerLikelihoods(
-        [likelihood.log_probability for likelihood in likelihoods],
-        [likelihood.n_tokens for likelihood in likelihoods],
-        [likelihood.is_greedy for likelihood in likelihoods],
-        []
-        if unconditional is None
-        else [scored[unconditional, choice].log_probability for choice in question.choices],
-    )

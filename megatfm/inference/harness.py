@@ -69,7 +69,7 @@ class HarnessRequests:
                 "%d of %d contexts are cut at their start to %d tokens", n_cut, len(encoded), self._limit
             )
         scored = score(self._loaded.model, fitting, batch_size=self._batch_size)
-        return [(likelihood.log_probability, likelihood.is_greedy) for likelihood in scored]
+        return [(likelihood.log_probability, bool(likelihood.is_greedy)) for likelihood in scored]
 
     def _fit(self, continuation: Continuation) -> Continuation:
         """Cut a context at its start, as far as the model's positions ask for it."""

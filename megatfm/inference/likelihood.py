@@ -18,7 +18,8 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import PADDING, has_encoder
 from megatfm.inference.text import TextModel, build_prompts
 from megatfm.layers.moe.experts import without_capacity
-from megatfm.tokenizers import Tokenizer
+from megatfm.tasks.continuations import TextPair, split_pair
+from megatfm.tasks.question_scores import Likelihood
 
 log = logging.getLogger("megatfm")
 T = TypeVar("T")
@@ -52,43 +53,20 @@ class Continuation:
         return [*self.context, *self.targets[:-1]]
 
 
-@dataclass(frozen=True)
-class Likelihood:
-    """log_probability: of the targets, in nats. is_greedy: whether each target is the likeliest token at its place."""
-
-    log_probability: float
-    n_tokens: int
-    is_greedy: bool
-
-
 def encode_continuation(loaded: TextModel, context: str, continuation: str) -> Continuation:
-    """Return the tokens of a text that follows another, with what stood before texts in the model's training.
+    """Return the tokens of a text that follows another (see `split_pair`), with what stood before texts in training.
 
-    Both are tokenized as one text, and cut where the context alone ends, whose trailing spaces go to the continuation,
-    as in lm-evaluation-harness; if a token reaches over the cut, they are tokenized apart. Raises UsageError where the
-    continuation makes no token.
+    Raises UsageError where the continuation makes no token.
     """
-    tokenizer = loaded.tokenizer
     if has_encoder(loaded.model):
-        prompts = build_prompts(loaded, context, sentinel="never")
-        targets = tokenizer.encode(continuation).tolist()
+        targets = loaded.tokenizer.encode(continuation).tolist()
     else:
-        stripped = context.rstrip()
-        context, continuation = stripped, context[len(stripped) :] + continuation
-        prompts = build_prompts(loaded, context, sentinel="never")
-        targets = _split_tokens(tokenizer, context, continuation)
+        context, targets = split_pair(loaded.tokenizer, TextPair(context, continuation))
+    prompts = build_prompts(loaded, context, sentinel="never")
     if not targets:
         raise UsageError(f"the answer {continuation!r:.60} makes no token: give one with text")
     encoder = None if prompts.encoder is None else prompts.encoder[0].tolist()
     return Continuation(prompts.tokens[0].tolist(), targets, encoder, prompts.prefix)
-
-
-def _split_tokens(tokenizer: Tokenizer, context: str, continuation: str) -> list[int]:
-    """Return the tokens of a continuation, as they are in the text that it makes with its context."""
-    joined, first = tokenizer.encode(context + continuation).tolist(), tokenizer.encode(context).tolist()
-    if joined[: len(first)] == first and len(joined) > len(first):
-        return joined[len(first) :]
-    return cast(list[int], tokenizer.encode(continuation).tolist())
 
 
 @torch.no_grad()

@@ -16,21 +16,18 @@ from megatfm.tasks.questions import EvaluationTask, Question, answer_bytes
 
 Values = dict[str, float]
 """Metric → its value for one question."""
-BITS, BYTES, NATS = "bits", "bytes", "nats"
+SUMMED = BITS, BYTES, NATS = "bits", "bytes", "nats"
 """Of the right answer: not averaged over questions, but put into ratios of sums."""
 
 
 @dataclass(frozen=True)
-class AnswerLikelihoods:
-    """For each answer of a question: log p(answer | prompt) in nats and the number of its tokens.
+class Likelihood:
+    """log p(answer | prompt) in nats, the number of the answer's tokens, and whether each of them is the likeliest at
+    its place; None: not known."""
 
-    is_greedy: whether the answer's tokens are the likeliest ones. unconditional: log p(answer | unconditional prompt).
-    """
-
-    log_probabilities: Sequence[float]
-    n_tokens: Sequence[int]
-    is_greedy: Sequence[bool] = ()
-    unconditional: Sequence[float] = ()
+    log_probability: float
+    n_tokens: int
+    is_greedy: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -41,46 +38,53 @@ class QuestionResult:
     record: Mapping[str, Any]
 
 
-def score_choices(question: Question, scored: AnswerLikelihoods, delimiter: str) -> QuestionResult:
+def score_choices(
+    question: Question,
+    answers: Sequence[Likelihood],
+    delimiter: str,
+    unconditional: Sequence[Likelihood] = (),
+) -> QuestionResult:
     """Compare the answers of a question; of equal ones the first wins.
 
     accuracy: by the likelihood. accuracy_per_token, accuracy_per_byte: by it over the answer's tokens or UTF-8 bytes.
     accuracy_pmi: by it over that without the question.
     """
-    log_probabilities = np.array(scored.log_probabilities)
+    log_probabilities = np.array([answer.log_probability for answer in answers])
     n_bytes = answer_bytes(question, delimiter)
     by_metric = {
         "accuracy": log_probabilities,
-        "accuracy_per_token": log_probabilities / np.array(scored.n_tokens),
+        "accuracy_per_token": log_probabilities / np.array([answer.n_tokens for answer in answers]),
         "accuracy_per_byte": log_probabilities / np.array(n_bytes),
     }
-    if scored.unconditional:
-        by_metric["accuracy_pmi"] = log_probabilities - np.array(scored.unconditional)
+    if unconditional:
+        without = np.array([answer.log_probability for answer in unconditional])
+        by_metric["accuracy_pmi"] = log_probabilities - without
     chosen = {metric: int(numbers.argmax()) for metric, numbers in by_metric.items()}
     values = {metric: float(number == question.right) for metric, number in chosen.items()}
     record = {
         "row": question.number + 1,
         "right": question.right,
         "chosen": chosen,
-        "log_probabilities": list(scored.log_probabilities),
+        "log_probabilities": log_probabilities.tolist(),
     }
-    return QuestionResult(values | _code_length(question, scored, n_bytes), record)
+    return QuestionResult(values | _code_length(answers[question.right], n_bytes[question.right]), record)
 
 
-def score_cloze(question: Question, scored: AnswerLikelihoods, delimiter: str) -> QuestionResult:
-    """accuracy: whether the model's likeliest tokens are the answer's, one after another."""
-    values = {"accuracy": float(scored.is_greedy[0])}
+def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> QuestionResult:
+    """accuracy: whether the model's likeliest tokens are the answer's, one after another; left out if not known."""
+    values = {} if answer.is_greedy is None else {"accuracy": float(answer.is_greedy)}
     record = {
         "row": question.number + 1,
-        "is_greedy": bool(scored.is_greedy[0]),
-        "log_probability": scored.log_probabilities[0],
+        "is_greedy": answer.is_greedy,
+        "log_probability": answer.log_probability,
     }
-    return QuestionResult(values | _code_length(question, scored, answer_bytes(question, delimiter)), record)
+    (n_bytes,) = answer_bytes(question, delimiter)
+    return QuestionResult(values | _code_length(answer, n_bytes), record)
 
 
-def _code_length(question: Question, scored: AnswerLikelihoods, n_bytes: Sequence[int]) -> Values:
-    nats = -scored.log_probabilities[question.right]
-    return {BITS: nats / math.log(2), BYTES: float(n_bytes[question.right]), NATS: nats}
+def _code_length(right: Likelihood, n_bytes: int) -> Values:
+    nats = -right.log_probability
+    return {BITS: nats / math.log(2), BYTES: float(n_bytes), NATS: nats}
 
 
 def score_text(question: Question, text: str) -> QuestionResult:
@@ -118,27 +122,38 @@ def _word_f1(expected: str, text: str) -> float:
 TEXT_METRICS: Mapping[str, Callable[[str, str], float]] = {"exact_match": _exact_match, "f1": _word_f1}
 
 
-def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -> dict[str, Any]:
-    """Return metrics over all questions, with bootstrap intervals of those that are means.
+def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, float]:
+    """Return metrics over all questions; sums are exact, and so depend on no order.
 
     bits_per_byte: of the right answers, bits of all over bytes of all. perplexity, of a cloze: exp of the mean nats of
-    an answer. Sums are exact, and so depend on no order.
+    an answer.
     """
-    columns = {name: [result.values[name] for result in results] for name in results[0].values}
-    means = {name: column for name, column in columns.items() if name not in (BITS, BYTES, NATS)}
-    metrics = {name: math.fsum(column) / len(column) for name, column in means.items()}
+    columns = _columns(results)
+    metrics = {
+        name: math.fsum(column) / len(column) for name, column in columns.items() if name not in SUMMED
+    }
     if BITS in columns:
         metrics["bits_per_byte"] = math.fsum(columns[BITS]) / math.fsum(columns[BYTES])
-    if task.config.kind == "cloze":
+    if kind == "cloze":
         metrics["perplexity"] = math.exp(min(math.fsum(columns[NATS]) / len(results), 700.0))
+    return metrics
+
+
+def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -> dict[str, Any]:
+    """Return metrics over all questions, with bootstrap intervals of those that are means."""
     intervals = {
         name: bootstrap_interval(lambda _, values: float(values.mean()), np.array(column), np.array(column))
-        for name, column in means.items()
+        for name, column in _columns(results).items()
+        if name not in SUMMED
     }
     return {
         "kind": task.config.kind,
         "fingerprint": task.fingerprint,
         "questions": len(results),
-        "metrics": metrics,
+        "metrics": mean_metrics(task.config.kind, results),
         "intervals": intervals,
     }
+
+
+def _columns(results: Sequence[QuestionResult]) -> dict[str, list[float]]:
+    return {name: [result.values[name] for result in results] for name in results[0].values}

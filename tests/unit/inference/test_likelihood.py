@@ -11,7 +11,6 @@ from megatfm.convert.load import load_model as load_hf
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.likelihood import (
     Continuation,
-    Likelihood,
     blocks_of_shape,
     encode_continuation,
     padded_length,
@@ -19,6 +18,7 @@ from megatfm.inference.likelihood import (
 )
 from megatfm.inference.text import load
 from megatfm.models import build
+from megatfm.tasks.question_scores import Likelihood
 from tests.support.hf_folders import hf_gpt2, hf_llama
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 from tests.support.workers import Workers
@@ -120,22 +120,19 @@ def test_likelihoods_are_transformers_s(tmp_path: Path, make: Callable[[], nn.Mo
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-10, atol=1e-10)
 
 
-def scored_on_rank(name: str, batch_size: int) -> list[Likelihood]:
+def scored_on_rank() -> list[list[Likelihood]]:
     torch.set_num_threads(1)
-    return score(
-        random_model(MODELS[name], torch.float32),
-        draw_continuations(23, encoder=name == "encoder-decoder"),
-        batch_size=batch_size,
-    )
+    return [
+        score(random_model(MODELS[name], torch.float32), draw_continuations(23), batch_size=batch_size)
+        for name, batch_size in (("decoder", 1), ("experts", 7), ("decoder", 32))
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("batch_size", [1, 7, 32])
-def test_ranks_change_no_bit(workers: Workers, ranks: int, batch_size: int) -> None:
+def test_ranks_change_no_bit(workers: Workers, ranks: int) -> None:
     """Of 23 rows every rank has another number; with 5 ranks and large batches some have none."""
-    name = "experts" if batch_size == 7 else "decoder"
-    alone = scored_on_rank(name, batch_size)
-    for results in workers.run(scored_on_rank, ranks, name, batch_size):
+    alone = scored_on_rank()
+    for results in workers.run(scored_on_rank, ranks):
         assert results == alone
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatfm.config import EvaluationTaskConfig
 from megatfm.tasks.question_scores import (
-    AnswerLikelihoods,
+    Likelihood,
     normalise_answer,
     score_choices,
     score_cloze,
@@ -20,8 +20,9 @@ QUESTION = Question(4, "Q:", (" a", " größer", " bb cc"), right=2, uncondition
 
 def test_each_normalisation_chooses_by_its_own_length() -> None:
     """By hand: sums −3, −6, −4; per token −1.5, −6, −1; per byte −3, −6/8, −4/5; against −1, −9, −2: −2, 3, −2."""
-    scored = AnswerLikelihoods([-3.0, -6.0, -4.0], [2, 1, 4], unconditional=[-1.0, -9.0, -2.0])
-    result = score_choices(QUESTION, scored, " ")
+    answers = [Likelihood(-3.0, 2), Likelihood(-6.0, 1), Likelihood(-4.0, 4)]
+    unconditional = [Likelihood(-1.0, 2), Likelihood(-9.0, 1), Likelihood(-2.0, 4)]
+    result = score_choices(QUESTION, answers, " ", unconditional)
     assert result.record["chosen"] == {
         "accuracy": 0, "accuracy_per_token": 2, "accuracy_per_byte": 1, "accuracy_pmi": 1,
     }  # fmt: skip
@@ -34,7 +35,7 @@ def test_each_normalisation_chooses_by_its_own_length() -> None:
 
 def test_of_equal_answers_the_first_wins() -> None:
     question = Question(0, "", (" a", " a"), right=1)
-    result = score_choices(question, AnswerLikelihoods([-1.0, -1.0], [1, 1]), " ")
+    result = score_choices(question, [Likelihood(-1.0, 1)] * 2, " ")
     assert result.values["accuracy"] == 0
 
 
@@ -47,7 +48,7 @@ def task(kind: str) -> EvaluationTask:
 def test_bits_per_byte_are_of_all_and_accuracies_means() -> None:
     questions = [Question(n, "", (" ab", " abcd"), right=right) for n, right in enumerate((0, 1, 1))]
     results = [
-        score_choices(question, AnswerLikelihoods(log_probabilities, [1, 1]), " ")
+        score_choices(question, [Likelihood(number, 1) for number in log_probabilities], " ")
         for question, log_probabilities in zip(
             questions, ([-1.0, -2.0], [-3.0, -5.0], [-9.0, -7.0]), strict=True
         )
@@ -63,7 +64,7 @@ def test_bits_per_byte_are_of_all_and_accuracies_means() -> None:
 def test_a_cloze_is_right_where_each_token_is_the_likeliest() -> None:
     question = Question(0, "", (" word",))
     results = [
-        score_cloze(question, AnswerLikelihoods([-nats], [2], [is_greedy]), " ")
+        score_cloze(question, Likelihood(-nats, 2, is_greedy), " ")
         for nats, is_greedy in ((1.0, True), (3.0, False))
     ]
     metrics = summarise_results(task("cloze"), results)["metrics"]
