@@ -102,8 +102,9 @@ def main() -> None:
     lines = [
         f"# Greedy generation against transformers, {date.today()}",
         "",
-        f"{cpu_name()}, {torch.get_num_threads()} threads; torch {torch.__version__}, transformers "
-        f"{transformers_version}. GPT-2 of {args.layers} layers, width {args.width}, {args.vocabulary:,} tokens, float32; "
+        f"{cpu_name()}, {torch.get_num_threads()} threads; torch {torch.__version__}, "
+        f"transformers {transformers_version}. GPT-2 of {args.layers} layers, width {args.width}, {args.vocabulary:,} "
+        "tokens, float32. "
         f"{args.rounds} interleaved rounds. Ratio: transformers' seconds / megatfm's, median (least to largest).",
         "",
         "| Prompts | Tokens of a prompt | New tokens | Ratio |",

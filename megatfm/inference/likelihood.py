@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatfm import object_collectives
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.decoding import PADDING, has_encoder
+from megatfm.inference.decoding import PADDING, has_encoder, model_without_head
 from megatfm.inference.text import TextModel, build_prompts
 from megatfm.layers.moe.experts import without_capacity
 from megatfm.tasks.continuations import TextPair, split_pair
@@ -186,16 +186,14 @@ class _Scorer:
         """Yield the logits [M, V] of each row's targets, made one row after another, so that they never exist at once,
         where the model can stop before its head."""
         spans = [slice(len(row.context) - 1, len(row.tokens)) for row in block]
-        model = cast(Any, self.model)
-        names = [point.name for point in getattr(model, "split_points", ())]
-        if "head" not in names or not hasattr(model, "head"):
-            logits_BTV = model(tokens_BT, **inputs).logits
+        body = model_without_head(self.model)
+        if body is None:
+            logits_BTV = self.model(tokens_BT, **inputs).logits
             yield from (logits_BTV[row, span] for row, span in enumerate(spans))
             return
-        body = model.stage([name for name in names if name != "head"])
         hidden_BTD = body.forward(tokens_BT, **inputs).hidden
         for row, span in enumerate(spans):
-            yield model.head(hidden_BTD[row : row + 1, span].contiguous())[0]
+            yield cast(Any, self.model).head(hidden_BTD[row : row + 1, span].contiguous())[0]
 
 
 def pad_right(rows: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor]:
