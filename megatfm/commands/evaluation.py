@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,7 +116,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.convert.load import load_model as load_hf
-    from megatfm.convert.load import text_generation_fields
+    from megatfm.convert.load import sentence_transformer_options, text_generation_fields
     from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_task_files
     from megatfm.inference.likelihood import BATCH_SIZE
     from megatfm.inference.text import TextModel, load
@@ -123,8 +124,10 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
     path = Path(args.run_dir)
 
+    from_elsewhere = is_hf_folder(path) or is_electra_folder(path)
+
     def open_model(device: torch.device) -> TextModel:
-        if is_hf_folder(path) or is_electra_folder(path):
+        if from_elsewhere:
             return TextModel(load_hf(path, device, dtype=args.dtype), **text_generation_fields(path))
         return load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
 
@@ -136,6 +139,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         batch_size=BATCH_SIZE if args.batch is None else args.batch,
         limit=args.limit,
         device=args.device,
+        embedding_options=partial(sentence_transformer_options, path) if from_elsewhere else None,
         out_dir=Path(args.out) if args.out else path if is_run else None,
     )
     if evaluated is not None:

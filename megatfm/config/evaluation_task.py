@@ -10,9 +10,10 @@ from megatfm.config.section import PathStr, Section
 class EvaluationTaskConfig(Section):
     """Rows of a file, the prompt that is made of each, and what is asked of the model."""
 
-    kind: Literal["choice", "cloze", "generation"] = "choice"
+    kind: Literal["choice", "cloze", "generation", "retrieval"] = "choice"
     """choice: which of several answers is the likeliest. cloze: whether the model's likeliest tokens are the answer's.
-    generation: whether the text that the model makes is an answer."""
+    generation: whether the text that the model makes is an answer. retrieval: whether the vector of the answer, of all
+    answers of the file, is the nearest to that of the prompt."""
     data: PathStr = Field(examples=["questions.jsonl"])
     """File with a row for each question: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     prompt: str = Field(examples=["Question: {{ question }}\nAnswer:"])
@@ -56,6 +57,8 @@ class EvaluationTaskConfig(Section):
             raise ValueError(
                 f"labels, unconditional_prompt: are for kind = 'choice', not {self.kind!r}: leave them out"
             )
+        if self.kind == "retrieval" and self.shots:
+            raise ValueError("shots: kind = 'retrieval' compares vectors of single texts: leave shots out")
         if self.labels and isinstance(self.choices, list) and len(self.labels) != len(self.choices):
             raise ValueError(
                 f"labels: {len(self.labels)} names for {len(self.choices)} choices: give one for each choice"

@@ -96,6 +96,17 @@ def score_text(question: Question, text: str) -> QuestionResult:
     return QuestionResult(values, {"row": question.number + 1, "text": text, **values})
 
 
+def score_rank(question: Question, rank: int) -> QuestionResult:
+    """recall_at_1, recall_at_10: whether the right answer is among the so many nearest. reciprocal_rank: 1 / rank, from
+    1 on, whose mean is the MRR."""
+    values = {
+        "recall_at_1": float(rank <= 1),
+        "recall_at_10": float(rank <= 10),
+        "reciprocal_rank": 1 / rank,
+    }
+    return QuestionResult(values, {"row": question.number + 1, "rank": rank})
+
+
 def normalise_answer(text: str) -> str:
     """Lower-case text without punctuation, English articles and needless spaces; punctuation of all scripts."""
     letters = "".join(

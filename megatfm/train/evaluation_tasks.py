@@ -153,10 +153,10 @@ class TaskEvaluator:
         self._tasks: list[tuple[EvaluationTask, list[TextPair], SizedRowDataset]] = []
         for name, path in config.evaluate.tasks.items():
             task = open_evaluation_task(path, name=name)
-            if task.config.kind == "generation":
+            if task.config.kind not in ("choice", "cloze"):
                 raise UsageError(
-                    f"evaluate.tasks.{name}: kind = 'generation' has no likelihood: leave it out, and use `megatfm "
-                    "evaluate --task` on checkpoints"
+                    f"evaluate.tasks.{name}: kind = {task.config.kind!r} has no likelihood: leave it out, and use "
+                    "`megatfm evaluate --task` on checkpoints"
                 )
             pairs = scored_pairs(task)
             self._tasks.append((task, pairs, self._pack(task, pairs, tokenizer)))

@@ -7,9 +7,11 @@ import pytest
 from megatfm.config import EvaluationTaskConfig
 from megatfm.tasks.question_scores import (
     Likelihood,
+    mean_metrics,
     normalise_answer,
     score_choices,
     score_cloze,
+    score_rank,
     score_text,
     summarise_results,
 )
@@ -93,3 +95,11 @@ def test_texts_are_compared_as_squad_does(
 
 def test_an_answer_is_normalised() -> None:
     assert normalise_answer("  The «Größe»,  an APPLE-pie. ") == "größe applepie"
+
+
+def test_a_rank_counts_from_one() -> None:
+    results = [score_rank(Question(n, ""), rank) for n, rank in enumerate((1, 10, 20))]
+    metrics = mean_metrics("retrieval", results)
+    assert metrics == pytest.approx(
+        {"recall_at_1": 1 / 3, "recall_at_10": 2 / 3, "reciprocal_rank": 1.15 / 3}
+    )
