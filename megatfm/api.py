@@ -167,9 +167,9 @@ class Model:
     ) -> Tensor:
         """A vector for each sentence, float32 [sentences, d_model], on the CPU; padding never counts.
 
-        pooling: "mean" of all tokens, the "first" one's, or "masked", the mean of the text's own tokens without those
-        reserved for its ends. normalize: to length 1. Left out, both are what a folder of Sentence Transformers names,
-        else the mean, as it is. batch: sentences at a time. Raises UsageError.
+        pooling: "mean" of all tokens, the "first" or "last" one's, or "masked", the mean of the text's own tokens
+        without those reserved for its ends. normalize: to length 1. Left out, both are what a folder of Sentence
+        Transformers names, else the mean, as it is. batch: sentences at a time. Raises UsageError.
         """
         if self._encoder is None:
             self._encoder = self._text_encoder()

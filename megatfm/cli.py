@@ -31,7 +31,10 @@ COMMANDS = {
     "cancel": ("megatfm.commands.runs", "end the job of a run, which saves if it is given the time"),
     "generate": ("megatfm.commands.models", "sample text from a run"),
     "convert": ("megatfm.commands.models", "to and from the Hugging Face format"),
-    "evaluate": ("megatfm.commands.models", "loss and bits per byte of a run, beside gzip and xz"),
+    "evaluate": (
+        "megatfm.commands.evaluation",
+        "loss and bits per byte of a run, beside gzip and xz; or a model on tasks, without training",
+    ),
     "report": ("megatfm.commands.runs", "one self-contained HTML page about a run"),
     "compare": (
         "megatfm.commands.runs",

@@ -1,15 +1,13 @@
-"""Commands about models: `megatfm generate`, `evaluate`, `convert` and `describe`."""
+"""Commands about models: `megatfm generate`, `convert` and `describe`."""
 
 import argparse
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.config import load_config
 from megatfm.errors import UsageError
-from megatfm.terminal import print_table
 
 if TYPE_CHECKING:
     from megatfm.inference.text import TextModel
@@ -164,66 +162,6 @@ def _discard(text: str) -> None:
 
 def _warn(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
-
-
-def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", help="a run directory, for example runs/quickstart")
-    parser.add_argument(
-        "--validation",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="a corpus (or its URL) to use besides the run's own",
-    )
-    parser.add_argument(
-        "--baselines", action="store_true", help="also what gzip -9 and xz -9 need for the same text"
-    )
-    add_trust_argument(parser)
-
-
-def evaluate_command(args: argparse.Namespace) -> int:
-    """Evaluate the newest checkpoint; prints a table, and leaves RUN/evaluation.json (and baselines.json)."""
-    from rich.table import Table
-
-    from megatfm.inference.evaluate import evaluate_run
-
-    evaluated = evaluate_run(
-        Path(args.run_dir), _sets(args.validation), args.baselines, trust_plugins=args.trust_plugins
-    )
-    if evaluated is None:
-        return 0
-    results, baselines = evaluated
-    table = Table(title=f"{args.run_dir}, step {results['step']}")
-    terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
-    metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
-    unit = "" if metrics else " (nats per token)"
-    text = ["bits per byte", "bytes"] if not metrics else []
-    for heading in ("set", f"loss{unit}", *terms, *metrics, *text):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
-    for name, result in results["sets"].items():
-        parts = [f"{result['terms'][term]:.4f}" for term in terms]
-        parts += [f"{100 * result['metrics'][name]:.2f} %" for name in metrics]
-        # Only where the loss is the text's likelihood can it be compared with a compressor's.
-        bits = (
-            (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}")
-            if "bits_per_byte" in result
-            else ("–", "–")
-        )
-        table.add_row(name, f"{result['loss']:.4f}", *parts, *bits[: len(text)])
-        for compressor, needed in baselines.get(name, {}).items():
-            table.add_row(f"  {compressor}", *[""] * (1 + len(terms) + len(metrics)), f"{needed:.3f}", "")
-    print_table(table)
-    return 0
-
-
-def _sets(words: list[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    for name, _, place in pairs:
-        if not name or not place:
-            raise UsageError(
-                f"--validation {name}{place}: expected NAME=DIR, for example --validation code=corpora/code/validation"
-            )
-    return {name: place for name, _, place in pairs}
 
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -18,6 +18,7 @@ from megatfm.config.attention import (
     Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.evaluation_task import EvaluationTaskConfig
 from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
@@ -103,6 +104,7 @@ __all__ = [
     "DataConfig",
     "DebertaPositionConfig",
     "DebertaV2PositionConfig",
+    "EvaluationTaskConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
     "ImageClassificationObjective",

@@ -124,6 +124,9 @@ class EvaluateConfig(Section):
     """Prompts that are continued at each evaluation, for the log and the report."""
     sample_tokens: PositiveInt = 64
     """Tokens that a prompt is continued by, at most."""
+    tasks: dict[str, PathStr] = Field(default_factory=dict, examples=[{"questions": "questions.toml"}])
+    """Tasks of multiple choice or cloze, name → file, on which the model is evaluated besides (see `megatfm evaluate
+    --task`): the bits per byte of the right answers, and accuracies."""
 
 
 class LogConfig(Section):

@@ -105,7 +105,11 @@ def sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str
         pooling_modes = [
             key for key, value in read_json(file).items() if key.startswith("pooling_mode_") and value is True
         ]
-        ways = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+        ways = {
+            "pooling_mode_mean_tokens": "mean",
+            "pooling_mode_cls_token": "first",
+            "pooling_mode_lasttoken": "last",
+        }
         if len(pooling_modes) != 1 or pooling_modes[0] not in ways:
             raise UsageError(
                 f"{file}: {', '.join(pooling_modes) or 'no pooling'}: megatfm has {', '.join(ways)}"

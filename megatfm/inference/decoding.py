@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from megatfm import rng
 from megatfm.config import ModelConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.attention.kv_cache import KVCache
-from megatfm.layers.moe.experts import without_capacity
+from megatfm.layers.moe.experts import Experts, without_capacity
 
 log = logging.getLogger("megatfm")
 
@@ -73,9 +74,11 @@ class Sampling:
         """Return the token [B] of each row at its `position` of the sequence. Raises as `check_logits` does."""
         logits_BV = logits_BV[:, : self.vocab_size]
         positions = [position] * len(logits_BV) if isinstance(position, int) else position
-        check_logits(logits_BV, positions)
         if self.temperature == 0:
-            return logits_BV.argmax(-1)
+            highest_B, token_B = logits_BV.max(-1)
+            check_highest(highest_B, positions)
+            return token_B
+        check_logits(logits_BV, positions)
         sorted_BV, ids_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
         # From the largest down, so that no temperature, however low, can overflow.
         scaled_BV = (sorted_BV - sorted_BV[:, :1]) / self.temperature
@@ -174,6 +177,19 @@ def check_makes_text(model: nn.Module) -> None:
         )
 
 
+def model_without_head(model: nn.Module) -> Any:
+    """Return a view of a model that ends with hidden vectors, for a head that is run on some of them.
+
+    None for a family whose head is no part of its own, and for a model with hooks, such as FSDP's, which a view skips.
+    """
+    if model._forward_pre_hooks or model._forward_hooks:
+        return None
+    names = [point.name for point in getattr(model, "split_points", ())]
+    if "head" not in names or not hasattr(model, "head"):
+        return None
+    return cast(Any, model).stage([name for name in names if name != "head"])
+
+
 class DecodingState:
     """The model's view of the batch. Without `cache` everything is computed again for each token: the reference.
 
@@ -222,6 +238,10 @@ class DecodingState:
                 "prompt as a prefix, "
                 "all of which is seen by what follows: a cache does not keep it: generate without cache"
             )
+        self._body = model_without_head(model)
+        self._has_capacity = any(
+            isinstance(module, Experts) and module.has_capacity for module in model.modules()
+        )
         self.cache = KVCache(config.n_layers, longest) if cache else None
         self.n_cached = 0
         self.memory: dict[str, Any] = {}
@@ -243,8 +263,14 @@ class DecodingState:
         if self.cache is not None:
             inputs["cache"] = self.cache
         self.n_cached = self.tokens_BT.shape[1]
-        with without_capacity(self.model):
-            return cast(Tensor, self.model(self.tokens_BT[:, n_fed:], **inputs).logits[:, -1])
+        with self._taking_all_tokens():
+            if self._body is None:
+                return cast(Tensor, self.model(self.tokens_BT[:, n_fed:], **inputs).logits[:, -1])
+            hidden_BTD = self._body.forward(self.tokens_BT[:, n_fed:], **inputs).hidden
+            return cast(Tensor, cast(Any, self.model).head(hidden_BTD[:, -1:])[:, 0])
+
+    def _taking_all_tokens(self) -> AbstractContextManager[None]:
+        return without_capacity(self.model) if self._has_capacity else nullcontext()
 
     def append(self, tokens_B: Tensor) -> None:
         """Append the rows' next tokens."""
@@ -271,7 +297,7 @@ class DecodingState:
             )
         tokens_BS, documents_BS = _padded(tokens, left=False)
         where = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
-        with without_capacity(self.model):
+        with self._taking_all_tokens():
             memory = cast(Any, self.model).encode(tokens_BS, **where)
         return {"memory": memory, **{f"encoder_{key}": value for key, value in where.items()}}
 
@@ -295,10 +321,14 @@ def check_logits(logits_BV: Tensor, positions: Sequence[int]) -> None:
 
     −∞ is allowed, by which a head masks ids, but not at every id.
     """
-    highest_B = logits_BV.amax(-1)  # NaN where there is any
-    broken = torch.nonzero(~torch.isfinite(highest_B)).flatten().tolist()
-    if broken:
-        row = broken[0]
+    check_highest(logits_BV.amax(-1), positions)  # NaN where there is any
+
+
+def check_highest(highest_B: Tensor, positions: Sequence[int]) -> None:
+    """Raise a MegatfmError, naming row and position, where the largest logit is not finite."""
+    finite_B = torch.isfinite(highest_B)
+    if not finite_B.all():
+        row = int((~finite_B).nonzero()[0])
         raise MegatfmError(
             f"the logits of text {row + 1} at position {positions[row]} are not finite: the weights are, or the "
             "training was, broken; use an earlier checkpoint"

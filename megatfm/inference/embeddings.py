@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import has_encoder, is_causal
+from megatfm.inference.likelihood import blocks_of_shape, padded_length
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
 
-Pooling = Literal["mean", "first", "masked"]
-POOLINGS: tuple[Pooling, ...] = ("mean", "first", "masked")
+Pooling = Literal["mean", "first", "last", "masked"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "first", "last", "masked")
 
 # B sentences, T tokens, D model width
 
@@ -46,8 +47,9 @@ class SentenceEmbedder:
     ) -> Tensor:
         """Return a vector for each sentence, float32 [B, D], on the CPU; padding never counts.
 
-        pooling: "mean" of all tokens, the "first" one's, or "masked", the mean of the text's own tokens without those
-        reserved for its ends. normalize: to length 1. Raises UsageError.
+        pooling: "mean" of all tokens, the "first" or "last" one's, or "masked", the mean of the text's own tokens
+        without those reserved for its ends. normalize: to length 1. A sentence is padded to a length that follows from
+        its own, so that no other one changes the shape in which it is computed. Raises UsageError.
         """
         texts = [sentences] if isinstance(sentences, str) else list(sentences)
         if wrong := [text for text in texts if not isinstance(text, str)]:
@@ -71,12 +73,13 @@ class SentenceEmbedder:
         ]
         if cut := sum(len(read) < len(text) for read, text in ids):
             log.warning("%d of %d texts are cut at %d tokens", cut, len(texts), self.max_tokens)
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i][0]))
+        limit = cast(ModelConfig, self.model.config).position.limit
+        lengths = [padded_length(max(1, len(framed)), limit) for framed, _ in ids]
         vectors: dict[int, Tensor] = {}
         with torch.no_grad():
-            for start in range(0, len(order), batch_size):
-                rows = order[start : start + batch_size]
-                vectors |= zip(rows, self.pool([ids[i][0] for i in rows], chosen_pooling), strict=True)
+            for rows in blocks_of_shape(lengths, batch_size):
+                block = [ids[i][0] for i in rows]
+                vectors |= zip(rows, self.pool(block, lengths[rows[0]], chosen_pooling), strict=True)
         pooled_BD = torch.stack([vectors[i] for i in range(len(ids))])
         if self.normalize if normalize is None else normalize:
             pooled_BD = nn.functional.normalize(pooled_BD, dim=-1)
@@ -105,9 +108,9 @@ class SentenceEmbedder:
             return framed, framed
         return [*before, *ids[: self.max_tokens - len(before) - len(after)], *after], framed
 
-    def pool(self, ids: Sequence[list[int]], chosen_pooling: Pooling) -> list[Tensor]:
-        """Encode the rows as one batch, and reduce each to one vector on the CPU."""
-        device, length = next(self.model.parameters()).device, max(1, *map(len, ids))
+    def pool(self, ids: Sequence[list[int]], length: int, chosen_pooling: Pooling) -> list[Tensor]:
+        """Encode the rows as one batch of so many tokens each, and reduce each to one vector on the CPU."""
+        device = next(self.model.parameters()).device
         tokens_BT = torch.full((len(ids), length), self.tokenizer.pad)
         documents_BT = torch.full((len(ids), length), -1)
         for row, tokens in enumerate(ids):
@@ -122,6 +125,8 @@ class SentenceEmbedder:
         counted_BT = documents_BT == 0
         if chosen_pooling == "first":
             return list(hidden_BTD[:, 0])
+        if chosen_pooling == "last":
+            return list(hidden_BTD[torch.arange(len(ids)), counted_BT.sum(1) - 1])
         if chosen_pooling == "masked":
             reserved = torch.tensor(sorted(self.tokenizer.special.reserved))
             text_BT = counted_BT & ~torch.isin(tokens_BT, reserved)

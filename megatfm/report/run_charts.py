@@ -25,6 +25,7 @@ from megatfm.report.charts import (
     round_ticks,
     smooth,
 )
+from megatfm.report.evaluation_charts import position_charts, task_charts
 from megatfm.report.run import Curve, Run
 
 MAX_EVENTS = 200
@@ -111,6 +112,7 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
         chart("Accuracy", "share of held-out images", evaluated("metrics", "top1")),
         chart("Top-5 accuracy", "share of held-out images", evaluated("metrics", "top5")),
+        *task_charts(run, compared),
         *position_charts(run),
         chart("Gradient norm", "before clipping", smoothed("gradient norm", "grad_norm")),
         chart("Learning rate", "", [Line("learning rate", run.curve("lr")), *behind("lr")], from_zero=True),
@@ -167,26 +169,6 @@ def source_chart(run: Run) -> Chart | None:
     names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
     lines = [Line(name, smooth(run.curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
     return chart("Training loss by source", "nats per token", lines)
-
-
-def position_charts(run: Run) -> list[Chart | None]:
-    """Loss on stretches of the row, a chart for each validation set (see `evaluate.position_buckets`)."""
-    length = run.config.get("data", {}).get("sequence_length", 1)
-    drawn = []
-    for name in run.evaluated:
-        n_buckets = sum(path[:3] == ("evaluation", name, "loss_by_position") for path in run.curves)
-        edges = [-(-length * i // n_buckets) for i in range(n_buckets + 1)] if n_buckets else []
-        lines = [
-            Line(
-                f"tokens {first + 1:,} to {end:,}",
-                run.curve("evaluation", name, "loss_by_position", str(i)),
-                1 + i % 6,
-                "dots",
-            )
-            for i, (first, end) in enumerate(pairwise(edges))
-        ]
-        drawn.append(chart("Loss by position in the row", f"nats per token, {name}", lines))
-    return drawn
 
 
 def step_time_chart(run: Run) -> Chart | None:

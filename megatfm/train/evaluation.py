@@ -143,14 +143,28 @@ class Sampler(Protocol):
         """Return the continuation of each prompt. A collective."""
 
 
+class EvaluatesTasks(Protocol):
+    """Scores the answers of a config's tasks, as `megatfm.train.evaluation_tasks.TaskEvaluator` does."""
+
+    def evaluate(self, on_batch: Callable[[], None]) -> dict[str, dict[str, float]]:
+        """Return the metrics of each task by its name. A collective."""
+
+
 class Evaluator:
     """Evaluates the validation sets of a run, and continues its prompts. Raises UsageError for one that can't be.
 
-    sampler: needed where the config has prompts.
+    sampler: needed where the config has prompts. tasks: evaluate those of the config besides.
     """
 
-    def __init__(self, engine: Engine, corpora: Corpora, config: Config, sampler: Sampler | None) -> None:
-        self._engine, self._corpora, self._config = engine, corpora, config
+    def __init__(
+        self,
+        engine: Engine,
+        corpora: Corpora,
+        config: Config,
+        sampler: Sampler | None,
+        tasks: EvaluatesTasks | None = None,
+    ) -> None:
+        self._engine, self._corpora, self._config, self._tasks = engine, corpora, config, tasks
         self._sampler = sampler if config.evaluate.sample_prompts else None
         if config.evaluate.sample_prompts and not sampler:
             raise ValueError("evaluate.sample_prompts: give `train` a sampler")
@@ -162,7 +176,13 @@ class Evaluator:
         """Evaluate; returns the fields of metrics.jsonl. A collective."""
         start = time.perf_counter()
         results = evaluate_sets(self._engine, self._corpora, self._config, step, on_batch)
-        record = {"evaluation": results, "evaluation_seconds": time.perf_counter() - start}
+        record: dict[str, Any] = {"evaluation": results}
+        if self._tasks:
+            record["tasks"] = self._tasks.evaluate(on_batch)
+            for name, metrics in record["tasks"].items():
+                words = (f"{metric.replace('_', ' ')} {value:.4f}" for metric, value in metrics.items())
+                log.info("step %d  task %s: %s", step, name, ", ".join(words))
+        record["evaluation_seconds"] = time.perf_counter() - start
         return record | ({"samples": self._samples(step)} if self._sampler else {})
 
     def _samples(self, step: int) -> list[dict[str, str]]:

@@ -31,6 +31,7 @@ from megatfm.train.best_checkpoint import BestCheckpoint
 from megatfm.train.build import build_engine, choose_precision, describe_size
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import Evaluator, Sampler
+from megatfm.train.evaluation_tasks import open_tasks
 from megatfm.train.init_from import load_weights, origin_of
 from megatfm.train.loss_by_source import MixtureSources
 from megatfm.train.profiling import (
@@ -96,7 +97,8 @@ def train(
             with explain_out_of_memory(run.folder, rank.rank, rank.device):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
-            trainer.evaluator = Evaluator(engine, corpora, config, sampler)
+            tasks = open_tasks(engine, config, corpora.tokenizer)
+            trainer.evaluator = Evaluator(engine, corpora, config, sampler, tasks)
             trainer.requested_config, trainer.launcher = requested, rank.launcher
             if flops_per_token and run.is_main:
                 peak = hardware.get_peak_flops(rank.device, PRECISIONS[precision].compute_dtype)

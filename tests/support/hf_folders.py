@@ -5,9 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers.models
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import decoders, pre_tokenizers, trainers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 DECODER_TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 
@@ -32,6 +41,29 @@ def hf_gpt2() -> PreTrainedModel:
     return perturbed(
         GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=32, n_embd=24, n_layer=2, n_head=3))
     )
+
+
+def write_gpt2(folder: Path) -> Path:
+    """Write a GPT-2 with noise and a byte-level tokenizer, as transformers does; returns the folder."""
+    model = tokenizers.models.BPE()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["import textwrap the größer end"] * 9, trainer)
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    config = GPT2Config(
+        vocab_size=tokenizer.get_vocab_size(), n_positions=32, n_embd=24, n_layer=2, n_head=3,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    perturbed(GPT2LMHeadModel(config)).save_pretrained(folder)
+    return folder
 
 
 def hf_llama() -> PreTrainedModel:

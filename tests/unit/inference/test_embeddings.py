@@ -125,7 +125,7 @@ def test_padding_that_is_forgotten_is_said_once(bert: Any, caplog: pytest.LogCap
 
 def test_what_can_t_be_pooled(bert: Any) -> None:
     encoder = megatfm.load(bert[0])
-    with pytest.raises(UsageError, match="pooling = 'max': choose one of mean, first, masked"):
+    with pytest.raises(UsageError, match="pooling = 'max': choose one of mean, first, last, masked"):
         encoder.encode("a", pooling="max")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no sentences"):
         encoder.encode([])
@@ -180,3 +180,28 @@ def test_an_encoder_decoder_makes_no_vectors(tmp_path: Path, tokenizer_model: by
     run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
     with pytest.raises(UsageError, match="family = 'encoder_decoder' makes no vectors of texts"):
         megatfm.load(run).encode("a")
+
+
+def test_the_last_token_s_vector(bert: Any) -> None:
+    folder, expected, tokenizer = bert
+    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = expected(**inputs).last_hidden_state
+    last = hidden[torch.arange(len(SENTENCES)), inputs["attention_mask"].sum(1) - 1]
+    vectors = megatfm.load(folder).encode(SENTENCES, pooling="last", batch=2)
+    torch.testing.assert_close(vectors, last, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last", "masked"])
+def test_neither_batch_nor_company_changes_a_vector(bert: Any, pooling: Any) -> None:
+    """By a model in float64, whose vectors are rounded to float32: equal to its last bit but one."""
+    folder, _, _ = bert
+    model = megatfm.load(folder, dtype="float64")
+    texts = [text * n for n in (1, 3, 5) for text in SENTENCES][:14]
+    alone = torch.cat([model.encode(text, pooling=pooling) for text in texts])
+    for batch in (1, 7, 32):
+        torch.testing.assert_close(
+            model.encode(texts, pooling=pooling, batch=batch), alone, rtol=2e-7, atol=1e-9
+        )
+        backwards = model.encode(texts[::-1], pooling=pooling, batch=batch).flip(0)
+        torch.testing.assert_close(backwards, alone, rtol=2e-7, atol=1e-9)

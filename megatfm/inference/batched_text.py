@@ -1,0 +1,116 @@
+"""Texts after many prompts, several at a time, each up to the first of some texts at which it stops."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from megatfm.errors import UsageError
+from megatfm.inference.decoding import Prompts, Sampling, stream
+from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, padded_length
+from megatfm.inference.text import IncrementalDetokenizer, TextModel, build_prompts
+
+log = logging.getLogger("megatfm")
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A prompt, how many tokens may follow it, and the texts before the first of which the continuation ends."""
+
+    prompt: str
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = GREEDY
+
+
+def generate_texts(
+    loaded: TextModel,
+    requests: Sequence[TextRequest],
+    *,
+    batch_size: int = BATCH_SIZE,
+    cut_prompts: bool = False,
+) -> list[str]:
+    """Return the continuation of each prompt, in their order, without the text at which it stops.
+
+    Blocks hold prompts of about one length and equal options. A collective where there is a process group: all ranks
+    bring the same requests, and each makes its share. cut_prompts: cut prompts at their start as far as the model's
+    positions ask for it, which is said; else a UsageError is raised for one that can't be continued so far.
+    """
+    if batch_size < 1:
+        raise UsageError(f"batch = {batch_size}: choose 1 or more prompts at a time, e.g. {BATCH_SIZE}")
+    device = next(loaded.model.parameters()).device
+    framed = [
+        (request, build_prompts(loaded, request.prompt, sentinel="never").to(device)) for request in requests
+    ]
+    limit = loaded.config.model.position.limit
+    if cut_prompts and limit is not None:
+        fitting = [(request, _fit(prompts, limit + 1 - request.max_tokens)) for request, prompts in framed]
+        if n_cut := sum(cut is not prompts for (_, cut), (_, prompts) in zip(fitting, framed, strict=True)):
+            log.warning(
+                "%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(framed), limit
+            )
+        framed = fitting
+    return map_blocks(
+        framed,
+        lambda item: (
+            padded_length(len(item[1].tokens[0])),
+            item[0].max_tokens,
+            item[0].stop,
+            str(item[0].sampling),
+        ),
+        lambda block: _generate_block(loaded, block),
+        batch_size,
+    )
+
+
+def _fit(prompts: Prompts, room: int) -> Prompts:
+    """Cut what a decoder reads at its start, to so many tokens, at least one."""
+    if len(prompts.tokens[0]) <= room:
+        return prompts
+    return replace(prompts, tokens=[prompts.tokens[0][-max(room, 1) :]])
+
+
+def _generate_block(loaded: TextModel, block: Sequence[tuple[TextRequest, Prompts]]) -> list[str]:
+    """Continue prompts together until the last of them is done."""
+    request = block[0][0]
+    rows = [TextRow(loaded, prompts.tokens[0], request.stop) for _, prompts in block]
+    encoder = None if block[0][1].encoder is None else [(p.encoder or ())[0] for _, p in block]
+    prompts = Prompts([prompts.tokens[0] for _, prompts in block], encoder, block[0][1].prefix)
+    steps = stream(
+        loaded.model,
+        prompts,
+        request.sampling,
+        max_tokens=request.max_tokens,
+        stop_token=loaded.eos_token_id,
+    )
+    for tokens in steps:
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.add(token)
+        if all(row.is_done for row in rows):
+            break
+    return [row.end() for row in rows]
+
+
+class TextRow:
+    """A text that grows by tokens until its model, or a stop text, ends it."""
+
+    def __init__(self, loaded: TextModel, prompt_tokens: Tensor, stop: Sequence[str]) -> None:
+        self._decoder = IncrementalDetokenizer(loaded.tokenizer, prompt_ids=prompt_tokens.tolist())
+        self._end_tokens, self._stop = frozenset(loaded.eos_token_id), stop
+        self.text, self.is_done = "", False
+
+    def add(self, token: int) -> None:
+        """Append a token's text; nothing once the text is done."""
+        if self.is_done:
+            return
+        self.text += self._decoder.add([token])
+        self.is_done = token in self._end_tokens or any(mark in self.text for mark in self._stop)
+
+    def end(self) -> str:
+        """Return the text up to the first stop text."""
+        text = self.text if any(mark in self.text for mark in self._stop) else self.text + self._decoder.end()
+        places = [place for mark in self._stop if (place := text.find(mark)) >= 0]
+        return text[: min(places, default=len(text))]

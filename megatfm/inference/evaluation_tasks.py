@@ -1,0 +1,175 @@
+"""Evaluate a model on tasks without training it: multiple choice and cloze by likelihood, generation by its text."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatfm.errors import UsageError
+from megatfm.files import atomic_write
+from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.embeddings import SentenceEmbedder
+from megatfm.inference.harness import run_harness
+from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
+from megatfm.inference.text import TextModel
+from megatfm.parallel import distributed
+from megatfm.tasks.continuations import TextPair, judge_answers, scored_pairs
+from megatfm.tasks.question_scores import QuestionResult, score_rank, score_text, summarise_results
+from megatfm.tasks.questions import EvaluationTask, open_evaluation_task
+
+RESULTS, PREDICTIONS = "evaluation_tasks.json", Path("predictions") / "tasks"
+
+
+@dataclass(frozen=True)
+class EvaluatedTask:
+    """Metrics of a task, with their intervals, and a record for each question."""
+
+    summary: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class HarnessTasks:
+    """Tasks of lm-evaluation-harness by name. path: a folder with YAML files of further ones. shots: None: as the task
+    says."""
+
+    names: Sequence[str]
+    path: str | None = None
+    shots: int | None = None
+
+
+def evaluate_task_files(
+    open_model: Callable[[torch.device], TextModel],
+    files: Mapping[str, str | Path],
+    harness: HarnessTasks | None = None,
+    *,
+    batch_size: int = BATCH_SIZE,
+    limit: int = 0,
+    device: distributed.Device = "auto",
+    embedding_options: Callable[[nn.Module], Mapping[str, Any]] | None = None,
+    out_dir: Path | None = None,
+) -> dict[str, EvaluatedTask] | None:
+    """Evaluate a model on task files by name, and on tasks of the harness; leave results and predictions in `out_dir`.
+
+    open_model: opens it on a device. embedding_options: how it makes vectors, where it is no run. limit: only the first
+    so many questions of each; 0: all. Under several processes all hold the model and take a share of the questions, and
+    rank 0 has the results. Raises UsageError.
+    """
+    if limit < 0:
+        raise UsageError(f"--limit {limit}: choose 1 or more questions of each task, or 0 for all")
+    tasks = [open_evaluation_task(path, name=name, limit=limit) for name, path in files.items()]
+    with distributed.distributed_session(device=device) as rank:
+        loaded = open_model(rank.device)
+        options = embedding_options(loaded.model) if embedding_options else None
+        results = {
+            task.name: evaluate_questions(loaded, task, batch_size=batch_size, embedding_options=options)
+            for task in tasks
+        }
+        if harness and harness.names:
+            results |= _run_harness(loaded, harness, limit, batch_size)
+    if not rank.is_main:
+        return None
+    if out_dir is not None:
+        write_results(out_dir, loaded.step, results)
+    return results
+
+
+def _run_harness(
+    loaded: TextModel, harness: HarnessTasks, limit: int, batch_size: int
+) -> dict[str, EvaluatedTask]:
+    results = run_harness(
+        loaded,
+        harness.names,
+        include_path=harness.path,
+        shots=harness.shots,
+        limit=limit,
+        batch_size=batch_size,
+    )
+    evaluated = {}
+    for name, metrics in results.items():
+        questions = int(metrics.pop("sample_len", 0))
+        summary = {"kind": "harness", "questions": questions, "metrics": metrics, "intervals": {}}
+        evaluated[name] = EvaluatedTask(summary, [])
+    return evaluated
+
+
+def write_results(folder: Path, step: int, results: Mapping[str, EvaluatedTask]) -> None:
+    """Write evaluation_tasks.json and the records of each task's questions."""
+    (folder / PREDICTIONS).mkdir(parents=True, exist_ok=True)
+    for name, result in results.items():
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in result.records]
+        atomic_write(folder / PREDICTIONS / f"{name}.jsonl", "".join(lines))
+    stored = {"step": step, "tasks": {name: result.summary for name, result in results.items()}}
+    atomic_write(folder / RESULTS, json.dumps(stored, indent=2) + "\n")
+
+
+def evaluate_questions(
+    loaded: TextModel,
+    task: EvaluationTask,
+    *,
+    batch_size: int = BATCH_SIZE,
+    embedding_options: Mapping[str, Any] | None = None,
+) -> EvaluatedTask:
+    """Evaluate a model on a task. A collective where there is a process group. Raises UsageError, MegatfmError.
+
+    embedding_options: fields of a `SentenceEmbedder`, for retrieval; None: as of a run.
+    """
+    if task.config.kind == "retrieval":
+        results = _find_answers(sentence_embedder(loaded, embedding_options), task, batch_size)
+    elif task.config.kind == "generation":
+        results = _generate_answers(loaded, task, batch_size)
+    else:
+        results = _compare_answers(loaded, task, batch_size)
+    return EvaluatedTask(summarise_results(task, results), [dict(result.record) for result in results])
+
+
+def _generate_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
+    config = task.config
+    requests = [
+        TextRequest(question.prompt, config.max_tokens, tuple(config.stop)) for question in task.questions
+    ]
+    texts = generate_texts(loaded, requests, batch_size=batch_size)
+    return [score_text(question, text) for question, text in zip(task.questions, texts, strict=True)]
+
+
+def sentence_embedder(loaded: TextModel, options: Mapping[str, Any] | None = None) -> SentenceEmbedder:
+    """Return what makes vectors of texts by a model. options: fields of the embedder; None: as of a run."""
+    config, begins = loaded.config, loaded.prompt_prefix_ids
+    longest = config.model.position.limit or config.data.sequence_length
+    fields = {"max_tokens": longest} if options is None else options
+    return SentenceEmbedder(loaded.model, loaded.tokenizer, begins=begins, **fields)
+
+
+def _find_answers(embedder: SentenceEmbedder, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
+    """Rank all answers of a task by the cosine of their vectors to a prompt's; of equal ones the first is nearer."""
+    answers = list(dict.fromkeys(question.accepted[0] for question in task.questions))
+    prompts_QD, answers_AD = (
+        embedder.encode(texts, normalize=True, batch_size=batch_size).double()
+        for texts in ([question.prompt for question in task.questions], answers)
+    )
+    results = []
+    for question, prompt_D in zip(task.questions, prompts_QD, strict=True):
+        right, similarities_A = answers.index(question.accepted[0]), answers_AD @ prompt_D
+        nearer = similarities_A > similarities_A[right]
+        nearer[:right] |= similarities_A[:right] == similarities_A[right]
+        results.append(score_rank(question, 1 + int(nearer.sum())))
+    return results
+
+
+def _compare_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
+    """Score every answer after its prompt, and after the unconditional one where there is one."""
+    pairs = scored_pairs(task)
+    continuations = [_encode(loaded, task, pair) for pair in pairs]
+    likelihoods = score(loaded.model, continuations, batch_size=batch_size)
+    return judge_answers(task, dict(zip(pairs, likelihoods, strict=True)))
+
+
+def _encode(loaded: TextModel, task: EvaluationTask, pair: TextPair) -> Continuation:
+    try:
+        return encode_continuation(loaded, pair.prompt, pair.answer)
+    except UsageError as error:
+        raise UsageError(f"task {task.name}: {error}") from None

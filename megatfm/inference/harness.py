@@ -1,0 +1,169 @@
+"""A model of megatfm for EleutherAI's lm-evaluation-harness (package `lm_eval`), whose tasks then are ours."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.decoding import Sampling, check_makes_text, has_encoder
+from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
+from megatfm.inference.text import TextModel
+
+log = logging.getLogger("megatfm")
+
+MAX_TOKENS = 256
+"""Of a generated text, where a task names no number; the harness's own."""
+PASSED_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+
+
+def harness_model(loaded: TextModel, *, batch_size: int = BATCH_SIZE) -> Any:
+    """Return a model as `lm_eval.simple_evaluate(model=…)` takes it. Raises MegatfmError without the package.
+
+    Under several processes each holds the model and is given all requests, of which it computes a share; the results
+    are the same on all.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise MegatfmError("lm-evaluation-harness is not installed: `pip install megatfm[harness]`") from None
+    check_makes_text(loaded.model)
+    requests = HarnessRequests(loaded, batch_size)
+
+    class HarnessModel(LM):  # type: ignore[misc]
+        """The interface of the harness; rank 0 of 1, since ranks share the requests of each call."""
+
+        def loglikelihood(self, instances: Sequence[Any]) -> list[tuple[float, bool]]:
+            return requests.loglikelihood([request.args for request in instances])
+
+        def loglikelihood_rolling(self, instances: Sequence[Any]) -> list[float]:
+            return requests.loglikelihood_rolling([request.args[0] for request in instances])
+
+        def generate_until(self, instances: Sequence[Any]) -> list[str]:
+            return requests.generate_until([request.args for request in instances])
+
+        @property
+        def tokenizer_name(self) -> str:
+            return loaded.tokenizer.hash
+
+    return HarnessModel()
+
+
+class HarnessRequests:
+    """The three kinds of requests of the harness, on texts."""
+
+    def __init__(self, loaded: TextModel, batch_size: int) -> None:
+        self._loaded, self._batch_size = loaded, batch_size
+        config = loaded.config
+        self._limit: int | None = config.model.position.limit
+        self._window = self._limit or config.data.sequence_length
+
+    def loglikelihood(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Return log p(continuation | context), and whether the continuation is the likeliest, of each pair."""
+        encoded = [encode_continuation(self._loaded, *pair) for pair in pairs]
+        fitting = [self._fit(continuation) for continuation in encoded]
+        n_cut = sum(len(cut.tokens) < len(row.tokens) for cut, row in zip(fitting, encoded, strict=True))
+        if n_cut:
+            log.warning(
+                "%d of %d contexts are cut at their start to %d tokens", n_cut, len(encoded), self._limit
+            )
+        scored = score(self._loaded.model, fitting, batch_size=self._batch_size)
+        return [(likelihood.log_probability, bool(likelihood.is_greedy)) for likelihood in scored]
+
+    def _fit(self, continuation: Continuation) -> Continuation:
+        """Cut a context at its start, as far as the model's positions ask for it."""
+        surplus = len(continuation.tokens) - (self._limit or len(continuation.tokens))
+        if surplus <= 0:
+            return continuation
+        if surplus >= len(continuation.context):
+            raise UsageError(
+                f"an answer of {len(continuation.targets)} tokens, but model.position.max_positions = {self._limit}"
+            )
+        return replace(continuation, context=continuation.context[surplus:])
+
+    def loglikelihood_rolling(self, texts: Iterable[str]) -> list[float]:
+        """Return log p(text): each token is predicted once, in windows with as much before it as fits."""
+        if has_encoder(self._loaded.model):
+            raise UsageError(
+                "model.family = 'encoder_decoder' has no likelihood of a text from its beginning: leave out tasks of "
+                "perplexity"
+            )
+        windows = [self._windows(text) for text in texts]
+        flat = [window for windows_of_text in windows for window in windows_of_text]
+        scored = iter(score(self._loaded.model, flat, batch_size=self._batch_size))
+        return [sum(next(scored).log_probability for _ in windows_of_text) for windows_of_text in windows]
+
+    def _windows(self, text: str) -> list[Continuation]:
+        """Cut a text into windows of the model's length; the last one begins as early as it can."""
+        tokenizer, window = self._loaded.tokenizer, self._window
+        tokens = [tokenizer.bos, *tokenizer.encode(text).tolist()]
+        windows, start = [], 1
+        while start < len(tokens):
+            end = min(start + window, len(tokens))
+            windows.append(Continuation(tokens[max(end - window - 1, 0) : start], tokens[start:end]))
+            start = end
+        return windows
+
+    def generate_until(self, requests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Return the text after each prompt, up to the first of its stop texts."""
+        asked = [TextRequest(prompt, *_options(options)) for prompt, options in requests]
+        return generate_texts(self._loaded, asked, batch_size=self._batch_size, cut_prompts=True)
+
+
+def _options(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...], Sampling]:
+    """Return tokens at most, stop texts and sampling. Raises UsageError for an option that nothing here does."""
+    if unknown := sorted(set(options) - PASSED_OPTIONS):
+        raise UsageError(
+            f"generation_kwargs: {unknown[0]} is none of {', '.join(sorted(PASSED_OPTIONS))}: leave it out of the task"
+        )
+    until = options.get("until") or []
+    stop = (until,) if isinstance(until, str) else tuple(until)
+    temperature = float(options.get("temperature") or 0.0)
+    is_greedy = not options.get("do_sample", temperature > 0)
+    sampling = Sampling(
+        0.0 if is_greedy else temperature or 1.0,
+        int(options.get("top_k") or 0),
+        float(options.get("top_p") or 1.0),
+    )
+    return int(options.get("max_gen_toks", MAX_TOKENS)), stop, sampling
+
+
+def run_harness(
+    loaded: TextModel,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    shots: int | None = None,
+    limit: int = 0,
+    batch_size: int = BATCH_SIZE,
+) -> dict[str, dict[str, float]]:
+    """Evaluate a model on tasks of the harness by name; returns its metrics by task.
+
+    include_path: a folder with YAML files of further tasks. shots: solved examples; None: as the task says. Raises
+    MegatfmError, UsageError.
+    """
+    model = harness_model(loaded, batch_size=batch_size)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include_path)
+    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+        raise UsageError(
+            f"--harness {unknown[0]}: the harness has no task of this name: see `lm-eval ls tasks`, or name the "
+            "folder of its YAML file by --harness-path"
+        )
+    results = simple_evaluate(
+        model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
+        log_samples=False, bootstrap_iters=0,
+    )  # fmt: skip
+    return {name: _numbers(values) for name, values in results["results"].items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a task's results, under their names without the harness's usual filter."""
+    return {
+        metric.removesuffix(",none"): value
+        for metric, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

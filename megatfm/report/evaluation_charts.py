@@ -1,0 +1,50 @@
+"""Charts of evaluations while a run trained: tasks, and the loss by position in the row."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from megatfm.report.charts import Chart, Line, chart
+from megatfm.report.run import Run
+
+TASK_METRICS = {
+    "bits_per_byte": ("Right answers of tasks", "bits per byte"),
+    "accuracy": ("Accuracy on tasks", "share of questions"),
+    "accuracy_per_byte": ("Accuracy on tasks, by likelihood per byte", "share of questions"),
+}
+
+
+def task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
+    """What the model does on the tasks of `evaluate.tasks`: a chart for each metric that several kinds have."""
+    tasks = list(dict.fromkeys(path[1] for path in run.curves if path[0] == "tasks"))
+
+    def lines(metric: str) -> list[Line]:
+        drawn = [
+            Line(name, run.curve("tasks", name, metric), 1 + i % 6, "dots") for i, name in enumerate(tasks)
+        ]
+        return drawn + [
+            Line(f"{other}, {name}", other_run.curve("tasks", name, metric), 6 - i % 5, "other", i + 1)
+            for i, (other, other_run) in enumerate(compared.items())
+            for name in tasks
+        ]
+
+    return [chart(title, unit, lines(metric)) for metric, (title, unit) in TASK_METRICS.items()]
+
+
+def position_charts(run: Run) -> list[Chart | None]:
+    """Loss on stretches of the row, a chart for each validation set (see `evaluate.position_buckets`)."""
+    length = run.config.get("data", {}).get("sequence_length", 1)
+    drawn = []
+    for name in run.evaluated:
+        n_buckets = sum(path[:3] == ("evaluation", name, "loss_by_position") for path in run.curves)
+        edges = [-(-length * i // n_buckets) for i in range(n_buckets + 1)] if n_buckets else []
+        lines = [
+            Line(
+                f"tokens {first + 1:,} to {end:,}",
+                run.curve("evaluation", name, "loss_by_position", str(i)),
+                1 + i % 6,
+                "dots",
+            )
+            for i, (first, end) in enumerate(pairwise(edges))
+        ]
+        drawn.append(chart("Loss by position in the row", f"nats per token, {name}", lines))
+    return drawn

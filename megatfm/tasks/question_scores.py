@@ -1,0 +1,170 @@
+"""From likelihoods and texts of a model to the metrics of an evaluation task: for each question, then over all."""
+
+import math
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatfm.tasks.metrics import bootstrap_interval
+from megatfm.tasks.questions import EvaluationTask, Question, answer_bytes
+
+Values = dict[str, float]
+"""Metric → its value for one question."""
+SUMMED = BITS, BYTES, NATS = "bits", "bytes", "nats"
+"""Of the right answer: not averaged over questions, but put into ratios of sums."""
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """log p(answer | prompt) in nats, the number of the answer's tokens, and whether each of them is the likeliest at
+    its place; None: not known."""
+
+    log_probability: float
+    n_tokens: int
+    is_greedy: bool | None = None
+
+
+@dataclass(frozen=True)
+class QuestionResult:
+    """What a model did with a question: metrics of it, and a record for the file of predictions."""
+
+    values: Values
+    record: Mapping[str, Any]
+
+
+def score_choices(
+    question: Question,
+    answers: Sequence[Likelihood],
+    delimiter: str,
+    unconditional: Sequence[Likelihood] = (),
+) -> QuestionResult:
+    """Compare the answers of a question; of equal ones the first wins.
+
+    accuracy: by the likelihood. accuracy_per_token, accuracy_per_byte: by it over the answer's tokens or UTF-8 bytes.
+    accuracy_pmi: by it over that without the question.
+    """
+    log_probabilities = np.array([answer.log_probability for answer in answers])
+    n_bytes = answer_bytes(question, delimiter)
+    by_metric = {
+        "accuracy": log_probabilities,
+        "accuracy_per_token": log_probabilities / np.array([answer.n_tokens for answer in answers]),
+        "accuracy_per_byte": log_probabilities / np.array(n_bytes),
+    }
+    if unconditional:
+        without = np.array([answer.log_probability for answer in unconditional])
+        by_metric["accuracy_pmi"] = log_probabilities - without
+    chosen = {metric: int(numbers.argmax()) for metric, numbers in by_metric.items()}
+    values = {metric: float(number == question.right) for metric, number in chosen.items()}
+    record = {
+        "row": question.number + 1,
+        "right": question.right,
+        "chosen": chosen,
+        "log_probabilities": log_probabilities.tolist(),
+    }
+    return QuestionResult(values | _code_length(answers[question.right], n_bytes[question.right]), record)
+
+
+def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> QuestionResult:
+    """accuracy: whether the model's likeliest tokens are the answer's, one after another; left out if not known."""
+    values = {} if answer.is_greedy is None else {"accuracy": float(answer.is_greedy)}
+    record = {
+        "row": question.number + 1,
+        "is_greedy": answer.is_greedy,
+        "log_probability": answer.log_probability,
+    }
+    (n_bytes,) = answer_bytes(question, delimiter)
+    return QuestionResult(values | _code_length(answer, n_bytes), record)
+
+
+def _code_length(right: Likelihood, n_bytes: int) -> Values:
+    nats = -right.log_probability
+    return {BITS: nats / math.log(2), BYTES: float(n_bytes), NATS: nats}
+
+
+def score_text(question: Question, text: str) -> QuestionResult:
+    """exact_match, f1: the best over the accepted answers, as SQuAD 1.1 compares them (Rajpurkar et al. 2016)."""
+    values = {
+        metric: max(compare(accepted, text) for accepted in question.accepted)
+        for metric, compare in TEXT_METRICS.items()
+    }
+    return QuestionResult(values, {"row": question.number + 1, "text": text, **values})
+
+
+def score_rank(question: Question, rank: int) -> QuestionResult:
+    """recall_at_1, recall_at_10: whether the right answer is among the so many nearest. reciprocal_rank: 1 / rank, from
+    1 on, whose mean is the MRR."""
+    values = {
+        "recall_at_1": float(rank <= 1),
+        "recall_at_10": float(rank <= 10),
+        "reciprocal_rank": 1 / rank,
+    }
+    return QuestionResult(values, {"row": question.number + 1, "rank": rank})
+
+
+def normalise_answer(text: str) -> str:
+    """Lower-case text without punctuation, English articles and needless spaces; punctuation of all scripts."""
+    letters = "".join(
+        character
+        for character in text.lower()
+        if character not in string.punctuation and not unicodedata.category(character).startswith("P")
+    )
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
+
+
+def _exact_match(expected: str, text: str) -> float:
+    return float(normalise_answer(expected) == normalise_answer(text))
+
+
+def _word_f1(expected: str, text: str) -> float:
+    """F1 of the words that both texts have."""
+    words, text_words = normalise_answer(expected).split(), normalise_answer(text).split()
+    if not words or not text_words:
+        return float(words == text_words)
+    common = sum((Counter(words) & Counter(text_words)).values())
+    return 2 * common / (len(words) + len(text_words))
+
+
+TEXT_METRICS: Mapping[str, Callable[[str, str], float]] = {"exact_match": _exact_match, "f1": _word_f1}
+
+
+def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, float]:
+    """Return metrics over all questions; sums are exact, and so depend on no order.
+
+    bits_per_byte: of the right answers, bits of all over bytes of all. perplexity, of a cloze: exp of the mean nats of
+    an answer.
+    """
+    columns = _columns(results)
+    metrics = {
+        name: math.fsum(column) / len(column) for name, column in columns.items() if name not in SUMMED
+    }
+    if BITS in columns:
+        metrics["bits_per_byte"] = math.fsum(columns[BITS]) / math.fsum(columns[BYTES])
+    if kind == "cloze":
+        metrics["perplexity"] = math.exp(min(math.fsum(columns[NATS]) / len(results), 700.0))
+    return metrics
+
+
+def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -> dict[str, Any]:
+    """Return metrics over all questions, with bootstrap intervals of those that are means."""
+    intervals = {
+        name: bootstrap_interval(lambda _, values: float(values.mean()), np.array(column), np.array(column))
+        for name, column in _columns(results).items()
+        if name not in SUMMED
+    }
+    return {
+        "kind": task.config.kind,
+        "fingerprint": task.fingerprint,
+        "questions": len(results),
+        "metrics": mean_metrics(task.config.kind, results),
+        "intervals": intervals,
+    }
+
+
+def _columns(results: Sequence[QuestionResult]) -> dict[str, list[float]]:
+    return {name: [result.values[name] for result in results] for name in results[0].values}

@@ -1,0 +1,241 @@
+"""Tasks while a run trains: likelihoods of answers, computed by the engine under its layout as its losses are.
+
+Prompts and answers are packed into rows as documents. The head over the vocabulary tells the loss of each token, and
+the tokens of an answer are found again by the fields `examples` and `words`, on whatever rank they were computed. Their
+sums are exact, so that packing, batches and ranks change no more of a result than the rounding of the tokens' losses.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megatfm import object_collectives
+from megatfm.config import AnswersObjective, Config
+from megatfm.data.dataset import SizedRowDataset
+from megatfm.data.packed_rows import PackedBlock, collate, pack_in_memory
+from megatfm.data.sequences import DocumentChunk, Fields, PackingConfig
+from megatfm.data.sequences import Field as FieldSpec
+from megatfm.engines.interface import Engine
+from megatfm.engines.registry import ENGINES
+from megatfm.errors import UsageError
+from megatfm.layers.output_head import LMHead
+from megatfm.objectives.base import Batch, Example, Losses, SpecialTokens
+from megatfm.objectives.supervised import Answers
+from megatfm.ops.cross_entropy import IGNORE
+from megatfm.rng import PieceKey
+from megatfm.tasks.continuations import TextPair, judge_answers, scored_pairs, split_pair
+from megatfm.tasks.predictions import model_of
+from megatfm.tasks.question_scores import Likelihood, mean_metrics
+from megatfm.tasks.questions import EvaluationTask, open_evaluation_task
+from megatfm.tokenizers import Tokenizer
+from megatfm.train.corpora import special_tokens
+from megatfm.train.evaluation import evaluate
+
+TokenLosses = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
+"""Numbers of examples and of words in them, and losses of these tokens, [n] each."""
+
+
+class AnswerLikelihood(Answers):
+    """The loss of answers alone, with the number of its example and its place in the answer at each target."""
+
+    likelihood_term = None
+
+    def __init__(self, special: SpecialTokens, config: Config) -> None:
+        super().__init__(special, AnswersObjective(), config.model, (config.data.sequence_length,))
+        self.fields = {
+            "tokens": FieldSpec(pad_value=special.pad),
+            "targets": FieldSpec(pad_value=IGNORE),
+            "examples": FieldSpec(pad_value=-1),
+            "words": FieldSpec(),
+        }
+        self.recorder = TokenLossRecorder()
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        """Return an example with its numbers."""
+        fields = super().build_example(piece, key)
+        counted = fields["targets"] != IGNORE
+        return {
+            **fields,
+            "examples": np.where(counted, key.sample, -1),
+            "words": np.where(counted, np.cumsum(counted) - 1, 0),
+        }
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        """Return the loss; the recorder keeps that of each token, where the head is here."""
+        inputs = {name: tensor for name, tensor in batch.items() if name not in ("examples", "words")}
+        with self.recorder.recording(batch):
+            losses = dict(model(**inputs).losses or {})
+        return {term: loss for term, loss in losses.items() if term in self.loss_weights}
+
+
+@dataclass
+class TokenLossRecorder:
+    """Losses of tokens at the head over the vocabulary of this rank."""
+
+    parts: list[TokenLosses] = field(default_factory=list)
+    _calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def new_losses(self, targets_BT: Tensor, at_M: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return a tensor [M] for the losses of a call of the head."""
+        assert at_M is None  # causal heads compute all tokens
+        losses_M = targets_BT.new_zeros(targets_BT.numel(), dtype=dtype)
+        self._calls.append((targets_BT, losses_M))
+        return losses_M
+
+    @contextmanager
+    def recording(self, batch: Batch) -> Iterator[None]:
+        """Keep the losses of the batch's own targets, not those of tokens further ahead."""
+        self._calls.clear()
+        yield
+        for targets_BT, losses_M in self._calls:
+            if targets_BT.data_ptr() == batch["targets"].data_ptr():
+                counted_BT = batch["examples"] >= 0
+                losses_BT = losses_M.view(targets_BT.shape).double()
+                columns = (batch["examples"][counted_BT], batch["words"][counted_BT], losses_BT[counted_BT])
+                examples, words, losses = (column.cpu().numpy() for column in columns)
+                self.parts.append((examples, words, losses))
+        self._calls.clear()
+
+    def gather(self) -> dict[int, list[float]]:
+        """Return each example's losses, token by token; copies on several ranks count once. A collective."""
+        shares = object_collectives.all_gather(self.parts)
+        examples, words, losses = (
+            np.concatenate(columns)
+            for columns in zip(*(part for share in shares for part in share), strict=True)
+        )
+        _, first = np.unique(np.stack([examples, words]), axis=1, return_index=True)
+        losses_by_example: dict[int, list[float]] = {}
+        for example, loss in zip(examples[first].tolist(), losses[first].tolist(), strict=True):
+            losses_by_example.setdefault(example, []).append(loss)
+        return losses_by_example
+
+
+@dataclass(frozen=True)
+class InMemoryRows:
+    """Rows of one packed block, in stored order."""
+
+    packed: PackedBlock
+    row_tokens: int
+    seed: int = 0
+    warnings: Sequence[str] = ()
+    can_split_rows: bool = False
+
+    def __len__(self) -> int:
+        return self.packed.n_rows
+
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """See `RowDataset`."""
+        padding = self.packed.padding
+        return collate([[(padding, 0) if at is None else (self.packed, at % len(self))] for at in positions])
+
+    def epoch(self, position: int) -> int:
+        """See `RowDataset`."""
+        return position // len(self)
+
+    def order_config(self) -> dict[str, str | int | bool]:
+        """See `RowDataset`."""
+        return {}
+
+
+class TaskEvaluator:
+    """The tasks of `evaluate.tasks`, tokenized once. Raises UsageError for what can't be evaluated while training."""
+
+    def __init__(self, engine: Engine, config: Config, tokenizer: Tokenizer | None) -> None:
+        check_supported(engine, config, tokenizer)
+        assert tokenizer is not None
+        self._engine, self._config, self._special = engine, config, special_tokens(tokenizer)
+        self._tasks: list[tuple[EvaluationTask, list[TextPair], SizedRowDataset]] = []
+        for name, path in config.evaluate.tasks.items():
+            task = open_evaluation_task(path, name=name)
+            if task.config.kind not in ("choice", "cloze"):
+                raise UsageError(
+                    f"evaluate.tasks.{name}: kind = {task.config.kind!r} has no likelihood: leave it out, and use "
+                    "`megatfm evaluate --task` on checkpoints"
+                )
+            pairs = scored_pairs(task)
+            self._tasks.append((task, pairs, self._pack(task, pairs, tokenizer)))
+
+    def _pack(self, task: EvaluationTask, pairs: Sequence[TextPair], tokenizer: Tokenizer) -> SizedRowDataset:
+        length = self._config.data.sequence_length
+        objective = AnswerLikelihood(self._special, self._config)
+        documents, members = [], []
+        for pair in pairs:
+            prompt, answer = split_pair(tokenizer, pair)
+            tokens = [tokenizer.bos, *tokenizer.encode(prompt).tolist(), *answer]
+            if not answer or len(tokens) > length + 1:
+                reason = (
+                    f"with its prompt has {len(tokens) - 1} tokens, more than data.sequence_length = {length}: use "
+                    "shorter prompts or fewer shots"
+                    if answer
+                    else "makes no token: give one with text"
+                )
+                raise UsageError(
+                    f"evaluate.tasks.{task.name}: the answer {pair.answer!r:.60} after {prompt[-40:]!r} {reason}"
+                )
+            documents.append(np.array(tokens))
+            members.append(
+                {"json": f'{{"trained": [[{len(tokens) - len(answer)}, {len(tokens)}]]}}'.encode()}
+            )
+        how = PackingConfig(objective, (length,), seed=0, pad_id=tokenizer.pad)
+        return InMemoryRows(pack_in_memory(documents, how, members=members), length)
+
+    def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> dict[str, dict[str, float]]:
+        """Return the metrics of each task by its name. A collective."""
+        return {
+            task.name: mean_metrics(task.config.kind, judge_answers(task, self._score(pairs, rows, on_batch)))
+            for task, pairs, rows in self._tasks
+        }
+
+    def _score(
+        self, pairs: Sequence[TextPair], rows: SizedRowDataset, on_batch: Callable[[], None]
+    ) -> Mapping[TextPair, Likelihood]:
+        objective = AnswerLikelihood(self._special, self._config)
+        heads = [module for module in model_of(self._engine).modules() if isinstance(module, LMHead)]
+        for head in heads:
+            head.recorder = objective.recorder  # type: ignore[assignment]
+        try:
+            evaluate(
+                self._engine,
+                rows,
+                objective,
+                None,
+                micro_batch=self._config.train.micro_batch,
+                on_batch=on_batch,
+            )
+        finally:
+            for head in heads:
+                head.recorder = None
+        losses = objective.recorder.gather()
+        return {
+            pair: Likelihood(-math.fsum(losses[number]), len(losses[number]))
+            for number, pair in enumerate(pairs)
+        }
+
+
+def open_tasks(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> TaskEvaluator | None:
+    """Return what evaluates the tasks of a config; None where it names none. A collective. Raises UsageError."""
+    return TaskEvaluator(engine, config, tokenizer) if config.evaluate.tasks else None
+
+
+def check_supported(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> None:
+    """Raise UsageError for a run whose model or engine can't score answers."""
+    if tokenizer is None or config.model.family != "decoder" or config.objective.name != "causal":
+        raise UsageError(
+            f"evaluate.tasks: is for decoders that predict next tokens, not for model.family = "
+            f"{config.model.family!r} with objective.name = {config.objective.name!r}: leave it out, and use `megatfm "
+            "evaluate --task` on checkpoints"
+        )
+    if not ENGINES.has(config.parallel.engine, "loss_by_source"):
+        raise UsageError(
+            f"evaluate.tasks: parallel.engine = {config.parallel.engine!r} does not declare 'loss_by_source' among its "
+            "features, by which the losses of rows are told: use parallel.engine = 'native', or leave it out"
+        )
+    n_heads = sum(isinstance(module, LMHead) for module in model_of(engine).modules())
+    if not sum(object_collectives.all_gather(n_heads)):
+        raise UsageError("evaluate.tasks: the model has no head over the vocabulary: leave it out")

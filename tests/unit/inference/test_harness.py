@@ -1,0 +1,194 @@
+"""megatfm as a model of lm-evaluation-harness: against the harness's own model, and a computation here."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatfm.convert.load import load_model as load_hf
+from megatfm.convert.load import text_generation_fields
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.inference.batched_text import TextRequest, generate_texts
+from megatfm.inference.evaluation_tasks import evaluate_questions
+from megatfm.inference.harness import HarnessRequests, harness_model, run_harness
+from megatfm.inference.likelihood import encode_continuation, score
+from megatfm.inference.text import TextModel, load
+from megatfm.tasks.questions import open_evaluation_task
+from tests.support.hf_folders import write_gpt2
+from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
+
+ROWS = [
+    {
+        "ask": f"textwrap {number} {'import ' * (number % 4)}",
+        "a": "größer",
+        "b": "if",
+        "c": "東京",
+        "key": number % 3,
+    }
+    for number in range(11)
+]
+HARNESS_TASK = """
+task: own_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{{{ask}}}}\\nAnswer:"
+doc_to_target: key
+doc_to_choice: "{{{{[a, b, c]}}}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+OWN_TASK = """
+data = "rows.jsonl"
+prompt = "Question: {{ ask }}\\nAnswer:"
+choices = ["{{ a }}", "{{ b }}", "{{ c }}"]
+answer = "key"
+"""
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, tokenizer_model: bytes) -> TextModel:
+    """A model of 24 positions at most."""
+    config = SMALL_DECODER.with_changes({"position": {"name": "learned", "max_positions": 24}})
+    return load(write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32)))
+
+
+@pytest.fixture
+def unlimited(tmp_path: Path, tokenizer_model: bytes) -> TextModel:
+    return load(
+        write_trained_run(tmp_path / "other", tokenizer_model, random_model(SMALL_DECODER, torch.float32))
+    )
+
+
+class FakeLM:
+    """The base class of models in the harness, as far as it is used."""
+
+    def __init__(self) -> None:
+        self._rank, self._world_size = 0, 1
+
+
+def instances(requests: Sequence[Any]) -> list[SimpleNamespace]:
+    return [SimpleNamespace(args=request) for request in requests]
+
+
+def test_the_interface_of_the_harness(
+    loaded: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["lm_eval.api.model"].LM = FakeLM  # type: ignore[attr-defined]
+    model = harness_model(loaded, batch_size=3)
+    assert isinstance(model, FakeLM)
+    assert model.tokenizer_name == loaded.tokenizer.hash
+
+    pairs = [("import", " textwrap"), ("", "größer"), ("import " * 30, "東京")]
+    results = model.loglikelihood(instances(pairs))
+    for pair, (log_probability, is_greedy) in zip(pairs[:2], results, strict=False):
+        (expected,) = score(loaded.model, [encode_continuation(loaded, *pair)])
+        assert log_probability == pytest.approx(expected.log_probability, rel=1e-6)
+        assert is_greedy == expected.is_greedy
+    assert "1 of 3 contexts are cut at their start to 24 tokens" in caplog.text
+
+    prompts = [
+        ("import", {"until": "\n", "max_gen_toks": 6}),
+        ("def " * 30, {"until": [], "max_gen_toks": 4}),
+    ]
+    texts = model.generate_until(instances(prompts))
+    assert texts[0] == generate_texts(loaded, [TextRequest("import", 6, ("\n",))])[0]
+    assert "1 of 2 prompts are cut at their start, for positions end at 24" in caplog.text
+    with pytest.raises(UsageError, match="generation_kwargs: num_beams is none of"):
+        model.generate_until(instances([("a", {"num_beams": 3})]))
+
+
+def test_a_text_is_predicted_once_in_windows(loaded: TextModel) -> None:
+    requests, tokenizer = HarnessRequests(loaded, 4), loaded.tokenizer
+    texts = ["", "import", "größer 東京 textwrap import " * 9]
+    results = requests.loglikelihood_rolling(texts)
+    assert results[0] == 0
+    for text, result in zip(texts, results, strict=True):
+        tokens, total, done = [tokenizer.bos, *tokenizer.encode(text).tolist()], 0.0, 1
+        while done < len(tokens):  # 24 at a time, the last with as much before it as there is room for
+            end = min(done + 24, len(tokens))
+            first = max(end - 25, 0)
+            with torch.no_grad():
+                logs = (
+                    loaded.model(torch.tensor([tokens[first : end - 1]])).logits[0].double().log_softmax(-1)
+                )
+            total += sum(float(logs[place - 1 - first, tokens[place]]) for place in range(done, end))
+            done = end
+        assert result == pytest.approx(total, rel=1e-6)
+
+
+def test_windows_are_the_harness_s(loaded: TextModel) -> None:
+    utils = pytest.importorskip("lm_eval.utils")
+    requests, tokenizer = HarnessRequests(loaded, 4), loaded.tokenizer
+    for n in (1, 5, 9):
+        text = "größer 東京 textwrap " * n
+        expected = utils.get_rolling_token_windows(tokenizer.encode(text).tolist(), tokenizer.bos, 24, 1)
+        windows = [(row.tokens, list(row.targets)) for row in requests._windows(text)]
+        assert windows == [(inputs, targets) for inputs, targets in expected]
+
+
+def test_without_the_package(loaded: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(MegatfmError, match=r"pip install megatfm\[harness\]"):
+        harness_model(loaded)
+
+
+@pytest.mark.slow
+def test_a_task_of_the_harness_gives_what_the_same_task_gives_here(
+    unlimited: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/own.yaml").write_text(HARNESS_TASK.format(rows=rows))
+    (tmp_path / "own.toml").write_text(OWN_TASK)
+    results = run_harness(unlimited, ["own_choice"], include_path=str(tmp_path / "tasks"))["own_choice"]
+    task = evaluate_questions(unlimited, open_evaluation_task(tmp_path / "own.toml"))
+    assert results["acc"] == pytest.approx(task.summary["metrics"]["accuracy"])
+    by_characters = [
+        max(range(3), key=lambda place: record["log_probabilities"][place] / len(row["abc"[place]]))
+        == row["key"]
+        for record, row in zip(task.records, ROWS, strict=True)
+    ]
+    assert results["acc_norm"] == pytest.approx(sum(by_characters) / len(by_characters))
+    assert results["sample_len"] == len(ROWS)
+    assert 0 < results["acc"] < 1
+    with pytest.raises(UsageError, match="--harness nowhere: the harness has no task of this name"):
+        run_harness(unlimited, ["nowhere"], include_path=str(tmp_path / "tasks"))
+    assert math.isfinite(task.summary["metrics"]["bits_per_byte"])
+
+
+@pytest.mark.slow
+def test_likelihoods_and_texts_are_those_of_the_harness_s_model(tmp_path: Path) -> None:
+    """Of a GPT-2 that transformers wrote, with its tokenizer, by the harness's class for it."""
+    pytest.importorskip("accelerate")
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    folder = write_gpt2(tmp_path / "gpt2")
+    theirs = harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32")
+    ours = harness_model(TextModel(load_hf(folder), **text_generation_fields(folder)), batch_size=3)
+    texts = [row["ask"] for row in ROWS]
+    pairs = [(text, answer) for text in texts[:4] for answer in (" größer", "if 東京", " the end")]
+    kinds = {
+        "loglikelihood": instances([*pairs, ("", "import"), ("trailing ", "space")]),
+        "loglikelihood_rolling": instances([(text * 5,) for text in texts]),
+        "generate_until": instances([(text, {"until": ["t"], "max_gen_toks": 5}) for text in texts]),
+    }
+    for kind, requests in kinds.items():
+        actual, expected = getattr(ours, kind)(requests), getattr(theirs, kind)(requests)
+        if kind == "generate_until":
+            assert actual == expected
+            continue
+        torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-4, atol=1e-4)
