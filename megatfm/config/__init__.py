@@ -35,6 +35,7 @@ from megatfm.config.objective import (
     ImageClassificationObjective,
     MaskedImageObjective,
     MaskedObjective,
+    MultipleChoiceObjective,
     NextSentenceObjective,
     PermutationObjective,
     PluginObjective,
@@ -43,6 +44,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    SpanExtractionObjective,
     TextClassificationObjective,
     UL2Objective,
 )
@@ -83,6 +85,7 @@ from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
 from megatfm.config.task import TaskConfig
+from megatfm.config.task_heads import MultipleChoiceHeadConfig, SpanExtractionHeadConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -121,6 +124,8 @@ __all__ = [
     "MaskedImageObjective",
     "MaskedObjective",
     "ModelConfig",
+    "MultipleChoiceHeadConfig",
+    "MultipleChoiceObjective",
     "MuonConfig",
     "NextSentenceObjective",
     "OptimizerConfig",
@@ -150,6 +155,8 @@ __all__ = [
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
+    "SpanExtractionHeadConfig",
+    "SpanExtractionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
     "TaskConfig",

@@ -18,6 +18,7 @@ from megatfm.data.documents import InMemoryDocuments
 from megatfm.data.sequences import (
     PAD_DOCUMENT_ID,
     ChunkTable,
+    PARTS,
     DocumentSource,
     Field,
     Fields,
@@ -27,6 +28,7 @@ from megatfm.data.sequences import (
     build_sequences,
     prefix_index,
     split_documents,
+    split_parts,
 )
 from megatfm.errors import MegatfmError
 
@@ -335,13 +337,14 @@ def lay_out_rows(
         }
         plain, typed = split_plain_fields(fields, how)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
+        document_starts, of_documents = split_parts(starts, plain.get(PARTS))
         sides.append(
             RowStore(
                 fields=plain,
                 typed=typed,
-                starts=starts.tolist(),
+                starts=document_starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
-                blank=None if blank is None else blank[order].tolist(),
+                blank=None if blank is None else blank[order][of_documents].tolist(),
                 fills=how.fills(plain, side),
                 length=length,
                 as_one_document=how.attend_across_documents,

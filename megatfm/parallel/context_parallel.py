@@ -118,6 +118,8 @@ OF_ROWS = (
     "span_left",
     "span_right",
     "grid",
+    "examples",
+    "parts",
 )
 """Fields that every rank keeps of whole rows: which tokens it needs, and which others need, follows from them."""
 

@@ -7,7 +7,7 @@ from transformers.models.longformer import modeling_longformer
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.convert.architecture import ARCHITECTURES
 from megatfm.models import build
-from tests.support.batches import family_batch
+from tests.support.batches import task_batch
 from tests.support.encoder_batches import BERT_ENCODER, PAD, draw_tokens, our_inputs, padded_batch
 from tests.support.grids import cells
 from tests.support.models import FAMILY_MODELS
@@ -112,22 +112,24 @@ LAYOUTS = {
     "zero3": ParallelConfig(dp_shard=2),
     "cp2": ParallelConfig(cp=2),
 }
-CONFIGS = {
-    "bert": FAMILY_MODELS["bert"].with_changes(
-        {**BARE, "extra_heads": {"sentence": HEAD | {"classes": 2, "dropout": 0.3}}}
-    )
+HEADS = {
+    "classes": {"sentence": HEAD | {"classes": 2, "dropout": 0.3}},
+    "both orders": {"sentence": HEAD | {"classes": 2, "dropout": 0.3, "both_orders": True}},
+    "choices": {"sentence": {"name": "multiple_choice", "dropout": 0.3}},
+    "spans": {"span": {"name": "span_extraction", "dropout": 0.3}},
 }
+CONFIGS = {
+    name: FAMILY_MODELS["bert"].with_changes({**BARE, "extra_heads": heads}) for name, heads in HEADS.items()
+}
+TERMS = {"choices": "choice", "spans": "answer_span"}
 CASES = cells(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     config = CONFIGS[name]
-    batch = family_batch(config)
-    del batch["targets"]
-    numbers = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
-    batch["examples"] = numbers.where(batch["sentence_targets"] >= 0, -1)
+    batch = task_batch(config)
     model, objective, loss = one_device_reference(config, batch)
-    assert list(objective.loss_weights) == ["sentence"]
+    assert list(objective.loss_weights) == [TERMS.get(name, "sentence")]
     for layout, parallel in layouts.items():
         engine = build_engine(config, parallel)
         stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
