@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.bin_packing import assign_rows
+from megatfm.data.bin_packing import assign_rows, split_parts
 from megatfm.data.documents import InMemoryDocuments
 from megatfm.data.sequences import (
     PAD_DOCUMENT_ID,
     ChunkTable,
-    PARTS,
+    DocumentChunk,
     DocumentSource,
     Field,
     Fields,
@@ -28,7 +28,6 @@ from megatfm.data.sequences import (
     build_sequences,
     prefix_index,
     split_documents,
-    split_parts,
 )
 from megatfm.errors import MegatfmError
 
@@ -37,7 +36,7 @@ LOOP_LIMIT = 12
 
 
 class TypedField(NamedTuple):
-    """A field that is no plain integers [length]: values [total, *shape], or [rows, *shape] of a field of the row."""
+    """No plain integers [length]: values [total, *shape], or [rows, *shape] of a field of the row."""
 
     field: Field
     values: NDArray[Any]
@@ -337,7 +336,7 @@ def lay_out_rows(
         }
         plain, typed = split_plain_fields(fields, how)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
-        document_starts, of_documents = split_parts(starts, plain.get(PARTS))
+        document_starts, of_documents = split_parts(starts, plain.get("parts"))
         sides.append(
             RowStore(
                 fields=plain,
@@ -366,7 +365,11 @@ def pack_in_memory(
     order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
     files that belong to each.
     """
+    measure = getattr(how.objective, "piece_sizes", None)
     held = InMemoryDocuments(documents, first, members)
+    if measure is not None and members is not None:
+        pieces = zip(documents, members, strict=True)
+        held.image_sizes = np.array([measure(DocumentChunk(tokens, files=files)) for tokens, files in pieces])
     if how.objective.max_tokens is None:
         return pack_chunked(held, how, order=order)
     return BinPackedRows(held, how, 0).all_rows()

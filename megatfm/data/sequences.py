@@ -20,8 +20,6 @@ IGNORE_INDEX = -100
 """The target of positions that count in no loss (torch's default `ignore_index`)."""
 PAD_DOCUMENT_ID = -1
 """The document number of padding."""
-PARTS = "parts"
-"""Field of an objective whose sequences are several documents each, which says which of them a token is in."""
 Fields = dict[str, NDArray[Any]]
 BatchBuild = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
 """The fields of many documents, each framed as `PackingObjective.build` would, one after another [total]."""
@@ -397,15 +395,3 @@ def build_batch(
                 f"the objective joined {len(pieces)} documents to {len(field)} {name}, not {pieces.lengths.sum()}"
             )
     return fields
-
-
-def split_parts(
-    starts: NDArray[np.int64], parts: NDArray[np.integer] | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the starts [n + 1] of documents where sequences with these starts [P + 1] have several, and the sequence
-    of each [n]. parts [total]: the number of the document in its sequence; None: each sequence is one."""
-    if parts is None:
-        return starts, np.arange(len(starts) - 1)
-    inner = np.flatnonzero(np.diff(parts)) + 1
-    every = np.union1d(starts, inner)
-    return every, np.searchsorted(starts, every[:-1], side="right") - 1

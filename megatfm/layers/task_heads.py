@@ -18,7 +18,8 @@ from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.ops import keyed_random as keyed
 from megatfm.ops.cross_entropy import IGNORE
 
-# B batch, T tokens, S tokens of whole rows, N tokens with a score, M examples or tokens with a label, D width, C classes
+# B batch, T tokens, S tokens of whole rows, N tokens with a score, M examples or tokens with a label, D model width, C
+# classes
 
 OnLogits = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Receives examples [M], words [M], logits [M, C] and targets [M] or [M, C] of a micro-batch in evaluation. Words are
@@ -70,7 +71,12 @@ class TaskHead(nn.Module):
         return hidden if self.pooler is None else torch.tanh(self.pooler(hidden))
 
     def pool_at(
-        self, hidden_BTD: Tensor, rows_M: Tensor, columns_M: Tensor, keys: Tensor | None, indices: Tensor | None
+        self,
+        hidden_BTD: Tensor,
+        rows_M: Tensor,
+        columns_M: Tensor,
+        keys: Tensor | None,
+        indices: Tensor | None,
     ) -> Tensor:
         """The pooled vectors [M, D] of some tokens, dropped out in training by where they stand in their rows."""
         pooled_MD = self.pool(hidden_BTD[rows_M, columns_M])
@@ -87,8 +93,8 @@ class TextClassifier(TaskHead):
 
     targets: classes [B, T], −100 where there is none; with other losses numbers [B, T, C] at the tokens with a label,
     which `examples` tells: [B, T], the number of the example there, −1 elsewhere. words [B, T]: the number of the word
-    in the example. With `both_orders` each example has two such tokens, of which `parts` [B, T] is 0 and 1, whose logits
-    are added up; the label is that of the first.
+    in the example. With `both_orders` each example has two such tokens, where `parts` [B, T] is 0 and 1; their logits
+    are added up, and the label is that of the first.
     """
 
     reads = ("sentence_targets",)
@@ -234,9 +240,11 @@ class SpanExtraction(TaskHead):
         if starts is None or ends is None:
             return self.classifier(hidden_BTD)
         if sequence is None:
-            raise MegatfmError("the head 'span_extraction' needs the sequence: a family passes it to Model.output")
-        everywhere = torch.ones_like(starts).nonzero(as_tuple=True)
-        scores_NC = self.classifier(self.pool_at(hidden_BTD, *everywhere, keys, token_indices))
+            raise MegatfmError(
+                "the head 'span_extraction' needs the sequence: a family passes it to Model.output"
+            )
+        rows_N, columns_N = torch.ones_like(starts).nonzero(as_tuple=True)
+        scores_NC = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
         row_documents = torch.zeros_like(row.positions) if row.documents is None else row.documents
         scores_BSC = self.row_scores(scores_NC.view(*starts.shape, 2), row_documents.shape[1], token_indices)
@@ -248,9 +256,12 @@ class SpanExtraction(TaskHead):
             places_MS = torch.arange(text_MS.shape[1], device=text_MS.device) - first_M[:, None]
             marks_MS = torch.zeros_like(places_MS).scatter(1, starts_M[:, None], 1)
             marks_MS = marks_MS.scatter_add(1, ends_M[:, None], torch.full_like(ends_M, 2)[:, None])
-            _tell(self.on_logits, scores_BSC[rows_M], text_MS, examples[rows_M, columns_M], places_MS, marks_MS)
+            _tell(
+                self.on_logits, scores_BSC[rows_M], text_MS, examples[rows_M, columns_M], places_MS, marks_MS
+            )
         losses = (
-            pointer_loss(scores_BSC[rows_M, :, end], text_MS, at_M) for end, at_M in enumerate((starts_M, ends_M))
+            pointer_loss(scores_BSC[rows_M, :, end], text_MS, at_M)
+            for end, at_M in enumerate((starts_M, ends_M))
         )
         return torch.stack([*losses]).mean()
 

@@ -1,7 +1,7 @@
 """Objectives of downstream tasks: examples that `megatfm.tasks` has tokenized, framed and labelled."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +20,16 @@ from megatfm.config import (
 )
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
+from megatfm.objectives.base import (
+    DECODER_ONLY,
+    ENCODER_DECODER,
+    OBJECTIVES,
+    Batch,
+    Example,
+    Objective,
+    SpecialTokens,
+    seq2seq_example,
+)
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import PieceKey
 
@@ -49,9 +58,11 @@ class LabelledExamples(Objective):
 
     needs_files = True
     loss_weights: Mapping[str, float]
-    fields: Mapping[str, Field]
+    fields: dict[str, Field]
 
-    def __init__(self, special: SpecialTokens, name: str, model: ModelConfig, length: int, lm_weight: float) -> None:
+    def __init__(
+        self, special: SpecialTokens, name: str, model: ModelConfig, length: int, lm_weight: float
+    ) -> None:
         self.special, self.max_tokens, self.length = special, length, length
         self.has_segments = model.embedding.n_segments > 1
         self.predicts_tokens = lm_weight > 0
@@ -191,7 +202,9 @@ class MultipleChoice(LabelledExamples):
         return (batch["choice_targets"] != IGNORE).sum()
 
     def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
-        starts = np.sort(np.append(0, random.choice(np.arange(1, n), int(random.integers(1, 4)), replace=False)))
+        starts = np.sort(
+            np.append(0, random.choice(np.arange(1, n), int(random.integers(1, 4)), replace=False))
+        )
         ends = [*starts[1:].tolist(), n]
         label = int(random.integers(len(starts)))
         return {"at": [end - 1 for end in ends], "labels": [label], "starts": starts.tolist(), "second": ends}
@@ -244,10 +257,11 @@ def require_task_head(model: ModelConfig, kind: type[H], name: str) -> H:
 class Answers(Objective):
     """Predict the tokens of answers, each from all tokens before it; prompts are read and not predicted.
 
-    Examples come framed, and several share a row.
+    Examples come framed, and several share a row. An encoder-decoder's encoder reads the prompt, EOS at its end, and
+    its decoder answers (Raffel et al. 2020, section 2.4).
     """
 
-    model_families = ("decoder",)
+    model_families = ("decoder", "encoder_decoder")
     predicts_tokens = True
     needs_files = True
     loss_weights: Mapping[str, float]
@@ -259,22 +273,39 @@ class Answers(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        self.special, self.loss_weights = special, {"causal": 1.0}
-        self.length = row_lengths[0]
-        self.max_tokens = self.length + 1
+        self.special, self.length = special, row_lengths[0]
+        self.is_encoder_decoder = model.family == "encoder_decoder"
+        self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
+        self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
+        self.max_tokens = sum(row_lengths) if self.is_encoder_decoder else self.length + 1
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.maximum(n_tokens - 1, 0)
 
+    @property
+    def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+        """Lengths of both sides by the tokens of each [n, 2], which the index holds as it does sizes of images; EOS
+        ends both."""
+        return (lambda sizes: sizes + 1) if self.is_encoder_decoder else None
+
+    def piece_sizes(self, piece: DocumentChunk) -> tuple[int, int]:
+        """Return the tokens of both sides of a piece that no index holds."""
+        ((begin, end),) = read_annotation(piece)["trained"]
+        return begin, end - begin
+
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        tokens = piece.tokens.astype(np.int64)
+        tokens, spans = piece.tokens.astype(np.int64), read_annotation(piece)["trained"]
+        if self.is_encoder_decoder:
+            ((begin, end),) = spans
+            return seq2seq_example(tokens[:begin], tokens[begin:end], self.special)
         targets = np.full(len(tokens) - 1, IGNORE, np.int64)
-        for begin, end in read_annotation(piece)["trained"]:
+        for begin, end in spans:
             targets[begin - 1 : end - 1] = tokens[begin:end]
         return {"tokens": tokens[:-1], "targets": targets}
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         n = int(random.integers(4, max(5, self.length // 2)))
         begin, end = np.sort(random.choice(np.arange(1, n + 1), 2, replace=False)).tolist()
+        end = n if self.is_encoder_decoder else end
         tokens = random.integers(0, self.special.vocab_size, n)
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps({"trained": [[begin, end]]}).encode()})

@@ -144,7 +144,8 @@ def task_batch(config: ModelConfig) -> dict[str, Tensor]:
     heads = first & (batch["parts"] == 0)
     if head.name == "text_classifier":
         return batch | {"sentence_targets": labels.where(heads, -100)}
-    sizes = torch.stack([(row == row[:, None]).long().mul(hit).sum(1) for row, hit in zip(example.expand_as(labels), first)])
+    rows = zip(example.expand_as(labels), first, strict=True)
+    sizes = torch.stack([((row == row[:, None]) & hit).sum(1) for row, hit in rows])
     return batch | {"choice_targets": (sizes - 1).where(heads, -100)}
 
 
