@@ -98,7 +98,7 @@ class LabelledExamples(Objective):
             seconds = np.atleast_1d(annotation.get("second", n))
             fields["segments"] = (np.arange(n) >= seconds[part]).astype(np.int64)
         if self.predicts_tokens:
-            fields["targets"][:-1] = np.where(part[1:] == part[:-1], piece.tokens[1:], IGNORE)
+            fields["targets"][:-1] = np.where(part[1:] == part[:-1], fields["tokens"][1:], IGNORE)
         self.place_labels(fields, annotation)
         return fields
 
