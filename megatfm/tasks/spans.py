@@ -192,7 +192,7 @@ class SpanEncoder:
             )
         if counts.get("moved"):
             notes.append(
-                f"{self.path}: {counts['moved']} answers don't stand where answer_start says, or are spelled otherwise: "
+                f"{self.path}: {counts['moved']} answers stand elsewhere than answer_start, or are spelled otherwise: "
                 "the nearest place of their text was taken"
             )
         return notes
