@@ -1,9 +1,12 @@
 """Answers in texts, choices, pairs in both orders and texts for texts, from files to predictions, by the commands."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from tests.support.task_folders import (
     TOWNS,
@@ -54,6 +57,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def results_of(folder: Path) -> dict:
     return json.loads((folder / "runs/task/task.json").read_text())["sets"]
+
+
+def check_exported_answers(exported: Path, truth: Sequence[dict], rows: Sequence[dict]) -> None:
+    """Transformers' best span of a whole text, over all pairs of tokens, is the best of our windows."""
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(exported).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    short = [(one, row) for one, row in zip(truth, rows, strict=True) if len(one["context"].split()) <= 25]
+    assert len(short) > 5, "texts of one window"
+    for one, row in short:
+        inputs = tokenizer(one["question"], one["context"], return_tensors="pt", return_offsets_mapping=True)
+        offsets, first = (
+            inputs.pop("offset_mapping")[0].tolist(),
+            inputs["input_ids"][0].tolist().index(3) + 1,
+        )
+        with torch.no_grad():
+            output = model(**inputs)
+        spans = {
+            (begin, end): float(output.start_logits[0, begin] + output.end_logits[0, end])
+            for begin in range(first, len(offsets) - 1)
+            for end in range(begin, len(offsets) - 1)
+        }
+        begin, end = max(spans, key=spans.__getitem__)
+        assert one["context"][offsets[begin][0] : offsets[end][1]] == row["answer"]
 
 
 @pytest.mark.parametrize("no_answer", [0.0, 0.4])
@@ -114,7 +140,7 @@ def test_choices_are_chosen(folder: Path, family: str) -> None:
     if family == "decoder":
         start = [f'{TINY}, family="decoder"}}', "data.tokenizer=bert", "task.lm_weight=0.5"]
     else:
-        start = ["--from", "bert"]
+        start = ["--from", "bert", "--export", "exported"]
     assert run("finetune", "task.toml", *start, *words) == 0
     validation = results_of(folder)["validation"]
     assert validation["examples"] == 20
@@ -123,6 +149,17 @@ def test_choices_are_chosen(folder: Path, family: str) -> None:
     assert [row["label"] for row in predictions] == [row["label"] for row in rows[:20]]
     assert [len(row["probabilities"]) for row in predictions] == [len(row["choices"]) for row in rows[:20]]
     assert all(abs(sum(row["probabilities"].values()) - 1) < 1e-5 for row in predictions)
+    if family == "decoder":
+        return
+    model = transformers.AutoModelForMultipleChoice.from_pretrained(folder / "exported").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
+    for row, prediction in zip(rows[:6], predictions, strict=False):
+        texts = [row["text"]] * len(row["choices"])
+        inputs = tokenizer(texts, row["choices"], return_tensors="pt", padding=True)
+        with torch.no_grad():
+            shares = model(**{key: value[None] for key, value in inputs.items()}).logits[0].softmax(-1)
+        expected = torch.tensor([*prediction["probabilities"].values()])
+        torch.testing.assert_close(shares, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["classification", "regression"])
@@ -177,3 +214,44 @@ def test_texts_are_answered_by_texts(folder: Path, capfd: pytest.CaptureFixture[
     assert run("data", "show", str(corpus), "--sample", "1") == 0
     assert "and where was" in (shown := capfd.readouterr().out)
     assert "⟦Rome Oslo" in shown
+
+
+LABELS_OF_FORM = {
+    "regression": [0.5, -2.0, 1.0],
+    "multilabel": [["a", "b"], [], ["b"]],
+    "tagging": [["x"], ["y"], ["x"]],
+}
+
+
+@pytest.mark.parametrize("form", LABELS_OF_FORM)
+def test_exported_heads_predict_the_same(folder: Path, form: str) -> None:
+    save_bert(folder / "bert", WORDS_OF_QUESTIONS)
+    texts = ["lamp", "red", "Anna"]
+    rows = [
+        {"text": text, "label": label} for text, label in zip(texts, LABELS_OF_FORM[form], strict=True)
+    ] * 4
+    write_lines(folder / "train.jsonl", rows)
+    write_lines(folder / "validation.jsonl", rows[:3])
+    words = [f"task.form={form}", "task.test=", "task.epochs=1", "--export", "exported"]
+    assert run("finetune", "task.toml", "--from", "bert", *words) == 0
+    described = json.loads((folder / "exported/config.json").read_text())
+    kind = "TokenClassification" if form == "tagging" else "SequenceClassification"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder / "exported").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
+    with torch.no_grad():
+        logits = model(**tokenizer(texts, return_tensors="pt")).logits
+    predictions = read_lines(folder / "runs/task/predictions/validation.jsonl")
+    if form == "regression":
+        assert described["problem_type"] == "regression"
+        assert not {"id2label", "label2id"} & described.keys()
+        torch.testing.assert_close(
+            logits[:, 0], torch.tensor([row["value"] for row in predictions]), atol=1e-5, rtol=0
+        )
+    elif form == "multilabel":
+        assert described["problem_type"] == "multi_label_classification"
+        assert described["id2label"] == {"0": "a", "1": "b"}
+        shares = torch.tensor([list(row["probabilities"].values()) for row in predictions])
+        torch.testing.assert_close(logits.sigmoid(), shares, atol=1e-5, rtol=0)
+    else:
+        tags = [model.config.id2label[int(number)] for number in logits[:, 1].argmax(-1)]
+        assert [[tag] for tag in tags] == [row["labels"] for row in predictions]
