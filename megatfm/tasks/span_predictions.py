@@ -75,7 +75,7 @@ class SpanPredictions:
         logits_by_window = dict(zip(numbers.tolist(), np.split(self.logits, starts[1:]), strict=True))
         by_row: dict[int, list[tuple[dict[str, Any], NDArray[np.float32]]]] = {}
         facts: dict[int, dict[str, Any]] = {}
-        for number, annotation in _annotations(self.corpus):
+        for number, annotation in read_annotations(self.corpus):
             row = annotation["row"]
             if "context" in annotation:  # of the first window
                 facts[row] = annotation
@@ -204,7 +204,7 @@ def _largest(values: NDArray[np.float64], n: int) -> list[int]:
     return places
 
 
-def _annotations(folder: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_annotations(folder: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Iterate over what is stored beside each sample of a task's corpus, with its number."""
     corpus = Corpus.open(folder)
     for block in range(corpus.n_blocks):
