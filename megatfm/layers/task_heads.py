@@ -206,11 +206,12 @@ class SpanExtraction(TaskHead):
     """Logits [B, T, 2] that an answer begins and ends at a token, or, given targets, their summed cross-entropy, the
     mean of both, over the tokens of each text.
 
-    starts, ends [B, T]: at a text's first token the numbers of the answer's first and last token in the text, −100
-    elsewhere; both 0, the first token itself, where it has no answer. examples [B, T]: the text's number there.
+    marks [B, T]: 1 at the first token of a text's answer, 2 at its last, 3 at both in one, 0 elsewhere; the text's own
+    first token has 3 where it has no answer. examples [B, T]: the text's number at its first token, −1 elsewhere.
     """
 
-    reads = ("answer_starts", "answer_ends")
+    reads = ("answer_marks",)
+    full_row_fields = ("answer_marks",)
     may_read = ("examples", "keys", "token_indices")
     takes_sequence = True
     predicts = True
@@ -229,39 +230,39 @@ class SpanExtraction(TaskHead):
     def forward(
         self,
         hidden_BTD: Tensor,
-        starts: Tensor | None = None,
-        ends: Tensor | None = None,
+        marks: Tensor | None = None,
+        full_marks: Tensor | None = None,
         *,
         sequence: SequenceMetadata | None,
         examples: Tensor | None = None,
         keys: Tensor | None = None,
         token_indices: Tensor | None = None,
     ) -> Tensor:
-        if starts is None or ends is None:
+        if marks is None:
             return self.classifier(hidden_BTD)
         if sequence is None:
             raise MegatfmError(
                 "the head 'span_extraction' needs the sequence: a family passes it to Model.output"
             )
-        rows_N, columns_N = torch.ones_like(starts).nonzero(as_tuple=True)
+        assert examples is not None
+        rows_N, columns_N = torch.ones_like(marks).nonzero(as_tuple=True)
         scores_NC = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
+        row_marks = marks if full_marks is None else full_marks
+        scores_BSC = self.row_scores(scores_NC.view(*marks.shape, 2), row_marks.shape[1], token_indices)
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-        row_documents = torch.zeros_like(row.positions) if row.documents is None else row.documents
-        scores_BSC = self.row_scores(scores_NC.view(*starts.shape, 2), row_documents.shape[1], token_indices)
-        rows_M, columns_M = (starts != IGNORE).nonzero(as_tuple=True)
+        row_documents = torch.zeros_like(row_marks) if row.documents is None else row.documents
+        rows_M, columns_M = (examples >= 0).nonzero(as_tuple=True)
         first_M = columns_M if token_indices is None else token_indices[columns_M]
         text_MS = row_documents[rows_M] == row_documents[rows_M, first_M][:, None]
-        starts_M, ends_M = (first_M + places[rows_M, columns_M] for places in (starts, ends))
-        if self.on_logits is not None and examples is not None:
+        marks_MS = row_marks[rows_M].where(text_MS, 0)
+        if self.on_logits is not None:
             places_MS = torch.arange(text_MS.shape[1], device=text_MS.device) - first_M[:, None]
-            marks_MS = torch.zeros_like(places_MS).scatter(1, starts_M[:, None], 1)
-            marks_MS = marks_MS.scatter_add(1, ends_M[:, None], torch.full_like(ends_M, 2)[:, None])
             _tell(
                 self.on_logits, scores_BSC[rows_M], text_MS, examples[rows_M, columns_M], places_MS, marks_MS
             )
         losses = (
-            pointer_loss(scores_BSC[rows_M, :, end], text_MS, at_M)
-            for end, at_M in enumerate((starts_M, ends_M))
+            pointer_loss(scores_BSC[rows_M, :, side], text_MS, (marks_MS & mark > 0).long().argmax(1))
+            for side, mark in enumerate((1, 2))
         )
         return torch.stack([*losses]).mean()
 

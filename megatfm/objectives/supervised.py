@@ -225,14 +225,16 @@ class SpanExtraction(LabelledExamples):
         row_lengths: tuple[int, ...],
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], 0.0)
-        self.fields |= dict.fromkeys(("answer_starts", "answer_ends"), Field(pad_value=IGNORE))
+        self.fields["answer_marks"] = Field()
 
     def term(self, model: ModelConfig) -> str:
         require_task_head(model, SpanExtractionHeadConfig, "span_extraction")
         return "answer_span"
 
     def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
-        fields["answer_starts"][0], fields["answer_ends"][0] = annotation["labels"][0]
+        ((begin, end),) = annotation["labels"]
+        fields["answer_marks"][begin] += 1
+        fields["answer_marks"][end] += 2
 
     def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
         return {"at": [0], "labels": [np.sort(random.integers(0, n, 2)).tolist()]}

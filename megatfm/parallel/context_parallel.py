@@ -120,6 +120,7 @@ OF_ROWS = (
     "grid",
     "examples",
     "parts",
+    "answer_marks",
 )
 """Fields that every rank keeps of whole rows: which tokens it needs, and which others need, follows from them."""
 

@@ -75,9 +75,10 @@ def task_inputs(
         return batch, {"labels": labels}, {"sentence_targets": labels}
     if task == "QuestionAnswering":
         starts, ends = torch.tensor([0, 3, 2]), torch.tensor([0, 3, 6])
-        fields = {"answer_starts": starts, "answer_ends": ends}
-        theirs = {"start_positions": starts, "end_positions": ends}
-        return batch, theirs, {name: at[:, None].where(first, none) for name, at in fields.items()}
+        places = torch.arange(tokens.shape[1])
+        marks = (places == starts[:, None]).long() + 2 * (places == ends[:, None])
+        ours = {"answer_marks": marks, "examples": torch.arange(3)[:, None].where(first, -1)}
+        return batch, {"start_positions": starts, "end_positions": ends}, ours
     # One question of three choices.
     ours = {
         "choice_targets": torch.tensor([1, -100, -100])[:, None].where(first, none),

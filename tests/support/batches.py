@@ -46,7 +46,7 @@ class PassThroughObjective:
         "boundary": "span_left",
         "discriminator": "documents",
         "classifier": "labels",
-        "answer_span": "answer_starts",
+        "answer_span": "examples",
         "choice": "choice_targets",
     }
 
@@ -130,9 +130,9 @@ def task_batch(config: ModelConfig) -> dict[str, Tensor]:
     batch["examples"] = numbers.where(first, -1)
     if head.name == "span_extraction":
         ends = torch.stack([(row == row[:, None]).sum(1) for row in batch["documents"]]) - 1
-        batch["answer_starts"] = (ends // 2).where(first, -100)
-        batch["answer_ends"] = ends.where(first, -100)
-        return batch
+        places = batch["positions"]
+        marks = (places == ends // 2).long() + 2 * (places == ends)
+        return batch | {"answer_marks": marks.where(batch["documents"] >= 0, 0)}
     if head.name == "text_classifier" and not head.both_orders:
         return batch | {"sentence_targets": labels.where(first, -100)}
     # One example a row, of as many parts as the row has documents; in the first rows another for the first document.

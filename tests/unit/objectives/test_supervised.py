@@ -86,12 +86,13 @@ def test_a_pair_in_both_orders_counts_once() -> None:
     assert "words" not in fields
 
 
-def test_spans_stand_at_the_first_token() -> None:
+def test_an_answer_is_marked_at_its_ends() -> None:
     config = model("encoder", {"name": "span_extraction"})
     objective = build_objective(SpanExtractionObjective(), config, SPECIAL, (16,))
     fields = fields_of(objective, chunk(6, {"at": [0], "labels": [[3, 4]], "second": 2}))
-    assert fields["answer_starts"] == [3, *[-100] * 5]
-    assert fields["answer_ends"] == [4, *[-100] * 5]
+    assert fields["answer_marks"] == [0, 0, 0, 1, 2, 0]
+    assert fields["examples"] == [6, *[-1] * 5]
+    assert fields_of(objective, chunk(6, {"at": [0], "labels": [[0, 0]]}))["answer_marks"] == [3, *[0] * 5]
 
 
 def test_an_encoder_decoder_reads_and_answers() -> None:
