@@ -179,6 +179,7 @@ def test_dropout_of_the_head_depends_on_the_example_alone() -> None:
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
+    "tp2 of whole sequences": ParallelConfig(tp=2, sequence_parallel=False),
     "pp2": ParallelConfig(pp=2),
     "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
     "zero3": ParallelConfig(dp_shard=2),
@@ -193,7 +194,14 @@ HEADS = {
 CONFIGS = {
     name: FAMILY_MODELS["bert"].with_changes({**BARE, "extra_heads": heads}) for name, heads in HEADS.items()
 }
-TERMS = {"choices": "choice", "spans": "answer_span"}
+CONFIGS["choices of a decoder"] = FAMILY_MODELS["gpt"].with_changes(
+    {
+        **BARE,
+        "n_mtp_heads": 0,
+        "extra_heads": {"score": HEADS["choices"]["sentence"] | {"pooler": "none", "token": "last"}},
+    }
+)
+TERMS = {"choices": "choice", "choices of a decoder": "choice", "spans": "answer_span"}
 CASES = cells(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
 
 
@@ -214,6 +222,15 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
+
+
+LARGER = {3: {"cp3": ParallelConfig(cp=3)}, 4: {"tp2 cp2": ParallelConfig(tp=2, cp=2)}}
+
+
+@pytest.mark.parametrize("name", ["both orders", "choices", "spans"])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_of_examples_over_ranks(workers: Workers, name: str, ranks: int) -> None:
+    assert workers.run(compare, ranks, name, LARGER[ranks], timeout=240.0)[0] == list(LARGER[ranks])
 
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "squared_error"])
