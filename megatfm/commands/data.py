@@ -49,6 +49,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def data_command(args: argparse.Namespace) -> int:
     """Verify, show, count, export or index a corpus."""
     from megatfm import tokenizers
+    from megatfm.corpus.corpus import Corpus
     from megatfm.corpus.export import Detokenizer, export
     from megatfm.corpus.inspect import check, show, stats
     from megatfm.corpus.webdataset_index import index_folder
@@ -77,7 +78,10 @@ def data_command(args: argparse.Namespace) -> int:
     else:
         from megatfm.tasks.answers import spell_trained
 
-        spell = partial(spell_trained, tokenizer=of_text, colour=sys.stdout.isatty()) if of_text else None
+        task = Corpus.open(args.dir).manifest.provenance.get("task") or {}
+        labels = task.get("labels", []) if isinstance(task, dict) else []
+        colour = sys.stdout.isatty()
+        spell = partial(spell_trained, tokenizer=of_text, colour=colour, labels=labels) if of_text else None
         print(show(args.dir, args.sample, of_text.decode if of_text else None, describe_padding, spell))
     return 0
 

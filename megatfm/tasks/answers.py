@@ -175,11 +175,34 @@ class AnswerEncoder:
         raise UsageError(f"{self.path}, row {number}: {reason}")
 
 
-def spell_trained(sample: Sample, tokenizer: Tokenizer, *, colour: bool) -> str | None:
-    """Return the text of an example with its trained tokens marked; None for a sample that is no such example."""
-    stored = sample.members.get(ANNOTATION)
-    trained = json.loads(stored).get("trained") if stored else None
-    return format_trained(sample.tokens, trained, tokenizer, colour=colour) if trained else None
+def spell_trained(
+    sample: Sample, tokenizer: Tokenizer, *, colour: bool, labels: Sequence[str] = ()
+) -> str | None:
+    """Return the text of an example with its trained tokens marked; None for a sample that is no such example.
+
+    Where labels are trained, marked are the tokens that carry them, or an answer, and the labels follow. labels: the
+    names of the classes.
+    """
+    annotation = json.loads(sample.members.get(ANNOTATION, b"{}"))
+    if "trained" in annotation:
+        return format_trained(sample.tokens, annotation["trained"], tokenizer, colour=colour)
+    if "at" not in annotation:
+        return None
+    trained, shown = [[at, at + 1] for at in annotation["at"]], annotation["labels"]
+    if "window" in annotation:  # of a text that answers a question
+        ((begin, end),) = shown
+        trained, shown = [[begin, end + 1]], ["an answer" if begin else "no answer here"]
+    elif labels:
+        shown = [_names(label, labels) for label in shown]
+    text = format_trained(sample.tokens, trained, tokenizer, colour=colour)
+    return f"{text}\n\nlabel  {', '.join(map(str, shown))}"
+
+
+def _names(label: Any, labels: Sequence[str]) -> str:
+    """Return the name of a class, or those of flags, joined."""
+    if isinstance(label, list):
+        return "; ".join(name for name, flag in zip(labels, label, strict=True) if flag) or "none"
+    return labels[label]
 
 
 def format_trained(

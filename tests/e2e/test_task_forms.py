@@ -223,6 +223,41 @@ LABELS_OF_FORM = {
 }
 
 
+def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_bert(folder / "bert", WORDS_OF_QUESTIONS)
+    forms = {
+        "classification": {"text": "the lamp", "label": "good"},
+        "multilabel": {"text": "the lamp", "label": ["good"]},
+        "tagging": {"text": "the lamp", "label": ["O", "B-A"]},
+        "multiple_choice": {"text": "the", "a": "lamp", "b": "red", "label": 1},
+        "span_extraction": questions(1, 1)[0],
+    }
+    expected = {
+        "classification": ("⟦[CLS]⟧the lamp[SEP]", "label  good"),
+        "multilabel": ("⟦[CLS]⟧the lamp[SEP]", "label  good"),
+        "tagging": ("[CLS]⟦the⟧⟦lamp⟧[SEP]", "label  O, B-A"),
+        "multiple_choice": ("⟦[CLS]⟧the[SEP]lamp[SEP]⟦[CLS]⟧the[SEP]red[SEP]", "label  1"),
+        "span_extraction": (f"⟦{forms['span_extraction']['answers'][0]['text']}⟧", "label  an answer"),
+    }
+    for form, row in forms.items():
+        write_lines(folder / "train.jsonl", [row])
+        words = [
+            f"task.form={form}",
+            "task.validation=",
+            "task.test=",
+            f"name={form}",
+            "data.sequence_length=48",
+        ]
+        words += ['task.choices=["a","b"]'] if form == "multiple_choice" else []
+        assert run("finetune", "task.toml", "--from", "bert", "--prepare", *words) == 0
+        (corpus,) = {path.parent for path in folder.glob(f"runs/{form}/task/*/manifest.json")}
+        capfd.readouterr()
+        assert run("data", "show", str(corpus), "--sample", "0", "--tokenizer", "bert/tokenizer.json") == 0
+        shown = capfd.readouterr().out
+        for part in expected[form]:
+            assert part in shown, form
+
+
 @pytest.mark.parametrize("form", LABELS_OF_FORM)
 def test_exported_heads_predict_the_same(folder: Path, form: str) -> None:
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
