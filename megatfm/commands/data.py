@@ -49,6 +49,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def data_command(args: argparse.Namespace) -> int:
     """Verify, show, count, export or index a corpus."""
     from megatfm import tokenizers
+    from megatfm.corpus.corpus import Corpus
     from megatfm.corpus.export import Detokenizer, export
     from megatfm.corpus.inspect import check, show, stats
     from megatfm.corpus.webdataset_index import index_folder
@@ -77,8 +78,11 @@ def data_command(args: argparse.Namespace) -> int:
     else:
         from megatfm.tasks.answers import spell_trained
 
+        task = Corpus.open(args.dir).manifest.provenance.get("task") or {}
+        labels = task.get("labels", []) if isinstance(task, dict) else []
+        colour = sys.stdout.isatty()
         spell = (
-            partial(spell_trained, tokenizer=text_tokenizer, colour=sys.stdout.isatty())
+            partial(spell_trained, tokenizer=text_tokenizer, colour=colour, labels=labels)
             if text_tokenizer
             else None
         )

@@ -36,6 +36,7 @@ from megatfm.config.objective import (
     ImageClassificationObjective,
     MaskedImageObjective,
     MaskedObjective,
+    MultipleChoiceObjective,
     NextSentenceObjective,
     PermutationObjective,
     PluginObjective,
@@ -44,6 +45,7 @@ from megatfm.config.objective import (
     SentenceOrderObjective,
     SpanBoundaryObjective,
     SpanCorruptionObjective,
+    SpanExtractionObjective,
     TextClassificationObjective,
     UL2Objective,
 )
@@ -84,6 +86,7 @@ from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
 from megatfm.config.task import TaskConfig
+from megatfm.config.task_heads import MultipleChoiceHeadConfig, SpanExtractionHeadConfig
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,
@@ -123,6 +126,8 @@ __all__ = [
     "MaskedImageObjective",
     "MaskedObjective",
     "ModelConfig",
+    "MultipleChoiceHeadConfig",
+    "MultipleChoiceObjective",
     "MuonConfig",
     "NextSentenceObjective",
     "OptimizerConfig",
@@ -152,6 +157,8 @@ __all__ = [
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
+    "SpanExtractionHeadConfig",
+    "SpanExtractionObjective",
     "StridedPatternConfig",
     "T5PositionConfig",
     "TaskConfig",

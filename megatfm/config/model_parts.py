@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, ByName, DropProbability, Section
+from megatfm.config.task_heads import MultipleChoiceHeadConfig, SpanExtractionHeadConfig
 
 POST_NORM_PLACEMENTS = ("post", "deepnorm")
 """Placements whose blocks end in a norm, so that a stack needs none at its end."""
@@ -336,6 +337,8 @@ class TextClassifierHeadConfig(Section):
     """A bias for each class."""
     dropout: DropProbability = 0.1
     """Share of the pooled vector's channels that training drops."""
+    both_orders: bool = False
+    """Add up what two orders of a pair give (Radford et al. 2018, section 3.3)."""
 
 
 class BoundaryHeadConfig(Section):
@@ -384,6 +387,8 @@ HeadSection = Annotated[
     | BoundaryHeadConfig
     | ClassifierHeadConfig
     | TextClassifierHeadConfig
+    | SpanExtractionHeadConfig
+    | MultipleChoiceHeadConfig
     | PluginHeadConfig,
     ByName(),
 ]

@@ -155,6 +155,20 @@ class TextClassificationObjective(Section):
     """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
 
 
+class SpanExtractionObjective(Section):
+    """Predict where the answer to a question stands in a text; `megatfm finetune` sets it."""
+
+    name: Literal["span_extraction"] = "span_extraction"
+
+
+class MultipleChoiceObjective(Section):
+    """Predict which of several choices is right; `megatfm finetune` sets it."""
+
+    name: Literal["multiple_choice"] = "multiple_choice"
+    lm_weight: NonNegativeFloat = 0.0
+    """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
+
+
 class AnswersObjective(Section):
     """Predict the answers to prompts, and nothing of the prompts; `megatfm finetune` sets it."""
 
@@ -199,6 +213,8 @@ ObjectiveConfig = Annotated[
     | UL2Objective
     | ReplacedTokenObjective
     | TextClassificationObjective
+    | SpanExtractionObjective
+    | MultipleChoiceObjective
     | AnswersObjective
     | ImageClassificationObjective
     | MaskedImageObjective

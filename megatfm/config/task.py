@@ -1,8 +1,9 @@
 """The `[task]` section: labelled files of a downstream task, and how their rows become examples."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.section import PathStr, Section
 
@@ -11,21 +12,27 @@ METRICS = {
     "multilabel": ("f1_micro", "f1_macro", "exact_match"),
     "regression": ("pearson", "spearman", "r2"),
     "tagging": ("span_f1", "accuracy", "f1_macro"),
+    "span_extraction": ("f1", "exact_match"),
+    "multiple_choice": ("accuracy",),
     "generation": ("loss",),
     "chat": ("loss",),
 }
 """Metrics that a form is measured by, where more is better but for the loss; the first is its usual one."""
 
+FORM_OF_KEY = {"no_answer": "span_extraction", "text_metrics": "generation"}
+"""Keys that one form alone has."""
+
 
 class TaskConfig(Section):
     """A downstream task for `megatfm finetune`: files with labels, and what their columns mean."""
 
-    form: Literal["classification", "multilabel", "regression", "tagging", "generation", "chat"] = (
-        "classification"
-    )
+    form: Literal[
+        "classification", "multilabel", "regression", "tagging", "span_extraction", "multiple_choice", "generation",
+        "chat",
+    ] = "classification"  # fmt: skip
     """classification: one class for each text, or pair of texts. multilabel: any number of classes. regression: a
-    number. tagging: a class for each word. generation: a text as the answer. chat: conversations, whose answers are
-    trained."""
+    number. tagging: a class for each word. span_extraction: where a text answers a question. multiple_choice: one of
+    several texts. generation: a text as the answer. chat: conversations, whose answers are trained."""
     train: PathStr = Field(examples=["reviews.train.csv"])
     """File with the training examples: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     validation: PathStr | None = Field(default=None, examples=["reviews.validation.csv"])
@@ -33,11 +40,17 @@ class TaskConfig(Section):
     test: PathStr | None = None
     """File that is evaluated once, with the best checkpoint."""
     text: str = "text"
-    """Column of the text; in tagging, of the list of words, or of a text that is cut at spaces."""
+    """Column of the text; in tagging, of the list of words, or of a text that is cut at spaces; in span_extraction, of
+    the question, where left out `question`."""
     text_pair: str | None = Field(default=None, examples=["hypothesis"])
-    """Column of the second text, in tasks on pairs."""
+    """Column of the second text, in tasks on pairs; in span_extraction, of the text that answers, where left out
+    `context`; in multiple_choice, of a question or of words that each choice goes on from."""
     label: str = "label"
-    """Column of the label; of several labels, a list, or a text with `;` between them (in tagging, spaces)."""
+    """Column of the label; of several labels, a list, or a text with `;` between them (in tagging, spaces); in
+    span_extraction, of the answers, where left out `answers`; in multiple_choice, the number of the right one, from 0,
+    or its name in task.labels."""
+    choices: list[str] = Field(default_factory=list, examples=[["ending0", "ending1"]])
+    """Columns of the choices in multiple_choice, or the one that holds a list of them."""
     labels: list[str] = Field(default_factory=list, examples=[["negative", "positive"]])
     """All labels, in the order of the classes; left out, those of the training file, sorted."""
     messages: str = "messages"
@@ -51,6 +64,28 @@ class TaskConfig(Section):
     too_long: Literal["error", "truncate"] = "error"
     """What happens to a text that doesn't fit data.sequence_length: refuse the file, naming the row, or cut the longer
     text at its end; how many were cut is logged."""
+    both_orders: bool = False
+    """Read each pair in both orders, and add up what they give: for pairs without an order, as GPT-1's similarity."""
+    stride: PositiveInt = 128
+    """Tokens from one window of a long text to the next, in span_extraction."""
+    no_answer: bool = False
+    """Whether some questions have no answer in their text (SQuAD 2.0), in span_extraction."""
+    n_best: PositiveInt = 20
+    """Likeliest first and last tokens of a window from which answers are made, in span_extraction."""
+    max_answer_tokens: PositiveInt = 30
+    """Tokens of the longest answer that is predicted, in span_extraction."""
+    max_question_tokens: PositiveInt = 64
+    """Tokens of the longest question, in span_extraction; a longer one is as `too_long` says."""
+    text_metrics: list[Literal["bleu", "chrf", "exact_match"]] = Field(
+        default_factory=list, examples=[["bleu"]]
+    )
+    """Metrics of answers that are generated once training has ended, in generation."""
+    beams: PositiveInt = 1
+    """Beams of the search for these answers; 1: the likeliest token each time."""
+    length_penalty: NonNegativeFloat = 0.6
+    """α of the beam search's length penalty (Wu et al. 2016)."""
+    max_new_tokens: PositiveInt = 128
+    """Tokens of the longest answer that is generated."""
     lm_weight: NonNegativeFloat = Field(default=0.0, examples=[0.5])
     """Weight of the loss of the next tokens besides, in decoders."""
     epochs: PositiveFloat | None = None
@@ -58,6 +93,13 @@ class TaskConfig(Section):
     where the config has none."""
     metric: str | None = Field(default=None, examples=["f1_macro"])
     """Metric of the first validation set by which the best checkpoint is chosen; left out, the form's first."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _columns_of_squad(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("form") == "span_extraction":
+            return {"text": "question", "text_pair": "context", "label": "answers", **values}
+        return values
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> Self:
@@ -72,6 +114,21 @@ class TaskConfig(Section):
             raise ValueError("labels: form = 'regression' predicts numbers: leave labels out")
         if self.form == "tagging" and self.text_pair:
             raise ValueError("text_pair: form = 'tagging' labels the words of one text: leave text_pair out")
+        if bool(self.choices) != (self.form == "multiple_choice"):
+            raise ValueError(
+                "choices: name the columns of the choices for form = 'multiple_choice', and for no other form"
+            )
+        if self.both_orders and (
+            not self.text_pair or self.form not in ("classification", "multilabel", "regression")
+        ):
+            raise ValueError(
+                "both_orders: is for pairs with a label: set text_pair, or leave both_orders out"
+            )
+        for key, form in FORM_OF_KEY.items():
+            if getattr(self, key) and self.form != form:
+                raise ValueError(
+                    f"{key}: is for form = {form!r}, and this one is {self.form!r}: leave {key} out"
+                )
         return self
 
     @property

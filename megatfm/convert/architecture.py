@@ -75,7 +75,7 @@ ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
 
 TRAINING_ONLY = {
     "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "lm_head.label_smoothing",
-    "extra_heads.boundary.name", "extra_heads.classifier.label_smoothing",
+    "extra_heads.boundary.name", "extra_heads.classifier.label_smoothing", "extra_heads.span.dropout",
     "ffn.router.aux_loss_coef", "ffn.router.seq_aux_loss_coef", "ffn.router.z_loss_coef",
     "ffn.router.jitter", "ffn.router.bias_update_rate",
 }  # fmt: skip
@@ -96,7 +96,7 @@ OLD_NAMES = {
 }
 """Tensor → the model_type that it tells, where the config.json of transformers 2 lacks it and a class: no younger model
 has such a file."""
-HEAD_PREFIXES = ("head.", "sentence.", "dense.", "verdict.", "classifier.")
+HEAD_PREFIXES = ("head.", "sentence.", "span.", "dense.", "verdict.", "classifier.")
 """Prefixes of our names of a head's parameters."""
 
 

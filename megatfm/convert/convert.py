@@ -26,7 +26,7 @@ from megatfm.config import (
 )
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
-from megatfm.convert.architectures.sequence_classification import label_keys
+from megatfm.convert.architectures.sequence_classification import task_labels
 from megatfm.convert.electra_pair import ElectraFolder, exported_models, is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import (
     CONFIG,
@@ -215,7 +215,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         notes += part.architecture.remarks(config.model)
         part_origin = origin if part.name == origin.get("name") else {}
         restored = tokenizer_files.restore_origin(part_origin, part.hf_config)
-        labels = label_keys(config.task.labels) if config.task and "id2label" in part.hf_config else {}
+        labels = task_labels(config) if "problem_type" in part.hf_config else {}
         hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := part_origin.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)

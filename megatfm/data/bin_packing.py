@@ -173,3 +173,16 @@ def describe_padding(corpus: Corpus) -> dict[str, str]:
             f"{100 * cut:.1f} % padding where documents are cut, {100 * unsplit:.1f} % where whole{much}"
         )
     return lines
+
+
+def split_parts(
+    starts: NDArray[np.int64], parts: NDArray[np.integer] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the starts [n + 1] of documents where sequences with these starts [P + 1] have several, and the sequence
+    of each [n]. parts [total]: the objective's field, the number of the document in its
+    sequence; None: each sequence is one."""
+    if parts is None:
+        return starts, np.arange(len(starts) - 1)
+    inner = np.flatnonzero(np.diff(parts)) + 1
+    every = np.union1d(starts, inner)
+    return every, np.searchsorted(starts, every[:-1], side="right") - 1

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.bin_packing import assign_rows
+from megatfm.data.bin_packing import assign_rows, split_parts
 from megatfm.data.documents import InMemoryDocuments
 from megatfm.data.sequences import (
     PAD_DOCUMENT_ID,
     ChunkTable,
+    DocumentChunk,
     DocumentSource,
     Field,
     Fields,
@@ -35,7 +36,7 @@ LOOP_LIMIT = 12
 
 
 class TypedField(NamedTuple):
-    """A field that is no plain integers [length]: values [total, *shape], or [rows, *shape] of a field of the row."""
+    """No plain integers [length]: values [total, *shape], or [rows, *shape] of a field of the row."""
 
     field: Field
     values: NDArray[Any]
@@ -335,13 +336,14 @@ def lay_out_rows(
         }
         plain, typed_fields = split_plain_fields(fields, packing)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
+        document_starts, of_documents = split_parts(starts, plain.get("parts"))
         sides.append(
             RowStore(
                 fields=plain,
                 typed=typed_fields,
-                starts=starts.tolist(),
+                starts=document_starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
-                blank=None if blank is None else blank[order].tolist(),
+                blank=None if blank is None else blank[order][of_documents].tolist(),
                 fills=packing.fills(plain, side),
                 length=length,
                 as_one_document=packing.attend_across_documents,
@@ -363,7 +365,13 @@ def pack_in_memory(
     order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
     files that belong to each.
     """
+    measure = getattr(packing.objective, "piece_sizes", None)
     source = InMemoryDocuments(documents, first, members)
+    if measure is not None and members is not None:
+        pieces = zip(documents, members, strict=True)
+        source.image_sizes = np.array(
+            [measure(DocumentChunk(tokens, files=files)) for tokens, files in pieces]
+        )
     if packing.objective.max_tokens is None:
         return pack_chunked(source, packing, order=order)
     return BinPackedRows(source, packing, 0).all_rows()

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,19 @@ import numpy as np
 
 from megatfm import checkpoint
 from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write
+from megatfm.inference.generated_answers import GeneratedAnswers, answer_rows
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
+from megatfm.tasks.files import read_rows
 from megatfm.tasks.metrics import METRICS_OF_FORM, bootstrap_interval, confusion_matrix, per_class_scores
 from megatfm.tasks.predictions import Predictions, collect_predictions, model_of
+from megatfm.tasks.span_predictions import SpanPredictions
+from megatfm.tasks.text_metrics import exact_match, token_f1
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.best_checkpoint import best_checkpoint
 from megatfm.train.build import build_engine
@@ -28,8 +33,9 @@ from megatfm.train.evaluation import evaluate
 from megatfm.train.finetuning import prepare_task_corpus
 from megatfm.train.init_from import load_weights
 
-Collected = tuple[Predictions | None, float, int]
-"""Predictions of a task with a head, mean loss, and number of examples."""
+Made = Predictions | SpanPredictions | GeneratedAnswers
+Collected = tuple[Made | None, float, int]
+"""Predictions of a task with a head, or answers, mean loss, and number of examples."""
 RESULTS, PREDICTIONS = "task.json", "predictions"
 
 
@@ -57,30 +63,46 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         return None
     source, by_set = collected
     results: dict[str, dict[str, Any]] = {}
+    threshold = None if task.validation else 0.0
     for name, (predictions, loss, n_examples) in by_set.items():
         results[name] = {"examples": n_examples, "loss": loss}
-        if predictions is None:
+        if not task.has_head:
             results[name] |= {"metrics": {"perplexity": math.exp(loss)}, "intervals": {}}
+        if predictions is None:
             continue
+        if isinstance(predictions, SpanPredictions):
+            predictions = replace(predictions, threshold=threshold)
+            threshold = predictions.answered_up_to
         file = run_dir / PREDICTIONS / f"{name}.jsonl"
         _write_predictions(file, predictions)
-        results[name] |= {**summarise(predictions), "predictions": str(file)}
+        summary = summarise(predictions, sets[name])
+        metrics = {**results[name].get("metrics", {}), **summary["metrics"]}
+        results[name] |= {**summary, "metrics": metrics, "predictions": str(file)}
     step = dict(checkpoint.read_state(source))["step"]
     stored = {"checkpoint": source.name, "step": step, "labels": task.labels, "sets": results}
     atomic_write(run_dir / RESULTS, json.dumps(stored, indent=2) + "\n")
     return TaskResults(source, int(str(step)), results)
 
 
-def summarise(predictions: Predictions) -> dict[str, Any]:
+def summarise(predictions: Made, file: str) -> dict[str, Any]:
     """Return metrics, intervals of those that are means over examples, and what is told of each class."""
-    task, targets, predicted = predictions.task, predictions.expected, predictions.predicted
+    task = predictions.task
+    if isinstance(predictions, GeneratedAnswers):
+        return predictions.summarise([str(row[task.label]) for row in read_rows(file)])
+    summary: dict[str, Any] = {"metrics": predictions.metrics(), "intervals": {}}
+    if isinstance(predictions, SpanPredictions):
+        for name, metric in (("f1", token_f1), ("exact_match", exact_match)):
+            scores = predictions.scores(metric)
+            summary["intervals"][name] = bootstrap_interval(
+                lambda values, _: float(values.mean()), scores, scores
+            )
+        if task.no_answer:
+            summary["threshold"] = predictions.answered_up_to
+        return summary
+    targets, predicted = predictions.expected, predictions.predicted
     table = METRICS_OF_FORM[task.form]
     usual = [name for name in dict.fromkeys((next(iter(table)), task.best_by)) if name in table]
-    summary: dict[str, Any] = {
-        "examples": len(np.unique(predictions.examples)),
-        "metrics": predictions.metrics(),
-        "intervals": {},
-    }
+    summary["examples"] = len(np.unique(predictions.examples))
     if task.form != "tagging":  # whose words are not independent
         summary["intervals"] = {name: bootstrap_interval(table[name], targets, predicted) for name in usual}
     if task.form in ("classification", "tagging"):
@@ -98,9 +120,9 @@ def predict_file(
     """
     config, tokenizer = _open_run(run_dir, trust_plugins)
     assert config.task is not None
-    if not config.task.has_head:
+    if config.task.form == "chat":
         raise UsageError(
-            f"{run_dir}: its task, form = {config.task.form!r}, has no labels to predict: use `megatfm generate`"
+            f"{run_dir}: its task, form = 'chat', has no labels to predict: use `megatfm generate`"
         )
     if not Path(file).exists():
         raise UsageError(f"{file}: there is no such file: give one with column {config.task.text!r}")
@@ -109,9 +131,17 @@ def predict_file(
         return None
     predictions, _, _ = collected[1]["predicted"]
     assert predictions is not None
+    if isinstance(predictions, SpanPredictions):
+        predictions = replace(predictions, threshold=_stored_threshold(run_dir))
     target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
-    _write_predictions(target, predictions)
-    return target, len(np.unique(predictions.examples))
+    return target, _write_predictions(target, predictions)
+
+
+def _stored_threshold(run_dir: Path) -> float:
+    """Return the threshold of no answer that a run chose on its validation file; 0 where it has chosen none."""
+    results = run_dir / RESULTS
+    sets = json.loads(results.read_text()).get("sets", {}) if results.is_file() else {}
+    return float(sets.get("validation", {}).get("threshold", 0.0))
 
 
 def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
@@ -139,10 +169,11 @@ def _predict(
     task = config.task
     assert task is not None
     with distributed.distributed_session(device=config.train.device) as rank:
+        tokenized = files if task.has_head or with_labels else {}
         corpora_read = run_on_rank_0_raising(
             lambda: {
                 name: prepare_task_corpus(config, path, tokenizer, with_labels=with_labels)
-                for name, path in files.items()
+                for name, path in tokenized.items()
             }
         )
         folders = {name: str(corpus.folder) for name, corpus in corpora_read.items()}
@@ -156,18 +187,35 @@ def _predict(
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         engine = build_engine(config, mesh, rank.device, precision)
         load_weights(engine, source)
-        results = {}
+        results: dict[str, Collected] = {}
         for name, rows in corpora.validation.items():
             with collect_predictions(model_of(engine)) if task.has_head else nullcontext() as collector:
                 loss = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)[
                     "loss"
                 ]
-            predictions = collector.gather(task) if collector else None
-            results[name] = (predictions, float(loss), corpora_read[name].n_examples)
+            made: Made | None = collector.gather(task, folders[name]) if collector else None
+            results[name] = (made, float(loss), corpora_read[name].n_examples)
+        for name, file in files.items():
+            if task.text_metrics or name not in tokenized:
+                _, *facts = results.get(name, (None, math.nan, 0))
+                results[name] = (_generate(engine, tokenizer, config, file), *facts)  # type: ignore[assignment]
     return (source, results) if rank.is_main else None
 
 
-def _write_predictions(file: Path, predictions: Predictions) -> None:
-    rows = predictions.rows()
+def _generate(engine: Any, tokenizer: Tokenizer, config: Config, file: str) -> GeneratedAnswers:
+    """Answer the rows of a file. A collective."""
+    if not isinstance(engine, RunsModel):
+        raise UsageError(
+            f"parallel.engine = {config.parallel.engine!r} can't generate answers, which task.text_metrics needs: "
+            "leave them out, or use parallel.engine = 'native'"
+        )
+    rows = read_rows(file)
+    return engine.run_model(lambda model: answer_rows(model, tokenizer, config, file, rows))
+
+
+def _write_predictions(file: Path, predictions: Made) -> int:
+    """Write a line for each row; returns how many."""
+    rows = list(predictions.rows())
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return len(rows)

@@ -1,4 +1,4 @@
-"""Heads of downstream tasks: classes or numbers, told from tokens' hidden vectors."""
+"""Heads of downstream tasks: classes or numbers, from tokens' hidden vectors."""
 
 import zlib
 from collections.abc import Callable
@@ -10,46 +10,55 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost
+from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.output_head import HEADS
+from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.ops import keyed_random as keyed
 from megatfm.ops.cross_entropy import IGNORE
 
-# B batch, T tokens, M tokens with a label, D model width, C classes
+# B batch, T tokens, S tokens of whole rows, N tokens with a score, M examples or tokens with a label, D model width, C
+# classes
 
 OnLogits = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Receives examples [M], words [M], logits [M, C] and targets [M] or [M, C] of a micro-batch in evaluation."""
+"""Receives examples [M], words [M], logits [M, C] and targets [M] or [M, C] of a micro-batch in evaluation. Words are
+choices or tokens, and targets which are right, where an example is to choose among those."""
 
 DROPOUT_SITE = zlib.crc32(b"task head")
 
 
-@HEADS.register("text_classifier")
-class TextClassifier(nn.Module):
-    """Logits [B, C] of one token of each row, or, given targets, the summed loss of all tokens with a label.
+class RowScores(nn.Module):
+    """Scores of tokens by their places in whole rows: the seam at which ranks that share rows put theirs together."""
 
-    targets: classes [B, T], −100 where there is none; with other losses numbers [B, T, C] at the tokens with a label,
-    which `examples` tells: [B, T], the number of the example there, −1 elsewhere. words [B, T]: the number of the word
-    in the example. A token's vector goes through BERT's pooler, a dense layer and tanh, unless `pooler` is "none".
-    """
+    cp_plan = "all_reduce"
 
-    reads = ("sentence_targets",)
-    may_read = ("examples", "words", "keys", "token_indices")
-    predicts = True
-    term = "sentence"
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = nn.Identity()  # where scores of some tokens become those of all
 
-    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
+    def forward(self, scores_BTC: Tensor, row_length: int, token_indices: Tensor | None) -> Tensor:
+        """Scores [B, S, C] of whole rows. token_indices [T]: where these tokens stand in them; None: they are all."""
+        if token_indices is None:
+            return scores_BTC
+        empty_BSC = scores_BTC.new_zeros(len(scores_BTC), row_length, scores_BTC.shape[-1])
+        placed_BSC: Tensor = self.summed(empty_BSC.index_copy(1, token_indices, scores_BTC))
+        return placed_BSC
+
+
+class TaskHead(nn.Module):
+    """A linear layer on tokens' vectors, after BERT's pooler (a dense layer and tanh) where the section has one."""
 
     cp_plan = "local"
 
-    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
+    def __init__(self, config: ModelConfig, section: Any, classes: int) -> None:
         super().__init__()
-        initial, d, classes = initialiser(config), config.d_model, section.classes
-        self.pooler = Linear(d, d, initial("dense", d, d), bias=True) if section.pooler == "tanh" else None
+        initial, d = initialiser(config), config.d_model
+        is_pooled = getattr(section, "pooler", "none") == "tanh"
+        self.pooler = Linear(d, d, initial("dense", d, d), bias=True) if is_pooled else None
         self.classifier = Linear(d, classes, initial("dense", d, classes), bias=section.bias)
         self.dropout: float = section.dropout
-        self.loss: str = section.loss
-        self.token = 0 if section.token == "first" else -1
+        self.token = 0 if getattr(section, "token", "first") == "first" else -1
         self.on_logits: OnLogits | None = None
         """Set while an evaluation collects predictions."""
 
@@ -57,12 +66,58 @@ class TextClassifier(nn.Module):
         """Cost of one token of each row."""
         return default_cost(self, tokens.with_count(1))
 
+    def pool(self, hidden: Tensor) -> Tensor:
+        """The pooled vectors [..., D]."""
+        return hidden if self.pooler is None else torch.tanh(self.pooler(hidden))
+
+    def pool_at(
+        self,
+        hidden_BTD: Tensor,
+        rows_M: Tensor,
+        columns_M: Tensor,
+        keys: Tensor | None,
+        indices: Tensor | None,
+    ) -> Tensor:
+        """The pooled vectors [M, D] of some tokens, dropped out in training by where they stand in their rows."""
+        pooled_MD = self.pool(hidden_BTD[rows_M, columns_M])
+        if self.training and self.dropout > 0 and keys is not None:
+            at_M = columns_M if indices is None else indices[columns_M]
+            keys_M = keyed.fold_in(keyed.fold_in(keys, DROPOUT_SITE)[rows_M], at_M)
+            pooled_MD = keyed.dropout(pooled_MD, self.dropout, keys_M)
+        return pooled_MD
+
+
+@HEADS.register("text_classifier")
+class TextClassifier(TaskHead):
+    """Logits [B, C] of one token of each row, or, given targets, the summed loss of all tokens with a label.
+
+    targets: classes [B, T], −100 where there is none; with other losses numbers [B, T, C] at the tokens with a label,
+    which `examples` tells: [B, T], the number of the example there, −1 elsewhere. words [B, T]: the number of the word
+    in the example. With `both_orders` each example has two such tokens, where `parts` [B, T] is 0 and 1; their logits
+    are added up, and the label is that of the first.
+    """
+
+    reads = ("sentence_targets",)
+    full_row_fields = ("examples",)
+    may_read = ("examples", "parts", "words", "keys", "token_indices")
+    predicts = True
+    term = "sentence"
+
+    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
+
+    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
+        super().__init__(config, section, section.classes)
+        self.loss: str = section.loss
+        self.row_scores = RowScores() if section.both_orders else None
+
     def forward(
         self,
         hidden_BTD: Tensor,
         targets: Tensor | None = None,
+        full_examples: Tensor | None = None,
         *,
         examples: Tensor | None = None,
+        parts: Tensor | None = None,
         words: Tensor | None = None,
         keys: Tensor | None = None,
         token_indices: Tensor | None = None,
@@ -70,21 +125,162 @@ class TextClassifier(nn.Module):
         if targets is None:
             return self.classifier(self.pool(hidden_BTD[:, self.token]))
         labelled_BT = targets != IGNORE if examples is None else examples >= 0
-        rows_M, columns_M = labelled_BT.nonzero(as_tuple=True)
-        pooled_MD, targets_M = self.pool(hidden_BTD[rows_M, columns_M]), targets[rows_M, columns_M]
-        if self.training and self.dropout > 0 and keys is not None:
-            at_M = columns_M if token_indices is None else token_indices[columns_M]
-            keys_M = keyed.fold_in(keyed.fold_in(keys, DROPOUT_SITE)[rows_M], at_M)
-            pooled_MD = keyed.dropout(pooled_MD, self.dropout, keys_M)
-        logits_MC = self.classifier(pooled_MD)
+        if self.row_scores is None:
+            rows_M, columns_M = labelled_BT.nonzero(as_tuple=True)
+            logits_MC = self.classifier(self.pool_at(hidden_BTD, rows_M, columns_M, keys, token_indices))
+        else:
+            assert examples is not None
+            assert parts is not None
+            rows_N, columns_N = labelled_BT.nonzero(as_tuple=True)
+            pooled_ND = self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices)
+            scores_NC = F.linear(pooled_ND, self.classifier.weight)
+            scores_BTC = scores_NC.new_zeros(*examples.shape, scores_NC.shape[-1])
+            scores_BTC = scores_BTC.index_put((rows_N, columns_N), scores_NC)
+            row_examples = examples if full_examples is None else full_examples
+            scores_BSC = self.row_scores(scores_BTC, row_examples.shape[1], token_indices)
+            rows_M, columns_M = (labelled_BT & (parts == 0)).nonzero(as_tuple=True)
+            both_MS = row_examples[rows_M] == examples[rows_M, columns_M][:, None]
+            logits_MC = torch.einsum("ms,msc->mc", both_MS.to(scores_BSC.dtype), scores_BSC[rows_M])
+            logits_MC = logits_MC if self.classifier.bias is None else logits_MC + self.classifier.bias
+        targets_M = targets[rows_M, columns_M]
         if self.on_logits is not None and examples is not None:
             numbers_M = columns_M * 0 if words is None else words[rows_M, columns_M]
             self.on_logits(examples[rows_M, columns_M], numbers_M, logits_MC, targets_M)
         return summed_loss(self.loss, logits_MC, targets_M)
 
-    def pool(self, hidden: Tensor) -> Tensor:
-        """The pooled vectors [..., D]."""
-        return hidden if self.pooler is None else torch.tanh(self.pooler(hidden))
+
+@HEADS.register("multiple_choice")
+class MultipleChoice(TaskHead):
+    """Scores [B, 1] of one token of each row, or, given targets, the summed cross-entropy of the right choices.
+
+    An example is several texts, one for each choice, of which a token carries the score: `examples` [B, T] is the
+    number of the example there, −1 elsewhere, and `parts` the number of the choice. targets [B, T]: the number of the
+    right choice at the first of these tokens, −100 elsewhere. Choices may differ in number from example to example.
+    """
+
+    reads = ("choice_targets",)
+    full_row_fields = ("examples", "parts")
+    may_read = ("examples", "parts", "keys", "token_indices")
+    predicts = True
+    term = "choice"
+
+    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
+
+    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
+        super().__init__(config, section, 1)
+        self.row_scores = RowScores()
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        targets: Tensor | None = None,
+        full_examples: Tensor | None = None,
+        full_parts: Tensor | None = None,
+        *,
+        examples: Tensor | None = None,
+        parts: Tensor | None = None,
+        keys: Tensor | None = None,
+        token_indices: Tensor | None = None,
+    ) -> Tensor:
+        if targets is None:
+            return self.classifier(self.pool(hidden_BTD[:, self.token]))
+        assert examples is not None
+        assert parts is not None
+        rows_N, columns_N = (examples >= 0).nonzero(as_tuple=True)
+        scores_N1 = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
+        scores_BT1 = scores_N1.new_zeros(*examples.shape, 1).index_put((rows_N, columns_N), scores_N1)
+        row_examples = examples if full_examples is None else full_examples
+        row_parts = parts if full_parts is None else full_parts
+        scores_BS1 = self.row_scores(scores_BT1, row_examples.shape[1], token_indices)
+        rows_M, columns_M = (targets != IGNORE).nonzero(as_tuple=True)
+        choices_MS = row_examples[rows_M] == examples[rows_M, columns_M][:, None]
+        right_MS = choices_MS & (row_parts[rows_M] == targets[rows_M, columns_M][:, None])
+        if self.on_logits is not None:
+            _tell(self.on_logits, scores_BS1[rows_M], choices_MS, examples[rows_M, columns_M],
+                  row_parts[rows_M], right_MS.long())  # fmt: skip
+        return pointer_loss(scores_BS1[rows_M, :, 0], choices_MS, right_MS.long().argmax(1))
+
+
+@HEADS.register("span_extraction")
+class SpanExtraction(TaskHead):
+    """Logits [B, T, 2] that an answer begins and ends at a token, or, given targets, their summed cross-entropy, the
+    mean of both, over the tokens of each text.
+
+    marks [B, T]: 1 at the first token of a text's answer, 2 at its last, 3 at both in one, 0 elsewhere; the text's own
+    first token has 3 where it has no answer. examples [B, T]: the text's number at its first token, −1 elsewhere.
+    """
+
+    reads = ("answer_marks",)
+    full_row_fields = ("answer_marks",)
+    may_read = ("examples", "keys", "token_indices")
+    takes_sequence = True
+    predicts = True
+    term = "answer_span"
+
+    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
+
+    def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
+        super().__init__(config, section, 2)
+        self.row_scores = RowScores()
+
+    def cost(self, tokens: TokenCounts) -> Cost:
+        """Cost of all tokens."""
+        return default_cost(self, tokens)
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        marks: Tensor | None = None,
+        full_marks: Tensor | None = None,
+        *,
+        sequence: SequenceMetadata | None,
+        examples: Tensor | None = None,
+        keys: Tensor | None = None,
+        token_indices: Tensor | None = None,
+    ) -> Tensor:
+        if marks is None:
+            return self.classifier(hidden_BTD)
+        if sequence is None:
+            raise MegatfmError(
+                "the head 'span_extraction' needs the sequence: a family passes it to Model.output"
+            )
+        assert examples is not None
+        rows_N, columns_N = torch.ones_like(marks).nonzero(as_tuple=True)
+        scores_NC = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
+        row_marks = marks if full_marks is None else full_marks
+        scores_BSC = self.row_scores(scores_NC.view(*marks.shape, 2), row_marks.shape[1], token_indices)
+        row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
+        row_documents = torch.zeros_like(row_marks) if row.documents is None else row.documents
+        rows_M, columns_M = (examples >= 0).nonzero(as_tuple=True)
+        first_M = columns_M if token_indices is None else token_indices[columns_M]
+        text_MS = row_documents[rows_M] == row_documents[rows_M, first_M][:, None]
+        marks_MS = row_marks[rows_M].where(text_MS, 0)
+        if self.on_logits is not None:
+            places_MS = torch.arange(text_MS.shape[1], device=text_MS.device) - first_M[:, None]
+            _tell(
+                self.on_logits, scores_BSC[rows_M], text_MS, examples[rows_M, columns_M], places_MS, marks_MS
+            )
+        losses = (
+            pointer_loss(scores_BSC[rows_M, :, side], text_MS, (marks_MS & mark > 0).long().argmax(1))
+            for side, mark in enumerate((1, 2))
+        )
+        return torch.stack([*losses]).mean()
+
+
+def _tell(
+    on_logits: OnLogits, scores_MSC: Tensor, candidates_MS: Tensor, examples_M: Tensor, numbers_MS: Tensor,
+    marks_MS: Tensor,
+) -> None:  # fmt: skip
+    """Tell the scores of all candidates: choices, or tokens of a text, with their numbers and which are right."""
+    examples_MS = examples_M[:, None].expand_as(candidates_MS)
+    on_logits(*(x[candidates_MS] for x in (examples_MS, numbers_MS, scores_MSC, marks_MS)))
+
+
+def pointer_loss(scores_MS: Tensor, candidates_MS: Tensor, right_M: Tensor) -> Tensor:
+    """Sum of the cross-entropies of choosing column `right_M` among each row's candidates, in float32 or more."""
+    precise_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
+    masked_MS = precise_MS.masked_fill(~candidates_MS, torch.finfo(precise_MS.dtype).min)
+    return F.cross_entropy(masked_MS, right_M, reduction="sum")
 
 
 def summed_loss(loss: str, logits_MC: Tensor, targets: Tensor) -> Tensor:

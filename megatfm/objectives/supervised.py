@@ -1,8 +1,8 @@
 """Objectives of downstream tasks: examples that `megatfm.tasks` has tokenized, framed and labelled."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,25 @@ from torch import Tensor
 from megatfm.config import (
     AnswersObjective,
     ModelConfig,
+    MultipleChoiceHeadConfig,
+    MultipleChoiceObjective,
+    SpanExtractionHeadConfig,
+    SpanExtractionObjective,
     TextClassificationObjective,
     TextClassifierHeadConfig,
 )
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
+from megatfm.objectives.base import (
+    DECODER_ONLY,
+    ENCODER_DECODER,
+    OBJECTIVES,
+    Batch,
+    Example,
+    Objective,
+    SpecialTokens,
+    seq2seq_example,
+)
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import PieceKey
 
@@ -36,19 +49,91 @@ def read_annotation(piece: DocumentChunk) -> dict[str, Any]:
     return annotation
 
 
+class LabelledExamples(Objective):
+    """Objectives that read examples with labels, framed, such as [CLS] a [SEP] b [SEP]; several share a row.
+
+    An example may have several parts: texts that don't attend to one another, such as one for each choice. With
+    `lm_weight`, next tokens are predicted besides (Radford et al. 2018, section 3.2).
+    """
+
+    needs_files = True
+    loss_weights: Mapping[str, float]
+    fields: dict[str, Field]
+
+    def __init__(
+        self, special: SpecialTokens, name: str, model: ModelConfig, length: int, lm_weight: float
+    ) -> None:
+        self.special, self.max_tokens, self.length = special, length, length
+        self.has_segments = model.embedding.n_segments > 1
+        self.predicts_tokens = lm_weight > 0
+        if self.predicts_tokens and model.family != "decoder":
+            raise UsageError(
+                f"objective.lm_weight = {lm_weight:g}: only a decoder predicts next tokens, and "
+                f"model.family = {model.family!r}: leave lm_weight out"
+            )
+        self.loss_weights = {self.term(model): 1.0} | ({"causal": lm_weight} if self.predicts_tokens else {})
+        self.fields = {"tokens": Field(pad_value=special.pad), "examples": Field(pad_value=-1)}
+        if self.has_segments:
+            self.fields["segments"] = Field()
+        if self.predicts_tokens:
+            self.fields["targets"] = Field(pad_value=IGNORE)
+
+    def term(self, model: ModelConfig) -> str:
+        """Return the name of the head's loss. Raises UsageError for a model without the head."""
+        raise NotImplementedError
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return n_tokens
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        annotation, n = read_annotation(piece), len(piece.tokens)
+        fields: Example = {name: field.filled(n) for name, field in self.fields.items()}
+        fields["tokens"] = piece.tokens.astype(np.int64)
+        fields["examples"][annotation["at"]] = key.sample
+        starts = np.array(annotation.get("starts", [0]))
+        part = np.searchsorted(starts, np.arange(n), side="right") - 1
+        if "parts" in fields:
+            fields["parts"] = part
+        if self.has_segments:
+            seconds = np.atleast_1d(annotation.get("second", n))
+            fields["segments"] = (np.arange(n) >= seconds[part]).astype(np.int64)
+        if self.predicts_tokens:
+            fields["targets"][:-1] = np.where(part[1:] == part[:-1], fields["tokens"][1:], IGNORE)
+        self.place_labels(fields, annotation)
+        return fields
+
+    def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
+        """Put the labels of an example at their tokens."""
+        raise NotImplementedError
+
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
+        counts = {next(iter(self.loss_weights)): self.n_labels(batch)}
+        return counts | ({"causal": (batch["targets"] != IGNORE).sum()} if self.predicts_tokens else {})
+
+    def n_labels(self, batch: Batch) -> Tensor:
+        """Count the labels of a micro-batch."""
+        return (batch["examples"] >= 0).sum()
+
+    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+        n = int(random.integers(6, max(7, self.length // 2)))
+        annotation = {"second": int(random.integers(1, n)), **self.random_annotation(random, n)}
+        tokens = random.integers(0, self.special.vocab_size, n)
+        return DocumentChunk(tokens, files={ANNOTATION: json.dumps(annotation).encode()})
+
+    def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
+        """Draw what is stored beside `n` tokens."""
+        raise NotImplementedError
+
+
 @OBJECTIVES.register("text_classification")
-class TextClassification(Objective):
+class TextClassification(LabelledExamples):
     """Predict the labels of an example at the tokens that carry them: its first in encoders, its last in decoders, the
     first of each word in tagging.
 
-    Examples come framed, such as [CLS] a [SEP] b [SEP], and several share a row. With `lm_weight`, next tokens are
-    predicted besides (Radford et al. 2018, section 3.2).
+    Of a head with `both_orders`, an example has two parts, the pair in both orders, and the label of the first.
     """
 
     model_families = ("encoder", "decoder")
-    needs_files = True
-    loss_weights: Mapping[str, float]
-    fields: Mapping[str, Field]
 
     def __init__(
         self,
@@ -57,80 +142,128 @@ class TextClassification(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        heads = [head for head in model.extra_heads.values() if isinstance(head, TextClassifierHeadConfig)]
-        if not heads:
-            raise UsageError(
-                f"objective.name = {config.name!r} needs a model with a head of that name: add "
-                "[model.extra_heads.sentence] with name = 'text_classifier'"
-            )
-        self.special, self.head = special, heads[0]
+        super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
         self.predicts_classes = self.head.loss == "cross_entropy"
-        self.has_segments = model.embedding.n_segments > 1
-        self.predicts_tokens = config.lm_weight > 0
-        if self.predicts_tokens and model.family != "decoder":
-            raise UsageError(
-                f"objective.lm_weight = {config.lm_weight:g}: only a decoder predicts next tokens, and "
-                f"model.family = {model.family!r}: leave lm_weight out"
-            )
-        self.loss_weights = {"sentence": 1.0} | ({"causal": config.lm_weight} if self.predicts_tokens else {})
-        self.fields = self._fields()
-        self.max_tokens = self.length = row_lengths[0]
-
-    def _fields(self) -> dict[str, Field]:
         numbers = Field("float32", (self.head.classes,))
-        fields = {
-            "tokens": Field(pad_value=self.special.pad),
-            "sentence_targets": Field(pad_value=IGNORE) if self.predicts_classes else numbers,
-            "examples": Field(pad_value=-1),
-            "words": Field(),
-        }
-        if self.has_segments:
-            fields["segments"] = Field()
-        if self.predicts_tokens:
-            fields["targets"] = Field(pad_value=IGNORE)
-        return fields
+        self.fields["sentence_targets"] = Field(pad_value=IGNORE) if self.predicts_classes else numbers
+        self.fields["parts" if self.head.both_orders else "words"] = Field()
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return n_tokens
+    def term(self, model: ModelConfig) -> str:
+        self.head = require_task_head(model, TextClassifierHeadConfig, "text_classification")
+        return "sentence"
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        annotation, n = read_annotation(piece), len(piece.tokens)
-        at = np.array(annotation["at"], np.int64)
-        fields: Example = {name: field.filled(n) for name, field in self.fields.items()}
-        fields["tokens"] = piece.tokens.astype(np.int64)
-        fields["sentence_targets"][at] = annotation["labels"]
-        fields["examples"][at], fields["words"][at] = key.sample, np.arange(len(at))
-        if self.has_segments:
-            fields["segments"] = (np.arange(n) >= annotation.get("second", n)).astype(np.int64)
-        if self.predicts_tokens:
-            fields["targets"][:-1] = piece.tokens[1:]
-        return fields
+    def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
+        at, labels = np.array(annotation["at"], np.int64), annotation["labels"]
+        fields["sentence_targets"][at[: len(labels)]] = labels
+        if "words" in fields:
+            fields["words"][at] = np.arange(len(at))
 
-    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        counts = {"sentence": (batch["examples"] >= 0).sum()}
-        return counts | ({"causal": (batch["targets"] != IGNORE).sum()} if self.predicts_tokens else {})
+    def n_labels(self, batch: Batch) -> Tensor:
+        labelled = batch["examples"] >= 0
+        return (labelled & (batch["parts"] == 0)).sum() if self.head.both_orders else labelled.sum()
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
-        n = int(random.integers(3, max(4, self.length // 2)))
+    def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
         at = np.sort(random.choice(n, int(random.integers(1, 3)), replace=False))
-        shape = (len(at), self.head.classes)
-        numbers = (
-            random.integers(0, 2, shape) if self.head.loss.startswith("binary") else random.normal(size=shape)
+        starts = {}
+        if self.head.both_orders:
+            middle = int(random.integers(1, n))
+            at, starts = np.array([middle - 1, n - 1]), {"starts": [0, middle], "second": [middle, n]}
+        shape = (1 if starts else len(at), self.head.classes)
+        is_flag = self.head.loss == "binary_cross_entropy"
+        numbers = random.integers(0, 2, shape) if is_flag else random.normal(size=shape)
+        labels = random.integers(self.head.classes, size=shape[0]) if self.predicts_classes else numbers
+        return {"at": at.tolist(), "labels": labels.tolist(), **starts}
+
+
+@OBJECTIVES.register("multiple_choice")
+class MultipleChoice(LabelledExamples):
+    """Predict which choice is right, by a score at one token of each choice's text; an example has a part for each."""
+
+    model_families = ("encoder", "decoder")
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: MultipleChoiceObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+    ) -> None:
+        super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
+        self.fields |= {"choice_targets": Field(pad_value=IGNORE), "parts": Field()}
+
+    def term(self, model: ModelConfig) -> str:
+        require_task_head(model, MultipleChoiceHeadConfig, "multiple_choice")
+        return "choice"
+
+    def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
+        fields["choice_targets"][annotation["at"][0]] = annotation["labels"][0]
+
+    def n_labels(self, batch: Batch) -> Tensor:
+        return (batch["choice_targets"] != IGNORE).sum()
+
+    def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
+        starts = np.sort(
+            np.append(0, random.choice(np.arange(1, n), int(random.integers(1, 4)), replace=False))
         )
-        labels = random.integers(self.head.classes, size=len(at)) if self.predicts_classes else numbers
-        annotation = {"at": at.tolist(), "labels": labels.tolist(), "second": int(random.integers(1, n))}
-        tokens = random.integers(0, self.special.vocab_size, n)
-        return DocumentChunk(tokens, files={ANNOTATION: json.dumps(annotation).encode()})
+        ends = [*starts[1:].tolist(), n]
+        label = int(random.integers(len(starts)))
+        return {"at": [end - 1 for end in ends], "labels": [label], "starts": starts.tolist(), "second": ends}
+
+
+@OBJECTIVES.register("span_extraction")
+class SpanExtraction(LabelledExamples):
+    """Predict the first and last token of the answer to a question in a text that holds it; the text's own first token
+    stands for no answer (Devlin et al. 2019, section 4.3)."""
+
+    model_families = ("encoder",)
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: SpanExtractionObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+    ) -> None:
+        super().__init__(special, config.name, model, row_lengths[0], 0.0)
+        self.fields["answer_marks"] = Field()
+
+    def term(self, model: ModelConfig) -> str:
+        require_task_head(model, SpanExtractionHeadConfig, "span_extraction")
+        return "answer_span"
+
+    def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
+        ((begin, end),) = annotation["labels"]
+        fields["answer_marks"][begin] += 1
+        fields["answer_marks"][end] += 2
+
+    def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
+        return {"at": [0], "labels": [np.sort(random.integers(0, n, 2)).tolist()]}
+
+
+H = TypeVar("H")
+
+
+def require_task_head(model: ModelConfig, kind: type[H], name: str) -> H:
+    """Return the section of a model's head. Raises UsageError where it has none of the kind."""
+    heads = [head for head in model.extra_heads.values() if isinstance(head, kind)]
+    if not heads:
+        head = "text_classifier" if name == "text_classification" else name
+        raise UsageError(
+            f"objective.name = {name!r} needs a model with a head of that name: add [model.extra_heads.sentence] "
+            f"with name = {head!r}"
+        )
+    return heads[0]
 
 
 @OBJECTIVES.register("answers")
 class Answers(Objective):
     """Predict the tokens of answers, each from all tokens before it; prompts are read and not predicted.
 
-    Examples come framed, and several share a row.
+    Examples come framed, and several share a row. An encoder-decoder's encoder reads the prompt, EOS at its end, and
+    its decoder answers (Raffel et al. 2020, section 2.4).
     """
 
-    model_families = ("decoder",)
+    model_families = ("decoder", "encoder_decoder")
     predicts_tokens = True
     needs_files = True
     loss_weights: Mapping[str, float]
@@ -142,22 +275,39 @@ class Answers(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        self.special, self.loss_weights = special, {"causal": 1.0}
-        self.length = row_lengths[0]
-        self.max_tokens = self.length + 1
+        self.special, self.length = special, row_lengths[0]
+        self.is_encoder_decoder = model.family == "encoder_decoder"
+        self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
+        self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
+        self.max_tokens = sum(row_lengths) if self.is_encoder_decoder else self.length + 1
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.maximum(n_tokens - 1, 0)
 
+    @property
+    def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+        """Lengths of both sides by the tokens of each [n, 2], which the index holds as it does sizes of images; EOS
+        ends both."""
+        return (lambda sizes: sizes + 1) if self.is_encoder_decoder else None
+
+    def piece_sizes(self, piece: DocumentChunk) -> tuple[int, int]:
+        """Return the tokens of both sides of a piece that no index holds."""
+        ((begin, end),) = read_annotation(piece)["trained"]
+        return begin, end - begin
+
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        tokens = piece.tokens.astype(np.int64)
+        tokens, spans = piece.tokens.astype(np.int64), read_annotation(piece)["trained"]
+        if self.is_encoder_decoder:
+            ((begin, end),) = spans
+            return seq2seq_example(tokens[:begin], tokens[begin:end], self.special)
         targets = np.full(len(tokens) - 1, IGNORE, np.int64)
-        for begin, end in read_annotation(piece)["trained"]:
+        for begin, end in spans:
             targets[begin - 1 : end - 1] = tokens[begin:end]
         return {"tokens": tokens[:-1], "targets": targets}
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         n = int(random.integers(4, max(5, self.length // 2)))
         begin, end = np.sort(random.choice(np.arange(1, n + 1), 2, replace=False)).tolist()
+        end = n if self.is_encoder_decoder else end
         tokens = random.integers(0, self.special.vocab_size, n)
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps({"trained": [[begin, end]]}).encode()})

@@ -114,6 +114,9 @@ OF_ROWS = (
     "span_left",
     "span_right",
     "grid",
+    "examples",
+    "parts",
+    "answer_marks",
 )
 """Fields that every rank keeps of whole rows: which tokens it needs, and which others need, follows from them."""
 

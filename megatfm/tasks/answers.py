@@ -1,7 +1,7 @@
 """Examples of prompts and answers for decoders: conversations and texts, with the tokens that are trained."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.chat import ChatTemplate, check_messages, load_chat_template
 from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import THREADS, EncodedExample
+from megatfm.tasks.forms import THREADS, EncodedExample, row_text
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 Spans = list[tuple[int, int]]
@@ -23,16 +23,19 @@ Spans = list[tuple[int, int]]
 @dataclass(frozen=True)
 class AnswerEncoder:
     """Encodes the rows of one file. length: tokens of a row, which has room for one more, since the last is only a
-    target."""
+    target. target_length: of an encoder-decoder, tokens of the decoder's row; None: a decoder."""
 
     path: str
     task: TaskConfig
     tokenizer: Tokenizer
     tokenizer_file: str
     length: int
+    target_length: int | None = None
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return examples, and what to say of them. Raises UsageError that names the row."""
+        if self.target_length is not None:
+            return self._encode_pairs(rows, self.target_length)
         encode = self._encode_chats if self.task.form == "chat" else self._encode_prompts
         examples, n_cut, n_ended = [], 0, 0
         for number, (tokens, spans, text_bytes) in enumerate(encode(rows), start=1):
@@ -58,25 +61,70 @@ class AnswerEncoder:
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
         return examples, self._notes(examples, n_cut, n_ended)
 
+    def _encode_pairs(
+        self, rows: Sequence[Row], target_length: int
+    ) -> tuple[list[EncodedExample], list[str]]:
+        """What the encoder reads, prefix and text, and then the answer; EOS ends both."""
+        task, tokenizer, examples, n_cut = self.task, self.tokenizer, list[EncodedExample](), 0
+        texts, answers = self._text_columns(rows)
+        sides = [tokenizer.encode_batch([f"{task.prefix}{text}" for text in texts], THREADS)]
+        sides.append(tokenizer.encode_batch(answers, THREADS))
+        limits = {"data.sequence_length": self.length - 1, "data.target_length": target_length - 1}
+        for number, pair in enumerate(zip(*sides, strict=True), start=1):
+            n_cut += self._check_sides(number, pair, limits)
+            source, answer = (side[:limit] for side, limit in zip(pair, limits.values(), strict=True))
+            tokens = np.concatenate([source, answer]).astype(np.int64)
+            n_bytes = len((texts[number - 1] + answers[number - 1]).encode())
+            spans = [[len(source), len(tokens)]]
+            sizes = (len(source), len(answer))
+            examples.append(EncodedExample(tokens, n_bytes, {"trained": spans}, sizes))
+        n_trained = sum(len(example.tokens) - example.annotation["trained"][0][0] + 1 for example in examples)
+        notes = [f"{self.path}: {n_trained:,} tokens of answers are trained"]
+        if n_cut:
+            notes.append(f"{self.path}: {n_cut} of {len(rows)} examples cut to the rows of their side")
+        return examples, notes
+
+    def _check_sides(
+        self, number: int, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]
+    ) -> bool:
+        """Return whether a text or its answer has to be cut. Raises UsageError where that is not wanted."""
+        is_cut = False
+        for side, tokens, (key, limit) in zip(("text", "answer"), pair, limits.items(), strict=True):
+            if not len(tokens):
+                self._refuse(number, f"its {side} makes no token: take the row out")
+            if limit < 1:
+                raise UsageError(
+                    f"{key} = {limit + 1}: leaves no room for text beside the end token: choose more"
+                )
+            if len(tokens) > limit and self.task.too_long == "error":
+                self._refuse(
+                    number,
+                    f"its {side} has {len(tokens) + 1} tokens, more than {key} = {limit + 1}: choose {len(tokens) + 1} "
+                    "or more, or task.too_long = 'truncate'",
+                )
+            is_cut |= len(tokens) > limit
+        return is_cut
+
+    def _text_columns(self, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+        """Return texts and answers."""
+        columns = {"task.text": self.task.text, "task.label": self.task.label}
+        require_columns(self.path, rows, columns)
+        texts, answers = (
+            [row_text(self.path, number, row, column) for number, row in enumerate(rows, start=1)]
+            for column in columns.values()
+        )
+        return texts, answers
+
     def _encode_prompts(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
         """[BOS] prefix and text, then the answer and EOS, which are trained."""
         task, tokenizer = self.task, self.tokenizer
-        require_columns(self.path, rows, {"task.text": task.text, "task.label": task.label})
-        texts: dict[str, list[str]] = {task.text: [], task.label: []}
-        for column, values in texts.items():
-            for number, row in enumerate(rows, start=1):
-                value = row.get(column)
-                if not isinstance(value, str) or not value.strip():
-                    self._refuse(number, f"column {column!r} is empty: give a text, or take the row out")
-                values.append(str(value))
-        prompts = tokenizer.encode_batch(
-            [f"{task.prefix}{text}{task.separator}" for text in texts[task.text]], THREADS
-        )
-        answers = tokenizer.encode_batch(texts[task.label], THREADS)
+        texts, labels = self._text_columns(rows)
+        prompts = tokenizer.encode_batch([f"{task.prefix}{text}{task.separator}" for text in texts], THREADS)
+        answers = tokenizer.encode_batch(labels, THREADS)
         encoded = []
-        for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        for text, label, prompt, answer in zip(texts, labels, prompts, answers, strict=True):
             tokens = np.concatenate([[tokenizer.bos], prompt, answer, [tokenizer.eos]]).astype(np.int64)
-            n_bytes = sum(len(values[place].encode()) for values in texts.values())
+            n_bytes = len(text.encode()) + len(label.encode())
             encoded.append((tokens, [(1 + len(prompt), len(tokens))], n_bytes))
         return encoded
 
@@ -127,11 +175,34 @@ class AnswerEncoder:
         raise UsageError(f"{self.path}, row {number}: {reason}")
 
 
-def spell_trained(sample: Sample, tokenizer: Tokenizer, *, colour: bool) -> str | None:
-    """Return the text of an example with its trained tokens marked; None for a sample that is no such example."""
-    stored = sample.members.get(ANNOTATION)
-    trained = json.loads(stored).get("trained") if stored else None
-    return format_trained(sample.tokens, trained, tokenizer, colour=colour) if trained else None
+def spell_trained(
+    sample: Sample, tokenizer: Tokenizer, *, colour: bool, labels: Sequence[str] = ()
+) -> str | None:
+    """Return the text of an example with its trained tokens marked; None for a sample that is no such example.
+
+    Where labels are trained, marked are the tokens that carry them, or an answer, and the labels follow. labels: the
+    names of the classes.
+    """
+    annotation = json.loads(sample.members.get(ANNOTATION, b"{}"))
+    if "trained" in annotation:
+        return format_trained(sample.tokens, annotation["trained"], tokenizer, colour=colour)
+    if "at" not in annotation:
+        return None
+    trained, shown = [[at, at + 1] for at in annotation["at"]], annotation["labels"]
+    if "window" in annotation:  # of a text that answers a question
+        ((begin, end),) = shown
+        trained, shown = [[begin, end + 1]], ["an answer" if begin else "no answer here"]
+    elif labels:
+        shown = [_names(label, labels) for label in shown]
+    text = format_trained(sample.tokens, trained, tokenizer, colour=colour)
+    return f"{text}\n\nlabel  {', '.join(map(str, shown))}"
+
+
+def _names(label: Any, labels: Sequence[str]) -> str:
+    """Return the name of a class, or those of flags, joined."""
+    if isinstance(label, list):
+        return "; ".join(name for name, flag in zip(labels, label, strict=True) if flag) or "none"
+    return labels[label]
 
 
 def format_trained(

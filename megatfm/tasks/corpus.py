@@ -15,10 +15,20 @@ from megatfm.errors import UsageError
 from megatfm.files import temporary_path
 from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.answers import AnswerEncoder
+from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.forms import EncodedExample, RowEncoder, labels_of
+from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
+
+NOT_STORED = frozenset(
+    {
+        "train", "validation", "test", "epochs", "metric", "lm_weight", "n_best", "max_answer_tokens", "text_metrics",
+        "beams", "length_penalty", "max_new_tokens",
+    }
+)  # fmt: skip
+"""Keys of a task that don't change its corpora."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class TaskCorpus:
 
 def read_labels(task: TaskConfig) -> list[str]:
     """Return the labels of a task in the order of the classes: those of the config, or of the training file."""
-    if task.labels or task.form in ("regression", "generation", "chat"):
+    if task.labels or task.form not in ("classification", "multilabel", "tagging"):
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
@@ -49,11 +59,13 @@ def prepare_corpus(
     tokenizer_file: str = "",
     with_labels: bool = True,
     is_causal: bool = False,
+    target_length: int | None = None,
 ) -> TaskCorpus:
     """Tokenize a file into a corpus below `folder`, or find the one that an earlier call left there.
 
     task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
-    in which the last token of an example carries its label. Raises UsageError that names file and row.
+    in which the last token of an example carries its label. target_length: tokens of an encoder-decoder's decoder.
+    Raises UsageError that names file and row.
     """
     rows = read_rows(path)
     key = {
@@ -61,22 +73,26 @@ def prepare_corpus(
         "rows": blake3(json.dumps(rows, default=str, sort_keys=True).encode()).hexdigest(),
         "tokenizer": tokenizer.hash,
         "task": {
-            name: value
-            for name, value in task.model_dump(mode="json").items()
-            if name not in ("train", "validation", "test", "epochs", "metric", "lm_weight")
+            name: value for name, value in task.model_dump(mode="json").items() if name not in NOT_STORED
         },
         "sequence_length": sequence_length,
         "with_labels": with_labels,
         "is_causal": is_causal,
+        "target_length": target_length,
         "chat_template": _content(task.chat_template),
     }
     target = folder / blake3(json.dumps(key, sort_keys=True).encode()).hexdigest(8)
     if not (target / MANIFEST).is_file():
-        encoder: RowEncoder | AnswerEncoder
-        if task.has_head:
-            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, -1 if is_causal else 0)
+        carrier = -1 if is_causal else 0
+        encoder: RowEncoder | AnswerEncoder | SpanEncoder | ChoiceEncoder
+        if task.form == "span_extraction":
+            encoder = SpanEncoder(path, task, tokenizer, sequence_length, with_labels)
+        elif task.form == "multiple_choice":
+            encoder = ChoiceEncoder(path, task, tokenizer, sequence_length, with_labels, carrier)
+        elif task.has_head:
+            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, carrier)
         else:
-            encoder = AnswerEncoder(path, task, tokenizer, tokenizer_file, sequence_length)
+            encoder = AnswerEncoder(path, task, tokenizer, tokenizer_file, sequence_length, target_length)
         encoded, notes = encoder.encode(rows)
         _write(target, encoded, str(path), tokenizer, key | {"notes": notes})
     manifest = json.loads((target / MANIFEST).read_bytes())
@@ -105,6 +121,7 @@ def _write(
                 source,
                 example.text_bytes,
                 members={ANNOTATION: json.dumps(example.annotation, separators=(",", ":")).encode()},
+                image_size=example.sizes,
             )
         writer.finish(provenance)
     try:

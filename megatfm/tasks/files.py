@@ -76,9 +76,13 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
     text = path.read_bytes().decode("utf-8-sig")
-    if text.lstrip()[:1] == "[":
+    begins = text.lstrip()[:1]
+    values: Any = None
+    if begins == "{" and path.suffix == ".json" and '"paragraphs"' in text:
+        values = _squad_rows(path, _parse_json(path, 1, text))
+    elif begins == "[":
         values = _parse_json(path, 1, text)
-    else:
+    if values is None:
         values = [
             _parse_json(path, number, line)
             for number, line in enumerate(text.split("\n"), start=1)
@@ -90,6 +94,22 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
                 f"{path}, row {number}: is no JSON object: give one object a line, column → value"
             )
         yield value
+
+
+def _squad_rows(path: Path, content: Any) -> list[Row]:
+    """Rows of a file as SQuAD's: articles of paragraphs, each a context with its questions (`qas`)."""
+    try:
+        return [
+            {"id": asked["id"], "title": article.get("title", ""), "context": paragraph["context"], **asked}
+            for article in content["data"]
+            for paragraph in article["paragraphs"]
+            for asked in paragraph["qas"]
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{path}: begins as a file of SQuAD, but has not its data, paragraphs and qas ({error}): mend it, or give "
+            "one object a line"
+        ) from None
 
 
 def _parse_json(path: Path, number: int, text: str) -> Any:

@@ -16,6 +16,7 @@ from megatfm.tasks.frames import Frame, Framed, frame_of, truncate_longest
 from megatfm.tokenizers import Tokenizer
 
 THREADS = 4
+"""Threads that tokenize."""
 MAX_SHOWN = 20
 """Labels that an error lists."""
 LABEL_SEPARATOR = ";"
@@ -25,11 +26,15 @@ Tokens = NDArray[np.integer]
 @dataclass(frozen=True)
 class EncodedExample:
     """One example: framed tokens, the bytes of its texts, and what the objective reads beside them: the tokens that
-    carry labels (`at`), the labels, and where the second text begins (`second`)."""
+    carry labels (`at`), the labels, and where the second text begins (`second`).
+
+    sizes: of an encoder-decoder's example, the tokens of the encoder and of the decoder, which make `tokens` together.
+    """
 
     tokens: NDArray[np.int64]
     text_bytes: int
     annotation: dict[str, Any]
+    sizes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,17 @@ class RowEncoder:
         examples = []
         for number, (row, first, second) in enumerate(zip(rows, encoded, pairs, strict=True), start=1):
             label = read_label(self, number, row) if self.with_labels else self._no_label()
-            room = self.length - frame.n_special(pair=second is not None)
+            room = self.length // (1 + task.both_orders) - frame.n_special(pair=second is not None)
             n_tokens = len(first) + (0 if second is None else len(second))
             n_cut += self._check_length(number, n_tokens, room)
-            framed = frame.wrap(*truncate_longest(first, second, room))
-            texts = firsts[number - 1] + (seconds[number - 1] if seconds else "")
+            first, second = truncate_longest(first, second, room)
+            framed = frame.wrap(first, second)
+            n_bytes = len((firsts[number - 1] + (seconds[number - 1] if seconds else "")).encode())
             at = [self.carrier % len(framed.tokens)]
-            examples.append(_example(framed, len(texts.encode()), at, [label]))
+            example = _example(framed, n_bytes, at, [label])
+            if task.both_orders and second is not None:
+                example = join_parts([framed, frame.wrap(second, first)], self.carrier, label, 2 * n_bytes)
+            examples.append(example)
         return examples, n_cut
 
     def _encode_words(self, rows: Sequence[Row], frame: Frame) -> tuple[list[EncodedExample], int]:
@@ -104,15 +113,7 @@ class RowEncoder:
 
     def class_of(self, number: int, label: Any) -> int:
         """Return the class of a label. Raises UsageError for one that is not listed."""
-        name, labels = label_text(label), self.task.labels
-        if name not in labels:
-            known = ", ".join(labels[:MAX_SHOWN]) + (", …" if len(labels) > MAX_SHOWN else "")
-            self._refuse(
-                number,
-                f"label {name!r} is none of the task's{did_you_mean(name, labels)}; there are: {known}: mend the row, "
-                "or list it in task.labels",
-            )
-        return labels.index(name)
+        return class_of(self.path, number, label, self.task.labels)
 
     def single_class(self, number: int, row: Row) -> int:
         """Return the class of a row's one label."""
@@ -128,23 +129,19 @@ class RowEncoder:
         """Return a row's label as a number."""
         value = row.get(self.task.label)
         try:
-            found = float(value) if value is not None and not isinstance(value, bool) else math.nan
+            parsed = float(value) if value is not None and not isinstance(value, bool) else math.nan
         except (TypeError, ValueError):
-            found = math.nan
-        if not math.isfinite(found):
+            parsed = math.nan
+        if not math.isfinite(parsed):
             self._refuse(number, f"column {self.task.label!r} is {value!r:.40}: give a number")
-        return [found]
+        return [parsed]
 
     def _no_label(self) -> Any:
         classes = max(1, len(self.task.labels))
         return 0 if self.task.form == "classification" else [0] * classes
 
     def _text(self, number: int, row: Row, column: str) -> str:
-        value = row.get(column)
-        if not isinstance(value, str) or not value.strip():
-            shown = "empty" if value is None or isinstance(value, str) else f"{value!r:.40}, not text"
-            self._refuse(number, f"column {column!r} is {shown}: give a text, or take the row out")
-        return str(value)
+        return row_text(self.path, number, row, column)
 
     def _list(
         self, number: int, row: Row, column: str, separator: str | None, *, may_be_empty: bool = False
@@ -166,7 +163,8 @@ class RowEncoder:
                 f"data.sequence_length = {self.length}: leaves no room for text beside the special tokens: choose more"
             )
         if n_tokens > room and self.task.too_long == "error":
-            needed = n_tokens + self.length - room
+            parts = 1 + self.task.both_orders
+            needed = parts * (n_tokens + self.length // parts - room)
             self._refuse(
                 number,
                 f"has {needed} tokens, more than data.sequence_length = {self.length}: choose {needed} or more, or "
@@ -183,6 +181,45 @@ LABEL_READERS: Mapping[str, Callable[[RowEncoder, int, Row], Any]] = {
     "multilabel": RowEncoder.class_flags,
     "regression": RowEncoder.number,
 }
+
+
+def class_of(path: str, number: int, label: Any, labels: Sequence[str]) -> int:
+    """Return the class of a row's label. Raises UsageError for one that is not listed."""
+    name = label_text(label)
+    if name not in labels:
+        known = ", ".join(labels[:MAX_SHOWN]) + (", …" if len(labels) > MAX_SHOWN else "")
+        raise UsageError(
+            f"{path}, row {number}: label {name!r} is none of the task's{did_you_mean(name, labels)}; there are: "
+            f"{known}: mend the row, or list it in task.labels"
+        )
+    return labels.index(name)
+
+
+def row_text(path: str, number: int, row: Row, column: str) -> str:
+    """Return the text of a row's column. Raises UsageError for an empty one, or what is no text."""
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        shown = "empty" if value is None or isinstance(value, str) else f"{value!r:.40}, not text"
+        raise UsageError(
+            f"{path}, row {number}: column {column!r} is {shown}: give a text, or take the row out"
+        )
+    return value
+
+
+def join_parts(frames: Sequence[Framed], carrier: int, label: Any, text_bytes: int) -> EncodedExample:
+    """Return an example of several framed texts, one after another, each of which has a token that carries a score."""
+    lengths = [len(framed.tokens) for framed in frames]
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    annotation = {
+        "at": [start + carrier % n for start, n in zip(starts, lengths, strict=True)],
+        "labels": [label],
+        "starts": starts,
+        "second": [
+            start + (n if framed.second is None else framed.second)
+            for framed, start, n in zip(frames, starts, lengths, strict=True)
+        ],
+    }
+    return EncodedExample(np.concatenate([framed.tokens for framed in frames]), text_bytes, annotation)
 
 
 def _example(framed: Framed, text_bytes: int, at: list[int], labels: list[Any]) -> EncodedExample:

@@ -16,6 +16,7 @@ Metric = Callable[[Numbers, Numbers], float]
 """Targets, predictions → value."""
 BOOTSTRAP_SAMPLES = 1000
 CONFIDENCE = 0.95
+CALIBRATION_BINS = 15
 
 
 def _sklearn_metrics() -> Any:
@@ -88,17 +89,18 @@ METRICS_OF_FORM: Mapping[str, Mapping[str, Metric]] = {
     "multilabel": {"f1_micro": f1_micro, "f1_macro": f1_macro, "exact_match": exact_match},
     "regression": {"pearson": pearson, "spearman": spearman, "r2": r2},
     "tagging": {"accuracy": accuracy, "f1_macro": f1_macro},
+    "multiple_choice": {"accuracy": accuracy},
 }
 """Metrics of each form over its examples, or over words."""
 
 
 def span_f1(targets: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
     """F1 of whole spans of tags such as B-PER and I-PER, over all texts, as conlleval and seqeval count them."""
-    expected, found = (
+    expected, detected = (
         {(number, *span) for number, tags in enumerate(texts) for span in spans_of(tags)}
         for texts in (targets, predicted)
     )
-    return 2 * len(expected & found) / max(len(expected) + len(found), 1)
+    return 2 * len(expected & detected) / max(len(expected) + len(detected), 1)
 
 
 def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -113,6 +115,15 @@ def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
             start = place
         before, kind_before = mark, kind
     return spans
+
+
+def calibration_error(targets: Numbers, probabilities: Numbers, bins: int = CALIBRATION_BINS) -> float:
+    """Expected calibration error: over bins of the predicted class's probability, the mean distance of that from the
+    accuracy, weighted by examples (Guo et al. 2017, equation 3). targets [N], probabilities [N, C]."""
+    confidence, hits = probabilities.max(1), probabilities.argmax(1) == targets
+    numbers = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    distance = np.bincount(numbers, hits - confidence, bins)
+    return float(np.abs(distance).sum() / len(targets))
 
 
 def bootstrap_interval(

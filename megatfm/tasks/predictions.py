@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatfm import object_collectives
 from megatfm.config import TaskConfig
 from megatfm.errors import MegatfmError
-from megatfm.tasks.metrics import METRICS_OF_FORM, span_f1
+from megatfm.tasks.metrics import METRICS_OF_FORM, calibration_error, span_f1
+from megatfm.tasks.span_predictions import SpanPredictions
 
 Part = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
 
@@ -48,7 +49,7 @@ class Predictions:
         if self.task.form == "multilabel":
             separate: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
             return separate
-        exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+        exponentials: NDArray[np.float64] = np.exp(logits - logits.max(-1, keepdims=True))
         scaled: NDArray[np.float64] = exponentials / exponentials.sum(-1, keepdims=True)
         return scaled
 
@@ -56,6 +57,8 @@ class Predictions:
         """Return every metric of the task's form."""
         table = METRICS_OF_FORM[self.task.form]
         values = {name: metric(self.expected, self.predicted) for name, metric in table.items()}
+        if self.task.form == "classification":
+            values["calibration_error"] = calibration_error(self.expected, self.probabilities)
         if self.task.form == "tagging" and self.task.has_spans:
             expected, predicted = self._tags(self.expected), self._tags(self.predicted)
             return {"span_f1": span_f1(expected, predicted), **values}
@@ -64,6 +67,8 @@ class Predictions:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Iterate over predictions by row of the file, counted from 1."""
         labels, form = self.task.labels, self.task.form
+        if form == "multiple_choice" and not labels:
+            labels = [str(number) for number in range(self.logits.shape[1])]
         if form == "tagging":
             numbers = np.unique(self.examples).tolist()
             for number, tags in zip(numbers, self._tags(self.predicted), strict=True):
@@ -74,7 +79,11 @@ class Predictions:
                 yield {"row": number + 1, "value": round(float(self.logits[place, 0]), 6)}
                 continue
             shares = {
-                label: round(float(p), 6) for label, p in zip(labels, self.probabilities[place], strict=True)
+                label: round(float(p), 6)
+                for label, p, logit in zip(
+                    labels, self.probabilities[place], self.logits[place], strict=False
+                )
+                if logit > -np.inf
             }
             if form == "multilabel":
                 chosen = [label for label, flag in zip(labels, self.predicted[place], strict=True) if flag]
@@ -101,14 +110,35 @@ class PredictionCollector:
         numbers = (examples.cpu().numpy(), words.cpu().numpy())
         self.parts.append((*numbers, logits.detach().float().cpu().numpy(), targets.cpu().numpy()))
 
-    def gather(self, task: TaskConfig) -> Predictions:
-        """Gather all examples on every rank; copies that several ranks computed count once. A collective."""
+    def gather(self, task: TaskConfig, corpus: str) -> Predictions | SpanPredictions:
+        """Gather all examples on every rank; copies that several ranks computed count once. A collective.
+
+        corpus: folder of the examples.
+        """
         parts = [part for parts in object_collectives.all_gather(self.parts) for part in parts]
         if not parts:
             raise MegatfmError("no rank's head has predicted anything: evaluate a set with examples")
         examples, words, logits, targets = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         _, first = np.unique(np.stack([examples, words]), axis=1, return_index=True)
-        return Predictions(task, examples[first], words[first], logits[first], targets[first])
+        columns = (examples[first], words[first], logits[first], targets[first])
+        if task.form == "span_extraction":
+            return SpanPredictions(task, corpus, *columns[:3])
+        return Predictions(task, *(join_choices(*columns) if task.form == "multiple_choice" else columns))
+
+
+def join_choices(
+    examples: NDArray[np.int64],
+    choices: NDArray[np.int64],
+    logits: NDArray[np.float32],
+    is_right: NDArray[Any],
+) -> Part:
+    """Return numbers of examples [N], zeros, the logits of their choices [N, C] and the right ones [N], from those of
+    each choice. An example with fewer choices than another has −∞ for those that it lacks."""
+    numbers, place = np.unique(examples, return_inverse=True)
+    shape = len(numbers), int(choices.max()) + 1
+    by_choice, right = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int64)
+    by_choice[place, choices], right[place, choices] = logits[:, 0], is_right
+    return numbers, np.zeros_like(numbers), by_choice, right.argmax(1)
 
 
 @contextmanager

@@ -104,6 +104,17 @@ class HuggingFaceTokenizer(Tokenizer):
         encoding = self._reads_special.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), list(encoding.offsets)
 
+    def encode_text_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids [n] of a text, as `encode` gives them, and begin and end of the characters of each [n, 2]."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        if not np.isin(ids, list(self._skipped_ids)).any():
+            return ids, offsets
+        escaped = [
+            self._escape_reserved(ids[place : place + 1].astype(np.int32)) for place in range(len(ids))
+        ]
+        return np.concatenate(escaped).astype(np.int64), np.repeat(offsets, list(map(len, escaped)), axis=0)
+
     @cached_property
     def _reads_special(self) -> tokenizers.Tokenizer:
         """A copy that reads special tokens where a text spells them."""

@@ -220,7 +220,7 @@ def evaluate_sets(
                 on_batch=on_batch,
             )
         if config.task and collector:
-            results[name]["metrics"] = collector.gather(config.task).metrics()
+            results[name]["metrics"] = collector.gather(config.task, config.data.validation[name]).metrics()
         log.info("step %d  %s: %s", step, name, summary(results[name]))
         if (n_buckets := config.evaluate.position_buckets) and corpora.objective.likelihood_term:
             results[name]["loss_by_position"] = loss_by_position(

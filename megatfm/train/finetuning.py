@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, TaskConfig, TextClassifierHeadConfig
+from megatfm.config import Config, TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
@@ -16,12 +16,20 @@ TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
 HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score"}
 """Module name of the head for each family; an encoder's has the name of BERT's, whose pooler it goes on from."""
+FAMILIES_OF_FORM = {
+    "span_extraction": ["encoder"],
+    "generation": ["decoder", "encoder_decoder"],
+    "chat": ["decoder"],
+}
+"""Families for forms that not every one with a head can do."""
 LOSSES = {
     "classification": "cross_entropy",
     "tagging": "cross_entropy",
     "multilabel": "binary_cross_entropy",
     "regression": "squared_error",
 }
+TASK_HEADS = {"span_extraction": "span_extraction", "multiple_choice": "multiple_choice"}
+"""Heads, and objectives of the same name, of forms that have others than a text classifier."""
 
 
 def resolve_task(config: Config) -> tuple[Config, list[str]]:
@@ -38,11 +46,16 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         raise UsageError(
             "data.tokenizer is missing: give the one of the pretrained model, or start from that by --from"
         )
-    families = list(HEAD_OF_FAMILY) if task.has_head else ["decoder"]
+    families = FAMILIES_OF_FORM.get(task.form, list(HEAD_OF_FAMILY))
     if family not in families:
         raise UsageError(
             f"task.form = {task.form!r}: is not for model.family = {family!r}, but for {' and '.join(families)}: start "
             "from such a model"
+        )
+    if family == "encoder_decoder" and config.data.target_length is None:
+        raise UsageError(
+            "data.target_length is missing: an encoder-decoder writes its answers into a row of their own: give the "
+            "tokens of the longest, for example data.target_length=128"
         )
     check_files_exist(task)
     task = task.model_copy(update={"labels": read_labels(task)})
@@ -79,32 +92,36 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
         path, config.task, tokenizer, config.data.sequence_length, folder,
         tokenizer_file=str(config.data.tokenizer), with_labels=with_labels,
         is_causal=config.model.family == "decoder",
+        target_length=config.data.target_length if config.model.family == "encoder_decoder" else None,
     )  # fmt: skip
 
 
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective: the task's head in place of all others."""
-    head = HEAD_OF_FAMILY[config.model.family]
-    given = config.model.extra_heads.get(head)
-    options = given.model_dump() if given is not None and given.name == "text_classifier" else {}
-    is_pooled = config.model.family == "encoder" and task.form != "tagging"
-    usual = {
-        "pooler": "tanh" if is_pooled else "none",
-        "token": "last" if config.model.family == "decoder" else "first",
-    }
-    section = {
-        **usual,
-        **options,
-        "name": "text_classifier",
-        "classes": max(1, len(task.labels)),
-        "loss": LOSSES[task.form],
-    }
+    name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
+    given = config.model.extra_heads.get(name)
+    is_pooled = family == "encoder" and form not in ("tagging", "span_extraction")
+    section: dict[str, Any] = {"name": kind or "text_classifier"}
+    usual = {"pooler": "tanh" if is_pooled else "none", "token": "last" if family == "decoder" else "first"}
+    if kind is None:
+        section |= {
+            "classes": max(1, len(task.labels)),
+            "loss": LOSSES[form],
+            "both_orders": task.both_orders,
+        }
+    options = given.model_dump() if given is not None and given.name == section["name"] else {}
+    section = {**({} if form == "span_extraction" else usual), **options, **section}
     lm_head = {} if task.lm_weight else {"model.lm_head": {"name": "none", "bias": False}}
-    return {
-        **lm_head,
-        "model.extra_heads": {head: section},
-        "objective": {"name": "text_classification", "lm_weight": task.lm_weight},
-    }
+    objective: dict[str, Any] = {"name": kind or "text_classification"}
+    if form != "span_extraction":
+        objective["lm_weight"] = task.lm_weight
+    return {**lm_head, "model.extra_heads": {name: section}, "objective": objective}
+
+
+def head_name(config: Config) -> str:
+    """Return the module name of the task's head; where it pools that of BERT's, whose pooler it goes on from."""
+    is_span = config.task is not None and config.task.form == "span_extraction"
+    return "span" if is_span else HEAD_OF_FAMILY[config.model.family]
 
 
 def weights_to_load(config: Config) -> list[str]:
@@ -113,10 +130,10 @@ def weights_to_load(config: Config) -> list[str]:
     if config.train.init_from is None:
         return []
     stored = checkpoint.names(checkpoint.find_checkpoint(Path(config.train.init_from)))
-    head = HEAD_OF_FAMILY[config.model.family]
+    head = head_name(config)
     pooler = f"{head}.pooler.*"
     section = config.model.extra_heads[head]
-    is_pooled = isinstance(section, TextClassifierHeadConfig) and section.pooler != "none"
+    is_pooled = getattr(section, "pooler", "none") != "none"
     has_pooler = is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored)
     has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
     return [f"{config.model.family}.*", *[pooler] * has_pooler, *["head.*"] * bool(has_lm_head)]

@@ -318,16 +318,16 @@ class ContextShards:
         (hidden,) = known_shapes(call.inputs[:1])
         self._point_to_point(ledger, rank, call, by_rank, needed, hidden[0] * hidden[2])
 
-    def _image_sums(
+    def _row_sums(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
-        """Sums of each image's tokens; rows of fewer images are filled up to the most."""
+        """Scores of all tokens, or sums of each image's; rows of fewer images are filled up to the most."""
+        (rows, _, width), n_bytes = call.inputs[0] or (0, 0, 0), self._at_least_float32
         documents = self._rows(microbatch, self._side(call)).documents
-        images = 1 if documents is None else max(int(documents.max()) + 1, 1)
-        (rows, _, width) = call.inputs[0] or (0, 0, 0)
-        ledger.all_reduce(
-            CONTEXT, rows * images * width * self._at_least_float32, times=1 + call.has_gradient
-        )
+        sums = 1 if documents is None else max(int(documents.max()) + 1, 1)
+        if is_a(module, "RowScores"):
+            sums, n_bytes = sum(map(len, self._positions_by_rank[""])), self._computed
+        ledger.all_reduce(CONTEXT, rows * sums * width * n_bytes, times=1 + call.has_gradient)
 
     def _experts(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -389,7 +389,8 @@ class ContextShards:
         "ShawCore": _core,
         "GatherKV": _keys,
         "SpanBoundaryGather": _around,
-        "ImageMean": _image_sums,
+        "ImageMean": _row_sums,
+        "RowScores": _row_sums,
         "LinformerAttention": _of_linformer,
         "CompressedAttention": _of_compressed,
         "SoftMoE": _slots,

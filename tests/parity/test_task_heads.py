@@ -1,14 +1,17 @@
 """Heads of downstream tasks: against transformers' classifiers, and in every layout as on one device."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.longformer import modeling_longformer
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.convert.architecture import ARCHITECTURES
+from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
 from megatfm.models import build
-from tests.support.batches import family_batch
-from tests.support.encoder_batches import BERT_ENCODER, PAD, draw_tokens, our_inputs, padded_batch
+from tests.support.batches import task_batch
+from tests.support.encoder_batches import BERT_ENCODER, PAD, draw_tokens, padded_batch
 from tests.support.grids import cells
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import (
@@ -22,47 +25,116 @@ from tests.support.workers import Workers
 
 HEAD = {"name": "text_classifier", "classes": 3, "dropout": 0.0}
 BARE = {"lm_head.name": "none", "lm_head.bias": False, "extra_heads": {"sentence": HEAD}}
-CLASSES = {
-    "BertForSequenceClassification": {},
-    "RobertaForSequenceClassification": {"position.offset": PAD + 1, "embedding.n_segments": 1},
-    "AlbertForSequenceClassification": {
-        "ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1,
-    },
-}  # fmt: skip
-LONGFORMER = {
-    **CLASSES["RobertaForSequenceClassification"],
+RELATIVES = {
+    "Bert": {},
+    "Roberta": {"position.offset": PAD + 1, "embedding.n_segments": 1},
+    "Albert": {"ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1},
+}
+RELATIVES["Longformer"] = {
+    **RELATIVES["Roberta"],
     "attention.name": "longformer", "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0]},
 }  # fmt: skip
-CLASSES["LongformerForSequenceClassification"] = LONGFORMER
+SPAN, CHOICE = {"name": "span_extraction"}, {"name": "multiple_choice", "dropout": 0.0}
+HEADS_OF_CLASS = {
+    "SequenceClassification": {"sentence": HEAD},
+    "TokenClassification": {"sentence": HEAD | {"pooler": "none"}},
+    "MultipleChoice": {"sentence": CHOICE},
+    "QuestionAnswering": {"span": SPAN},
+}
+UNDONE = {
+    "MultipleChoice": ("classifier.bias",),
+    "QuestionAnswering": ("qa_outputs.bias", ".2.output.LayerNorm.bias"),
+}
+"""Added to every choice, or token, a bias changes no softmax; before a linear layer neither."""
+CLASSES = [
+    (relative, task)
+    for task in HEADS_OF_CLASS
+    for relative in RELATIVES
+    if relative != "Longformer" or task == "SequenceClassification"
+]
+"""Longformer's others have no global token in transformers, or other ones."""
 LABELS = torch.tensor([2, 0, 1])
 
 
-def test_every_classifier_here_is_tried() -> None:
-    assert {name for name in ARCHITECTURES.names() if "SequenceClassification" in name} == set(CLASSES)
+def test_every_head_here_is_tried() -> None:
+    expected = {f"{relative}For{task}" for relative, task in CLASSES}
+    assert {name for name in ARCHITECTURES.names() if TASK_CLASSES.fullmatch(name)} == expected
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_logits_loss_and_gradients_are_transformers_s(name: str) -> None:
-    config = ModelConfig.from_dotted(BERT_ENCODER | CLASSES[name] | BARE)
+def task_inputs(
+    task: str, batch: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """What transformers reads, its labels, and the labels as we read them, for rows without padding."""
+    tokens, none = batch["input_ids"], torch.full_like(batch["input_ids"], -100)
+    first = torch.zeros_like(tokens, dtype=torch.bool)
+    first[:, 0] = True
+    if task == "SequenceClassification":
+        return batch, {"labels": LABELS}, {"sentence_targets": LABELS[:, None].where(first, none)}
+    if task == "TokenClassification":
+        labels = (tokens % 3).where(tokens % 2 == 0, none)
+        return batch, {"labels": labels}, {"sentence_targets": labels}
+    if task == "QuestionAnswering":
+        starts, ends = torch.tensor([0, 3, 2]), torch.tensor([0, 3, 6])
+        places = torch.arange(tokens.shape[1])
+        marks = (places == starts[:, None]).long() + 2 * (places == ends[:, None])
+        ours = {"answer_marks": marks, "examples": torch.arange(3)[:, None].where(first, -1)}
+        return batch, {"start_positions": starts, "end_positions": ends}, ours
+    # One question of three choices.
+    ours = {
+        "choice_targets": torch.tensor([1, -100, -100])[:, None].where(first, none),
+        "examples": torch.full_like(tokens, 7).where(first, -1),
+        "parts": torch.tensor([0, 1, 2])[:, None].expand_as(tokens),
+    }
+    return {key: value[None] for key, value in batch.items()}, {"labels": torch.tensor([1])}, ours
+
+
+def in_one_row(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows one after another, each a document."""
+    n_rows, length = fields["tokens"].shape
+    fields = {"documents": torch.arange(n_rows)[:, None].expand(-1, length), **fields}
+    fields = {"positions": torch.arange(length).expand(n_rows, -1), **fields}
+    return {name: values.reshape(1, -1) for name, values in fields.items()}
+
+
+@pytest.mark.parametrize(("relative", "task"), CLASSES)
+def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) -> None:
+    heads = HEADS_OF_CLASS[task]
+    (module,) = heads
+    config = ModelConfig.from_dotted(BERT_ENCODER | RELATIVES[relative] | BARE | {"extra_heads": heads})
+    name = f"{relative}For{task}"
     both, figures = pair(config, torch.float64, among=[name]), Figures()
     assert type(both.theirs).__name__ == name
-    batch = padded_batch(config)
-    del batch["labels"]
-    if "Longformer" in name:  # which sees padding a little
-        batch = {key: value[:, :9] for key, value in batch.items()}
+    batch = {
+        key: value[:, :9]
+        for key, value in padded_batch(config).items()
+        if key not in ("labels", "attention_mask")
+    }
+    theirs, labels, ours = task_inputs(task, batch)
     with doubled(torch.float64, modeling_longformer):
-        expected = both.theirs(**batch, labels=LABELS)
-    inputs = our_inputs(batch | {"labels": batch["input_ids"]}, {"label": LABELS}, "encoder")
-    del inputs["targets"]
-    plain = {key: value for key, value in inputs.items() if key != "sentence_targets"}
-    predictions = both.ours(batch["input_ids"], **plain).predictions
-    figures.see_logits(predictions["sentence"], expected.logits, torch.float64)
-    loss = both.ours(batch["input_ids"], **inputs).losses["sentence"] / len(LABELS)
+        expected = both.theirs(**theirs, **labels)
+    segments = {"segments": batch["token_type_ids"]} if "token_type_ids" in batch else {}
+    plain = both.ours(batch["input_ids"], **segments).predictions[module]
+    if task == "QuestionAnswering":
+        reference = torch.stack([expected.start_logits, expected.end_logits], -1)
+    elif task == "TokenClassification":
+        plain, reference = plain, expected.logits[:, 0]
+    else:
+        reference = expected.logits.reshape(plain.shape)
+    figures.see_logits(plain, reference, torch.float64)
+    fields = {"tokens": batch["input_ids"], **segments, **ours}
+    fields = in_one_row(fields) if task == "MultipleChoice" else fields
+    (total,) = both.ours(**fields).losses.values()
+    counted = (
+        {"MultipleChoice": 1, "TokenClassification": int((labels["labels"] >= 0).sum())}
+        if "labels" in labels
+        else {}
+    )
+    loss = total / counted.get(task, len(LABELS))
     figures.see_logits(loss, expected.loss, torch.float64)
     loss.backward()
     expected.loss.backward()
-    if "Longformer" not in name:  # the first token's last queries are global: the others have no gradient
-        figures.see_gradients(both, torch.float64)
+    if relative != "Longformer":  # the first token's last queries are global: the others have no gradient
+        figures.see_gradients(both, torch.float64, UNDONE.get(task, ()))
 
 
 def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
@@ -107,27 +179,37 @@ def test_dropout_of_the_head_depends_on_the_example_alone() -> None:
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
+    "tp2 of whole sequences": ParallelConfig(tp=2, sequence_parallel=False),
     "pp2": ParallelConfig(pp=2),
     "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
     "zero3": ParallelConfig(dp_shard=2),
     "cp2": ParallelConfig(cp=2),
 }
-CONFIGS = {
-    "bert": FAMILY_MODELS["bert"].with_changes(
-        {**BARE, "extra_heads": {"sentence": HEAD | {"classes": 2, "dropout": 0.3}}}
-    )
+HEADS = {
+    "classes": {"sentence": HEAD | {"classes": 2, "dropout": 0.3}},
+    "both orders": {"sentence": HEAD | {"classes": 2, "dropout": 0.3, "both_orders": True}},
+    "choices": {"sentence": {"name": "multiple_choice", "dropout": 0.3}},
+    "spans": {"span": {"name": "span_extraction", "dropout": 0.3}},
 }
+CONFIGS = {
+    name: FAMILY_MODELS["bert"].with_changes({**BARE, "extra_heads": heads}) for name, heads in HEADS.items()
+}
+CONFIGS["choices of a decoder"] = FAMILY_MODELS["gpt"].with_changes(
+    {
+        **BARE,
+        "n_mtp_heads": 0,
+        "extra_heads": {"score": HEADS["choices"]["sentence"] | {"pooler": "none", "token": "last"}},
+    }
+)
+TERMS = {"choices": "choice", "choices of a decoder": "choice", "spans": "answer_span"}
 CASES = cells(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     config = CONFIGS[name]
-    batch = family_batch(config)
-    del batch["targets"]
-    numbers = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
-    batch["examples"] = numbers.where(batch["sentence_targets"] >= 0, -1)
+    batch = task_batch(config)
     model, objective, loss = one_device_reference(config, batch)
-    assert list(objective.loss_weights) == ["sentence"]
+    assert list(objective.loss_weights) == [TERMS.get(name, "sentence")]
     for layout, parallel in layouts.items():
         engine = build_engine(config, parallel)
         stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
@@ -140,6 +222,15 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
+
+
+LARGER = {3: {"cp3": ParallelConfig(cp=3)}, 4: {"tp2 cp2": ParallelConfig(tp=2, cp=2)}}
+
+
+@pytest.mark.parametrize("name", ["both orders", "choices", "spans"])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_of_examples_over_ranks(workers: Workers, name: str, ranks: int) -> None:
+    assert workers.run(compare, ranks, name, LARGER[ranks], timeout=240.0)[0] == list(LARGER[ranks])
 
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "squared_error"])

@@ -46,6 +46,8 @@ class PassThroughObjective:
         "boundary": "span_left",
         "discriminator": "documents",
         "classifier": "labels",
+        "answer_span": "examples",
+        "choice": "choice_targets",
     }
 
     def __init__(self, terms: list[str], passed: Iterable[str] = ()) -> None:
@@ -115,6 +117,36 @@ def family_batch(config: ModelConfig) -> dict[str, Tensor]:
         inside = torch.arange(LENGTH).clamp(1, LENGTH - 2) == torch.arange(LENGTH)
         batch["span_left"] = batch["span_right"] = (masked & inside).long()
     return batch
+
+
+def task_batch(config: ModelConfig) -> dict[str, Tensor]:
+    """A batch for the head of a downstream task: labels at documents' first tokens, parts where the head has them."""
+    batch = family_batch(config)
+    batch.pop("targets")
+    labels = batch.pop("sentence_targets", batch["tokens"] % 2)
+    first = (batch["positions"] == 0) & (batch["documents"] >= 0)
+    (head,) = config.extra_heads.values()
+    numbers = torch.arange(labels.numel()).view_as(labels)
+    batch["examples"] = numbers.where(first, -1)
+    if head.name == "span_extraction":
+        ends = torch.stack([(row == row[:, None]).sum(1) for row in batch["documents"]]) - 1
+        places = batch["positions"]
+        marks = (places == ends // 2).long() + 2 * (places == ends)
+        return batch | {"answer_marks": marks.where(batch["documents"] >= 0, 0)}
+    if head.name == "text_classifier" and not head.both_orders:
+        return batch | {"sentence_targets": labels.where(first, -100)}
+    # One example a row, of as many parts as the row has documents; in the first rows another for the first document.
+    order = first.long().cumsum(1) - 1
+    is_split = (torch.arange(len(labels)) < 2)[:, None] & (order.amax(1, keepdim=True) > 0)
+    batch["parts"] = (order - is_split.long()).clamp(min=0)
+    example = 100 + 2 * torch.arange(len(labels))[:, None] + (is_split & (order > 0)).long()
+    batch["examples"] = example.where(first, -1)
+    heads = first & (batch["parts"] == 0)
+    if head.name == "text_classifier":
+        return batch | {"sentence_targets": labels.where(heads, -100)}
+    rows = zip(example.expand_as(labels), first, strict=True)
+    sizes = torch.stack([((row == row[:, None]) & hit).sum(1) for row, hit in rows])
+    return batch | {"choice_targets": (sizes - 1).where(heads, -100)}
 
 
 def family_case(name: str, deep: bool) -> tuple[ModelConfig, dict[str, Tensor]]:

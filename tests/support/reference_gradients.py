@@ -158,8 +158,11 @@ class Figures:
         assert difference <= TOLERANCE[dtype] * max(1.0, float(expected.detach().abs().max()))
         self.logits = max(self.logits, difference)
 
-    def see_gradients(self, both: Pair, dtype: torch.dtype) -> None:
-        """Of every parameter, after both had their backward pass. Raises AssertionError beyond the tolerance."""
+    def see_gradients(self, both: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()) -> None:
+        """Of every parameter, after both had their backward pass. Raises AssertionError beyond the tolerance.
+
+        undone: names of theirs that a softmax undoes as it does keys' biases.
+        """
         gradients = {name: p.grad for name, p in both.ours.named_parameters() if p.grad is not None}
         assert gradients.keys() == dict(both.ours.named_parameters()).keys()
         local = [
@@ -179,9 +182,9 @@ class Figures:
         for name, expected in reference.items():
             error, norm = float((converted[name] - expected).norm()), float(expected.norm())
             if norm <= VANISHING * full:
-                assert name.endswith((".key.bias", "key_global.bias", "k_proj.bias", "key_proj.bias")), (
-                    f"nothing to compare for {name}"
-                )
+                assert name.endswith(
+                    (".key.bias", "key_global.bias", "k_proj.bias", "key_proj.bias", *undone)
+                ), f"nothing to compare for {name}"
                 assert error <= TOLERANCE[dtype] * full, name
                 continue
             assert error <= TOLERANCE[dtype] * norm, f"{name}: {error / norm:.1e}"

@@ -1,13 +1,15 @@
-"""Fine-tuned encoders with a head of classes: transformers' …ForSequenceClassification.
+"""Encoders with the head of a downstream task: BertFor… SequenceClassification, TokenClassification, MultipleChoice and
+QuestionAnswering, and those of its relatives.
 
-Written for models that `megatfm finetune` trained. A folder of such a class is opened as the bare model, since another
-task has a head of its own.
+Each is the bare model, its pooler where the class has one, and a linear layer. RoBERTa's and Longformer's classifiers
+of sequences have a pooler of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from megatfm.config import ModelConfig, TextClassifierHeadConfig
+from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
 from megatfm.convert.architecture import ARCHITECTURES, HEAD_PREFIXES, Rules, register_architecture
 from megatfm.convert.architectures import bert as bert  # which registers the classes that these differ from
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
@@ -15,51 +17,70 @@ from megatfm.convert.hf_config import Json, Key, used
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear
 from megatfm.errors import UsageError
 
-LABELS: dict[str, Key] = {
-    "id2label": used({"0": "LABEL_0", "1": "LABEL_1"}, dict),
-    "classifier_dropout": used(None, float, int, None),
+PROBLEMS = {
+    "cross_entropy": "single_label_classification",
+    "binary_cross_entropy": "multi_label_classification",
+    "squared_error": "regression",
 }
+"""Loss of a head → problem_type of config.json."""
+LABELS: dict[str, Key] = {
+    "id2label": used(None, dict, None),
+    "num_labels": used(None, int, None),
+    "problem_type": used(None, str, None),
+}
+DROPOUT: dict[str, Key] = {"classifier_dropout": used(None, float, int, None)}
+HeadReader = Callable[[Json, ModelConfig], Json]
+HeadWriter = Callable[[Any], Json]
 
 
-def register_classifier(name: str, base: str, pooler: str, classifier: str) -> None:
-    """Register a class: that of `base`, with tensors `pooler` and `classifier` in place of its head."""
+def register_task_class(
+    name: str, base: str, module: str, read_head: HeadReader, write_head: HeadWriter, tensors: Sequence[str],
+    keys: dict[str, Key],
+) -> None:  # fmt: skip
+    """Register a class: that of `base`, with the head `module` in place of its own.
+
+    tensors: names of the pooler's tensors, where there is a pooler, and of the linear layer's. write_head: raises
+    UsageError for another kind of head.
+    """
     architecture = ARCHITECTURES.get(base)
 
     def read(hf_config: Json) -> ModelConfig:
-        classes, dropout = len(hf_config["id2label"]), hf_config["classifier_dropout"]
         config = architecture.config_from_hf(
-            {key: value for key, value in hf_config.items() if key not in LABELS}
+            {key: value for key, value in hf_config.items() if key not in keys}
         )
-        head = {"name": "text_classifier", "classes": classes, "pooler": "tanh", "bias": True}
-        head |= {"dropout": config.dropout if dropout is None else float(dropout)}
+        head = read_head(hf_config, config)
         return config.with_changes(
-            {"lm_head": {"name": "none", "bias": False}, "extra_heads": {"sentence": head}}
+            {"lm_head": {"name": "none", "bias": False}, "extra_heads": {module: head}}
         )
 
     def write(config: ModelConfig) -> Json:
-        head = config.extra_heads.get("sentence")
-        if not isinstance(head, TextClassifierHeadConfig):
-            raise UsageError(f"a {name} has a head of classes: model.extra_heads.sentence is no such head")
-        labels = [f"LABEL_{number}" for number in range(head.classes)]
-        return {**architecture.config_to_hf(config), **label_keys(labels), "classifier_dropout": head.dropout}
+        if config.extra_heads.keys() != {module}:
+            raise UsageError(
+                f"a {name} has one head: model.extra_heads has {', '.join(config.extra_heads) or 'none'}"
+            )
+        return {**architecture.config_to_hf(config), **write_head(config.extra_heads[module])}
 
     register_architecture(
         name,
         replace(
             architecture,
-            keys={**architecture.keys, **LABELS},
+            keys={**architecture.keys, **keys},
             config_from_hf=read,
             config_to_hf=write,
-            weight_mappings=_with_classifier(architecture.weight_mappings, pooler, classifier),
-            ignored_tensors=tuple(p for p in architecture.ignored_tensors if "pooler" not in p),
+            weight_mappings=_with_head(architecture.weight_mappings, module, tensors),
+            ignored_tensors=tuple(
+                p for p in architecture.ignored_tensors if "pooler" not in p or len(tensors) == 1
+            ),
         ),
     )
 
 
-def _with_classifier(rules: Rules, pooler: str, classifier: str) -> Rules:
+def _with_head(rules: Rules, module: str, tensors: Sequence[str]) -> Rules:
+    parts = ["pooler", "classifier"][-len(tensors) :]
     head: Sequence[WeightMapping] = [
-        *rename_linear("sentence.pooler", pooler, bias=True),
-        *rename_linear("sentence.classifier", classifier, bias=True),
+        rule
+        for part, tensor in zip(parts, tensors, strict=True)
+        for rule in rename_linear(f"{module}.{part}", tensor, bias=True)
     ]
     return lambda config: [
         *(
@@ -71,20 +92,110 @@ def _with_classifier(rules: Rules, pooler: str, classifier: str) -> Rules:
     ]
 
 
-def label_keys(labels: Sequence[str]) -> Json:
-    """The keys of config.json that name the classes."""
+def read_classifier(theirs: Json, config: ModelConfig, *, pooler: str = "tanh") -> Json:
+    """Return our head of a classifier's config.json."""
+    labels, number = theirs.get("id2label"), theirs.get("num_labels")
+    losses = {problem: loss for loss, problem in PROBLEMS.items()}
     return {
-        "id2label": {str(number): label for number, label in enumerate(labels)},
-        "label2id": {label: number for number, label in enumerate(labels)},
-        "problem_type": "single_label_classification",
+        "name": "text_classifier",
+        "classes": number if number is not None else 2 if labels is None else len(labels),
+        "loss": losses[theirs.get("problem_type") or PROBLEMS["cross_entropy"]],
+        "pooler": pooler,
+        "dropout": _dropout(theirs, config),
     }
 
 
-register_classifier("BertForSequenceClassification", "BertForMaskedLM", "bert.pooler.dense", "classifier")
-register_classifier(
-    "RobertaForSequenceClassification", "RobertaForMaskedLM", "classifier.dense", "classifier.out_proj"
-)
-register_classifier("AlbertForSequenceClassification", "AlbertForMaskedLM", "albert.pooler", "classifier")
-register_classifier(
-    "LongformerForSequenceClassification", "LongformerForMaskedLM", "classifier.dense", "classifier.out_proj"
-)
+def write_classifier(head: Any, *, pooler: str = "tanh") -> Json:
+    """Return the keys of config.json that a head decides. Raises UsageError for another kind of head."""
+    if not isinstance(head, TextClassifierHeadConfig) or head.pooler != pooler or head.both_orders:
+        raise UsageError(f"the class has a head of classes with pooler = {pooler!r}, over one text or pair")
+    return {**label_keys([], head), "classifier_dropout": head.dropout}
+
+
+def read_token_classifier(theirs: Json, config: ModelConfig) -> Json:
+    """Return our head of a classifier of words."""
+    return read_classifier(theirs, config, pooler="none")
+
+
+def write_token_classifier(head: Any) -> Json:
+    """Return the keys of a classifier of words. Raises UsageError for another kind of head."""
+    return write_classifier(head, pooler="none")
+
+
+def read_choices(theirs: Json, config: ModelConfig) -> Json:
+    """Return our head of a multiple choice."""
+    return {"name": "multiple_choice", "dropout": _dropout(theirs, config)}
+
+
+def write_choices(head: Any) -> Json:
+    """Return the keys of a multiple choice. Raises UsageError for another kind of head."""
+    if head.name != "multiple_choice" or head.pooler != "tanh":
+        raise UsageError("the class has a head 'multiple_choice' with a pooler")
+    return {"classifier_dropout": head.dropout}
+
+
+def read_spans(theirs: Json, config: ModelConfig) -> Json:
+    """Return our head of a question answering."""
+    return {"name": "span_extraction"}
+
+
+def write_spans(head: Any) -> Json:
+    """Return the keys of a question answering. Raises UsageError for another kind of head."""
+    if head.name != "span_extraction":
+        raise UsageError("the class has a head 'span_extraction'")
+    return {}
+
+
+def _dropout(theirs: Json, config: ModelConfig) -> float:
+    dropout = theirs.get("classifier_dropout")
+    return config.dropout if dropout is None else float(dropout)
+
+
+def label_keys(labels: Sequence[str], head: Any) -> Json:
+    """Return the keys of config.json that name what a classifier's head predicts, and how many there are of it.
+
+    labels: left out, LABEL_0 and so on. A number has no name.
+    """
+    if head.loss == "squared_error":
+        return {"num_labels": head.classes, "problem_type": PROBLEMS[head.loss]}
+    names = list(labels) or [f"LABEL_{number}" for number in range(head.classes)]
+    return {
+        "id2label": {str(number): label for number, label in enumerate(names)},
+        "label2id": {label: number for number, label in enumerate(names)},
+        "problem_type": PROBLEMS[head.loss],
+    }
+
+
+def task_labels(config: Config) -> Json:
+    """Return the keys of config.json that name the labels of a fine-tuning run's task."""
+    heads = [head for head in config.model.extra_heads.values() if isinstance(head, TextClassifierHeadConfig)]
+    return label_keys(config.task.labels, heads[0]) if config.task and heads else {}
+
+
+# Tensors of the pooler and the linear layer of classifiers of sequences, and of the pooler elsewhere. In transformers
+# Longformer's first token is global in classifiers of sequences alone: its other classes compute something else.
+FAMILIES = {
+    "Bert": (["bert.pooler.dense", "classifier"], "bert.pooler.dense"),
+    "Roberta": (["classifier.dense", "classifier.out_proj"], "roberta.pooler.dense"),
+    "Albert": (["albert.pooler", "classifier"], "albert.pooler"),
+    "Longformer": (["classifier.dense", "classifier.out_proj"], None),
+}
+for family, (classifier_tensors, pooler_tensor) in FAMILIES.items():
+    masked, classes = f"{family}ForMaskedLM", LABELS | DROPOUT
+    register_task_class(
+        f"{family}ForSequenceClassification", masked, "sentence", read_classifier, write_classifier,
+        classifier_tensors, classes,
+    )  # fmt: skip
+    if pooler_tensor is None:
+        continue
+    register_task_class(
+        f"{family}ForTokenClassification", masked, "sentence", read_token_classifier, write_token_classifier,
+        ["classifier"], classes,
+    )  # fmt: skip
+    register_task_class(
+        f"{family}ForMultipleChoice", masked, "sentence", read_choices, write_choices,
+        [pooler_tensor, "classifier"], DROPOUT,
+    )  # fmt: skip
+    register_task_class(
+        f"{family}ForQuestionAnswering", masked, "span", read_spans, write_spans, ["qa_outputs"], {}
+    )

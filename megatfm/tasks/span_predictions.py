@@ -1,0 +1,212 @@
+"""Answers from the scores of windows' tokens: the best over windows, and whether there is one (Devlin et al. 2019)."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.config import TaskConfig
+from megatfm.corpus.corpus import Corpus
+from megatfm.objectives.supervised import ANNOTATION
+from megatfm.tasks.text_metrics import best_threshold, exact_match, token_f1
+
+SHOWN_ANSWERS = 5
+"""Further answers that a line of the predictions holds."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An answer: its characters in the text, and the sum of the logits of its first and last token."""
+
+    begin: int
+    end: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question's answers, best first, and the score of none. references: those of the file; empty: no answer."""
+
+    row: int
+    name: str
+    context: str
+    references: Sequence[str]
+    candidates: Sequence[Candidate]
+    null_score: float
+
+    @property
+    def difference(self) -> float:
+        """The score of no answer less that of the best one."""
+        return self.null_score - self.candidates[0].score if self.candidates else float("inf")
+
+    def text(self, candidate: Candidate) -> str:
+        """Return an answer as the text spells it."""
+        return self.context[candidate.begin : candidate.end].strip()
+
+    @cached_property
+    def best(self) -> str:
+        """The best answer; empty where no window has one."""
+        return self.text(self.candidates[0]) if self.candidates else ""
+
+
+@dataclass(frozen=True)
+class SpanPredictions:
+    """Answers to a file's questions, from logits [N, 2] of tokens with their windows [N] and places in them [N].
+
+    threshold: up to which `Question.difference` a question is answered, where some may have no answer; None: the one
+    that gives the best F1 on these questions.
+    """
+
+    task: TaskConfig
+    corpus: str
+    examples: NDArray[np.int64]
+    words: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    threshold: float | None = None
+
+    @cached_property
+    def questions(self) -> list[Question]:
+        """The questions whose windows were seen, in the order of the file."""
+        numbers, starts = np.unique(self.examples, return_index=True)
+        logits_by_window = dict(zip(numbers.tolist(), np.split(self.logits, starts[1:]), strict=True))
+        by_row: dict[int, list[tuple[dict[str, Any], NDArray[np.float32]]]] = {}
+        facts: dict[int, dict[str, Any]] = {}
+        for number, annotation in read_annotations(self.corpus):
+            row = annotation["row"]
+            if "context" in annotation:  # of the first window
+                facts[row] = annotation
+            if number in logits_by_window:
+                by_row.setdefault(row, []).append((annotation, logits_by_window[number]))
+        return [self._question(row, facts[row], windows) for row, windows in sorted(by_row.items())]
+
+    def metrics(self) -> dict[str, float]:
+        """Return SQuAD's F1 and exact match, and where some have no answer both for those with and without one."""
+        exact, f1 = self.scores(exact_match), self.scores(token_f1)
+        values = {"f1": float(f1.mean()), "exact_match": float(exact.mean())}
+        if not self.task.no_answer:
+            return values
+        has_answer = self._has_answer
+        for name, chosen in (("has_answer", has_answer), ("no_answer", ~has_answer)):
+            if chosen.any():
+                values |= {
+                    f"{name}_f1": float(f1[chosen].mean()),
+                    f"{name}_exact_match": float(exact[chosen].mean()),
+                }
+        return values
+
+    def scores(self, metric: Any) -> NDArray[np.float64]:
+        """Return a metric of each question's answer [Q], given under the threshold."""
+        answers = [self.answer(question) for question in self.questions]
+        return np.array(
+            [metric(answer, q.references or [""]) for answer, q in zip(answers, self.questions, strict=True)],
+            np.float64,
+        )
+
+    @cached_property
+    def answered_up_to(self) -> float:
+        """The threshold: `threshold`, else that with the best F1 here; infinite where all questions have an answer."""
+        if not self.task.no_answer:
+            return float("inf")
+        if self.threshold is not None:
+            return self.threshold
+        f1 = np.array([token_f1(q.best, q.references or [""]) for q in self.questions])
+        differences = np.array([question.difference for question in self.questions])
+        return best_threshold(f1, self._has_answer, differences)[1]
+
+    def answer(self, question: Question) -> str:
+        """Return the answer to a question; empty where it has none."""
+        return question.best if question.difference <= self.answered_up_to else ""
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Iterate over predictions by row of the file, counted from 1."""
+        for question in self.questions:
+            best = question.candidates[: 1 + SHOWN_ANSWERS]
+            scores = np.array([candidate.score for candidate in best], np.float64)
+            shares = np.exp(scores - scores.max(initial=-np.inf))
+            shares = shares / max(shares.sum(), 1e-300)
+            answers = [
+                {
+                    "text": question.text(c),
+                    "begin": c.begin,
+                    "end": c.end,
+                    "probability": round(float(share), 6),
+                }
+                for c, share in zip(best, shares, strict=True)
+            ]
+            line: dict[str, Any] = {
+                "row": question.row + 1,
+                "id": question.name,
+                "answer": self.answer(question),
+            }
+            if self.task.no_answer:
+                line["no_answer_score"] = round(question.difference, 6) if best else None
+            yield {**line, "answers": answers}
+
+    @cached_property
+    def _has_answer(self) -> NDArray[np.bool_]:
+        return np.array([bool(question.references) for question in self.questions], np.bool_)
+
+    def _question(
+        self,
+        row: int,
+        facts: Mapping[str, Any],
+        windows: Sequence[tuple[Mapping[str, Any], NDArray[np.float32]]],
+    ) -> Question:
+        begins = [annotation["window"][0] for annotation, _ in windows]
+        sizes = [len(annotation["offsets"]) for annotation, _ in windows]
+        best: dict[tuple[int, int], float] = {}
+        null = float("inf")
+        for number, (annotation, logits) in enumerate(windows):
+            null = min(null, float(logits[0].astype(np.float64).sum()))
+            for begin, end, score in self._window_candidates(number, annotation, logits, begins, sizes):
+                best[begin, end] = max(best.get((begin, end), -np.inf), score)
+        ordered = sorted(best.items(), key=lambda item: (-item[1], item[0]))[: self.task.n_best]
+        candidates = [Candidate(*span, score) for span, score in ordered]
+        return Question(row, facts["id"], facts["context"], facts["answers"], candidates, null)
+
+    def _window_candidates(
+        self, number: int, annotation: Mapping[str, Any], logits: NDArray[np.float32], begins: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Iterator[tuple[int, int, float]]:  # fmt: skip
+        """Iterate over a window's answers that begin at a token of which no other window shows more context."""
+        offsets = np.array(annotation["offsets"]).reshape(-1, 2)
+        of_text = logits[annotation["first"] :][: len(offsets)].astype(np.float64)
+        starts, ends = (_largest(of_text[:, side], self.task.n_best) for side in (0, 1))
+        for start in starts:
+            if shows_most_context(number, begins[number] + start, begins, sizes):
+                for end in ends:
+                    if start <= end < start + self.task.max_answer_tokens:
+                        score = float(of_text[start, 0] + of_text[end, 1])
+                        yield int(offsets[start, 0]), int(offsets[end, 1]), score
+
+
+def shows_most_context(number: int, token: int, begins: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a window shows as much of the text on both sides of a token as any; of equals the first counts.
+
+    As in BERT's code: the lesser of both sides, and a little for a longer window.
+    """
+    scores = [
+        min(token - begin, begin + size - 1 - token) + 0.01 * size
+        if begin <= token < begin + size
+        else -np.inf
+        for begin, size in zip(begins, sizes, strict=True)
+    ]
+    return int(np.argmax(scores)) == number
+
+
+def _largest(values: NDArray[np.float64], n: int) -> list[int]:
+    """Return the places of the n largest values; of equals the first."""
+    places: list[int] = np.argsort(-values, kind="stable")[:n].tolist()
+    return places
+
+
+def read_annotations(folder: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Iterate over what is stored beside each sample of a task's corpus, with its number."""
+    corpus = Corpus.open(folder)
+    for block in range(corpus.n_blocks):
+        for sample in corpus.read_block_samples(block):
+            yield sample.index, json.loads(sample.members[ANNOTATION])

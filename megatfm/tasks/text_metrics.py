@@ -1,0 +1,94 @@
+"""Metrics of texts: SQuAD's exact match and F1, and BLEU and chrF as sacrebleu computes them."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.errors import MegatfmError
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = frozenset(string.punctuation)
+BLEU_SAMPLES = 1000
+"""Bootstrap samples of corpus-level metrics."""
+
+
+def normalise_answer(text: str) -> str:
+    """Return a text in small letters, without punctuation of ASCII, English articles and surplus white space."""
+    bare = "".join(character for character in text.lower() if character not in PUNCTUATION)
+    return " ".join(ARTICLES.sub(" ", bare).split())
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if an answer is one of the references once both are normalised (SQuAD), else 0."""
+    return float(any(normalise_answer(answer) == normalise_answer(reference) for reference in references))
+
+
+def token_f1(answer: str, references: Sequence[str]) -> float:
+    """Largest F1 of an answer's words and those of a reference, both normalised (SQuAD)."""
+    return max(_word_f1(normalise_answer(answer).split(), normalise_answer(r).split()) for r in references)
+
+
+def _word_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
+    if not predicted or not reference:
+        return float(predicted == reference)
+    common = sum((Counter(predicted) & Counter(reference)).values())
+    return 2 * common / (len(predicted) + len(reference))
+
+
+def best_threshold(
+    scores: NDArray[np.float64], has_answer: NDArray[np.bool_], differences: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return the best mean score over thresholds, and the threshold up to which questions are answered (SQuAD 2.0).
+
+    scores [N]: of the answers that would be given; one to a question without an answer must be wrong. differences [N]:
+    the score of no answer less that of the best answer. A question with more than the threshold gets no answer.
+    """
+    score = best = float((~has_answer).sum())
+    threshold, sorted_places = 0.0, np.argsort(differences, kind="stable").tolist()
+    for place in sorted_places:
+        score += float(scores[place]) if has_answer[place] else -1.0
+        if score > best:
+            best, threshold = score, float(differences[place])
+    return best / max(len(scores), 1), threshold
+
+
+def corpus_metric(
+    name: str, answers: Sequence[str], references: Sequence[str]
+) -> tuple[float, tuple[float, float]]:
+    """Return a metric of generated texts and its 95 % bootstrap interval: BLEU and chrF of 100, exact match of 1."""
+    if name == "exact_match":
+        hits = np.array(
+            [a.strip() == r.strip() for a, r in zip(answers, references, strict=True)], np.float64
+        )
+        random = np.random.default_rng(0)
+        means = hits[random.integers(0, len(hits), (BLEU_SAMPLES, len(hits)))].mean(1)
+        low, high = np.quantile(means, [0.025, 0.975])
+        return float(hits.mean()), (float(low), float(high))
+    metric = _sacrebleu_metric(name)
+    result = metric.corpus_score(list(answers), [list(references)], n_bootstrap=BLEU_SAMPLES)
+    half = float(result._ci)
+    return float(result.score), (float(result._mean) - half, float(result._mean) + half)
+
+
+def metric_signature(name: str) -> str:
+    """Return what names a metric's settings in papers; of exact match its name."""
+    return name if name == "exact_match" else str(_sacrebleu_metric(name, score_once=True).get_signature())
+
+
+def _sacrebleu_metric(name: str, *, score_once: bool = False) -> Any:
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+        from sacrebleu.metrics.chrf import CHRF
+    except ImportError:
+        raise MegatfmError(
+            f"task.text_metrics: {name} is computed by sacrebleu: `pip install megatfm[tasks]`"
+        ) from None
+    metric = BLEU() if name == "bleu" else CHRF()
+    if score_once:  # before which a metric doesn't know how many references there are
+        metric.corpus_score(["a"], [["a"]])
+    return metric

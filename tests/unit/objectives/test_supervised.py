@@ -1,0 +1,152 @@
+"""Examples with labels: fields by hand, documents of an example's parts, and sides of texts for texts."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatfm.config import (
+    AnswersObjective,
+    ModelConfig,
+    MultipleChoiceObjective,
+    SpanExtractionObjective,
+    TextClassificationObjective,
+)
+from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.sequences import DocumentChunk, PackingConfig
+from megatfm.errors import UsageError
+from megatfm.objectives import Objective, SpecialTokens, build_objective
+from megatfm.rng import PieceKey
+
+SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=95, cls=3, sep=4)
+CHOICES = {"at": [3, 9], "labels": [1], "starts": [0, 4], "second": [2, 7]}
+PAIR = {"at": [3, 9], "labels": [2], "starts": [0, 4], "second": [2, 7]}
+
+
+def model(family: str, head: dict[str, Any] | None, **values: Any) -> ModelConfig:
+    heads = {} if head is None else {"extra_heads": {"sentence" if family == "encoder" else "score": head}}
+    small = {"vocab_size": 95, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 32}
+    return ModelConfig.from_dotted({**small, "family": family, **heads, **values})
+
+
+def chunk(n: int, annotation: dict[str, Any], first: int = 10) -> DocumentChunk:
+    tokens = np.arange(first, first + n, dtype=np.uint16)
+    return DocumentChunk(tokens, files={"json": json.dumps(annotation).encode()})
+
+
+def fields_of(objective: Objective, piece: DocumentChunk) -> dict[str, list[int]]:
+    built = objective.build_example(piece, PieceKey(seed=0, epoch=0, sample=6, piece=0))
+    return {name: values.tolist() for name, values in built.items()}
+
+
+def test_choices_and_next_tokens_stay_in_their_parts() -> None:
+    config = model("decoder", {"name": "multiple_choice"}, **{"embedding.n_segments": 2})
+    objective = build_objective(MultipleChoiceObjective(lm_weight=0.5), config, SPECIAL, (16,))
+    assert objective.loss_weights == {"choice": 1.0, "causal": 0.5}
+    none = -100
+    assert fields_of(objective, chunk(10, CHOICES)) == {
+        "tokens": list(range(10, 20)),
+        "examples": [-1, -1, -1, 6, -1, -1, -1, -1, -1, 6],
+        "parts": [0] * 4 + [1] * 6,
+        "segments": [0, 0, 1, 1, 0, 0, 0, 1, 1, 1],
+        "targets": [11, 12, 13, none, 15, 16, 17, 18, 19, none],
+        "choice_targets": [none, none, none, 1, *[none] * 6],
+    }
+
+
+def test_parts_are_documents_of_their_own_and_examples_stay_apart() -> None:
+    config = model("encoder", {"name": "multiple_choice"})
+    objective = build_objective(MultipleChoiceObjective(), config, SPECIAL, (32,))
+    pieces = [chunk(10, CHOICES), chunk(4, {"at": [3], "labels": [0]}, 50), chunk(10, CHOICES, 30)]
+    packed = pack_in_memory(
+        [piece.tokens for piece in pieces],
+        PackingConfig(objective, (32,), 0),
+        members=[p.files for p in pieces],
+    )
+    row = packed.row(0)
+    assert packed.n_rows == 1
+    assert row["documents"].max() == 4
+    for number in range(5):
+        inside = row["documents"] == number
+        assert row["positions"][inside].tolist() == list(range(int(inside.sum())))
+        assert len(set(row["parts"][inside].tolist())) == 1
+    assert sorted(np.bincount(row["documents"][row["documents"] >= 0]).tolist()) == [4, 4, 4, 6, 6]
+    counts = objective.target_counts({name: torch.from_numpy(values) for name, values in row.items()})
+    assert counts["choice"] == 3
+
+
+def test_a_pair_in_both_orders_counts_once() -> None:
+    config = model("encoder", {"name": "text_classifier", "classes": 3, "both_orders": True})
+    objective = build_objective(TextClassificationObjective(), config, SPECIAL, (16,))
+    fields = fields_of(objective, chunk(10, PAIR))
+    assert [place for place, value in enumerate(fields["examples"]) if value == 6] == [3, 9]
+    assert [place for place, value in enumerate(fields["sentence_targets"]) if value != -100] == [3]
+    assert "words" not in fields
+
+
+def test_an_answer_is_marked_at_its_ends() -> None:
+    config = model("encoder", {"name": "span_extraction"})
+    objective = build_objective(SpanExtractionObjective(), config, SPECIAL, (16,))
+    fields = fields_of(objective, chunk(6, {"at": [0], "labels": [[3, 4]], "second": 2}))
+    assert fields["answer_marks"] == [0, 0, 0, 1, 2, 0]
+    assert fields["examples"] == [6, *[-1] * 5]
+    assert fields_of(objective, chunk(6, {"at": [0], "labels": [[0, 0]]}))["answer_marks"] == [3, *[0] * 5]
+
+
+def test_an_encoder_decoder_reads_and_answers() -> None:
+    objective = build_objective(AnswersObjective(), model("encoder_decoder", None), SPECIAL, (8, 6))
+    pieces = [
+        chunk(7, {"trained": [[4, 7]]}),
+        chunk(3, {"trained": [[1, 3]]}, 40),
+        chunk(9, {"trained": [[7, 9]]}),
+    ]
+    assert fields_of(objective, pieces[0]) == {
+        "encoder_tokens": [10, 11, 12, 13, 2], "tokens": [0, 14, 15, 16], "targets": [14, 15, 16, 2],
+    }  # fmt: skip
+    packed = pack_in_memory(
+        [piece.tokens for piece in pieces],
+        PackingConfig(objective, (8, 6), 0),
+        members=[p.files for p in pieces],
+    )
+    rows = [packed.row(number) for number in range(packed.n_rows)]
+    assert packed.n_rows == 3, "7 + 2 tokens fill two rows of the decoder's six"
+    for row in rows:
+        for number in range(row["documents"].max() + 1):
+            answer = row["targets"][row["documents"] == number]
+            assert answer[-1] == 2
+            assert row["tokens"][row["documents"] == number].tolist() == [0, *answer[:-1]]
+            assert (row["encoder_documents"] == number).any()
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (MultipleChoiceObjective(), "with name = 'multiple_choice'"),
+        (SpanExtractionObjective(), "with name = 'span_extraction'"),
+        (TextClassificationObjective(), "with name = 'text_classifier'"),
+        (MultipleChoiceObjective(lm_weight=1), "'multiple_choice'|only a decoder predicts next tokens"),
+    ],
+)
+def test_a_model_without_the_head_is_refused(objective: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build_objective(objective, model("encoder", None), SPECIAL, (16,))
+
+
+@pytest.mark.parametrize("name", ["multiple_choice", "span_extraction", "text_classifier"])
+def test_random_pieces_fit(name: str) -> None:
+    kind = {
+        "multiple_choice": MultipleChoiceObjective(), "span_extraction": SpanExtractionObjective(),
+        "text_classifier": TextClassificationObjective(),
+    }[name]  # fmt: skip
+    both = {"both_orders": True} if name == "text_classifier" else {}
+    objective = build_objective(kind, model("encoder", {"name": name, **both}), SPECIAL, (32,))
+    random = np.random.default_rng(1)
+    pieces = [objective.random_piece(random) for _ in range(200)]
+    packed = pack_in_memory(
+        [piece.tokens for piece in pieces],
+        PackingConfig(objective, (32,), 0),
+        members=[p.files for p in pieces],
+    )
+    assert sum((packed.row(number)["examples"] >= 0).sum() for number in range(packed.n_rows)) >= 200
