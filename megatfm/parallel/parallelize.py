@@ -23,7 +23,7 @@ segment, `**` stands for any number of segments. A row that matches nothing is f
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ UNPLANNED = ParallelStyle("no row")
 GENERIC_PACKAGES = (
     "torch.",
     "megatfm.layers.linear",
-    "megatfm.layers.linear",
+    "megatfm.layers.lora",
     "megatfm.layers.norm",
     "megatfm.layers.dropout",
 )
@@ -186,6 +186,12 @@ def _match(
         if rows:
             styles[path] = STYLES.get(rows[0].style)
         elif tensors := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if complete and ".lora." in path:
+                linear = path.partition(".lora.")[0]
+                raise UsageError(
+                    f"model.lora.targets: {linear} has the plan style {styles[linear].name!r}, which does not say how "
+                    "an adapter of it is cut: leave it out of the targets, or set parallel.tp = 1"
+                )
             if complete:
                 raise UsageError(_missing(model, path, tensors[0][0]))
             styles[path] = UNPLANNED
@@ -201,7 +207,22 @@ def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
             for inner, module in owner.named_modules():
                 if matches(inner, pattern):
                     rows_by_module.setdefault(module, []).append(row)
+    for _, module in model.named_modules():
+        if (adapter := getattr(module, "lora", None)) is not None and module in rows_by_module:
+            rows_by_module |= _adapter_rows(rows_by_module[module][0], adapter)
     return rows_by_module
+
+
+def _adapter_rows(row: _Row, adapter: nn.Module) -> dict[nn.Module, list[_Row]]:
+    """Return the rows of a low-rank adapter's modules, which follow from the style of the linear layer that it is in;
+    none where that style says nothing of adapters."""
+    styles = STYLES.get(row.style).lora
+    parts = zip(("a", "b", "dropout"), styles or (), strict=bool(styles))
+    return {
+        part: [replace(row, pattern=f"{row.pattern}.lora.{key}".lstrip("."), style=style)]
+        for key, style in parts
+        if (part := getattr(adapter, key)) is not None
+    }
 
 
 def matches(name: str, pattern: str) -> bool:
