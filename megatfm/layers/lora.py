@@ -123,8 +123,8 @@ def _no_target(pattern: str, matched: Mapping[str, nn.Module], model: nn.Module,
     if matched:
         path, module = next(iter(matched.items()))
         return (
-            f"model.lora.targets: {pattern!r} is {path}, a {type(module).__name__}, and adapters go beside linear layers: "
-            f"name some of these, such as {', '.join(ends[:4])}"
+            f"model.lora.targets: {pattern!r} is {path}, a {type(module).__name__}, and adapters go beside linear "
+            f"layers: name some of these, such as {', '.join(ends[:4])}"
         )
     return (
         f"model.lora.targets: {pattern!r} matches no linear layer of the model{did_you_mean(pattern, ends)}; there are "
@@ -133,16 +133,16 @@ def _no_target(pattern: str, matched: Mapping[str, nn.Module], model: nn.Module,
 
 
 def _prepare_dropout(model: nn.Module, chosen: Mapping[str, Linear]) -> None:
-    """Have each block hand its sequence to the adapters in it. Raises UsageError for one in no block, or on a memory."""
+    """Have each block hand its sequence to the adapters in it. Raises UsageError for one in none, or on a memory."""
     blocks = {path: module for path, module in model.named_modules() if hasattr(module, "input_dropouts")}
     for path, linear in chosen.items():
         block = next((block for place, block in blocks.items() if path.startswith(f"{place}.")), None)
         if block is None or ".cross." in path:
             raise UsageError(
-                f"model.lora.dropout: {path} lies in no block, or reads another sequence than its block: leave it out of "
-                "model.lora.targets, or set dropout = 0"
+                f"model.lora.dropout: {path} lies in no block, or reads another sequence than its block: leave it out "
+                "of model.lora.targets, or set dropout = 0"
             )
-        block.input_dropouts.append(linear.lora.dropout)  # type: ignore[union-attr, operator]
+        block.input_dropouts.append(linear.lora.dropout)
 
 
 @torch.no_grad()

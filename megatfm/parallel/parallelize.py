@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
+from megatfm.parallel.adapters import adapter_styles
 from megatfm.parallel.collectives import TensorParallelGroup, copy_to_group, reduce_from_group
 from megatfm.parallel.context_attention import (
     make_attention_forward,
@@ -207,22 +208,11 @@ def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
             for inner, module in owner.named_modules():
                 if matches(inner, pattern):
                     rows_by_module.setdefault(module, []).append(row)
-    for _, module in model.named_modules():
-        if (adapter := getattr(module, "lora", None)) is not None and module in rows_by_module:
-            rows_by_module |= _adapter_rows(rows_by_module[module][0], adapter)
+    for module, rows in list(rows_by_module.items()):
+        for part, (name, style) in adapter_styles(module, rows[0].style).items():
+            pattern = f"{rows[0].pattern}.{name}".lstrip(".")
+            rows_by_module[part] = [replace(rows[0], pattern=pattern, style=style)]
     return rows_by_module
-
-
-def _adapter_rows(row: _Row, adapter: nn.Module) -> dict[nn.Module, list[_Row]]:
-    """Return the rows of a low-rank adapter's modules, which follow from the style of the linear layer that it is in;
-    none where that style says nothing of adapters."""
-    styles = STYLES.get(row.style).lora
-    parts = zip(("a", "b", "dropout"), styles or (), strict=bool(styles))
-    return {
-        part: [replace(row, pattern=f"{row.pattern}.lora.{key}".lstrip("."), style=style)]
-        for key, style in parts
-        if (part := getattr(adapter, key)) is not None
-    }
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -67,7 +67,6 @@ class ParallelStyle:
     communication: in words of `Communication`, so that `megatfm verify` can say how much it should be; None: it can't.
     dims: the dim by a tensor's name, where it isn't the same for all; tensors without one are not cut.
     expert_tp_overrides: other styles in its place under some values of `parallel.expert_tp`.
-    lora: styles of A, B and the dropout before A of the module's low-rank adapter; None: it can't have one.
     """
 
     name: str
@@ -82,7 +81,6 @@ class ParallelStyle:
     communication: tuple[Communication, ...] | None = None
     dims: Mapping[str, int] | None = field(default=None, hash=False)
     expert_tp_overrides: "Mapping[str, ParallelStyle] | None" = field(default=None, hash=False)
-    lora: tuple[str, str, str] | None = None
 
     def cut_dim(self, key: str, dims: int) -> int | None:
         """The dim that is cut of a tensor with so many dims; None where none is."""
@@ -182,7 +180,7 @@ def _slice_heads(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts
 
     def forward(x: Tensor) -> Tensor:
         parts = [module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in layouts]
-        return getattr(module, "product", F.linear)(x, parts[0], parts[1] if parts[1:] else None)  # type: ignore[no-any-return]
+        return getattr(module, "product", F.linear)(x, parts[0], parts[1] if parts[1:] else None)
 
     replace_forward(module, forward)
 
@@ -282,35 +280,20 @@ SLICED_HEADS = register_style(
 )
 """Key or value heads that are fewer than the ranks: all of them on every rank, which uses the one of its queries."""
 
-SHARED, ON_TOKENS = "replicated_partial_grad", "sequence_parallel"
-COLUMN = register_style(
-    ParallelStyle(
-        "colwise", dim=0, fallback=SLICED_HEADS, communication=(), lora=(SHARED, "colwise", "replicated")
-    )
-)
+COLUMN = register_style(ParallelStyle("colwise", dim=0, fallback=SLICED_HEADS, communication=()))
 """A matrix cut by output features; its input must be replicated (see "gather_input")."""
 
 ROW = register_style(
     ParallelStyle(
-        "rowwise",
-        dim=1,
-        gradient="partial_with_sp",
-        apply=_sum_matmul,
-        communication=("output summed",),
-        lora=("shard_input_features", SHARED, "local_shard_dropout"),
+        "rowwise", dim=1, gradient="partial_with_sp", apply=_sum_matmul, communication=("output summed",)
     )
 )
 """A matrix cut by input features; its output is partial and goes back to the residual stream, where a bias is added."""
 
-register_style(ParallelStyle("shard_input_features", dim=1, communication=()))
-"""A matrix cut by input features, whose partial output is summed later, with something else."""
-
 register_style(ParallelStyle("shard_last_dim", dim=-1, communication=()))
 """Numbers for each head, the heads last."""
 
-register_style(
-    ParallelStyle(SHARED, gradient="partial", communication=(), lora=(SHARED, SHARED, "replicated"))
-)
+register_style(ParallelStyle("replicated_partial_grad", gradient="partial", communication=()))
 """Weights that every rank has and uses for its own heads, or for its own part of the vocabulary."""
 
 ENTER = register_style(
@@ -336,14 +319,7 @@ register_style(
 )
 """A module whose output is gathered once, of which every rank then looks up what its part of the sequence needs."""
 
-SEQUENCE = register_style(
-    ParallelStyle(
-        ON_TOKENS,
-        gradient="partial_with_sp",
-        communication=(),
-        lora=(ON_TOKENS, ON_TOKENS, "local_token_dropout"),
-    )
-)
+SEQUENCE = register_style(ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=()))
 """Weights on the residual stream that are not cut, e.g. a norm's."""
 
 SPLIT_OUTPUT = register_style(
@@ -357,7 +333,6 @@ REPLICATED_OUTPUT = register_style(
         gradient="partial_with_sp",
         apply=_replicate_output,
         communication=("output whole",),
-        lora=(ON_TOKENS, ON_TOKENS, "local_token_dropout"),
     )
 )
 """Weights on the residual stream that are not cut, and whose output every rank needs whole."""
@@ -383,9 +358,7 @@ PARTIAL_OUTPUT = register_style(
 )
 """A module whose output is partial and goes back to the residual stream."""
 
-WHOLE = register_style(
-    ParallelStyle("replicated", communication=(), lora=("replicated", "replicated", "replicated"))
-)
+WHOLE = register_style(ParallelStyle("replicated", communication=()))
 """Weights that are not cut, and that every rank uses alike."""
 
 WHOLE_INPUT = register_style(

@@ -55,6 +55,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         }
     )
     if task.has_head:
+        config = _train_head_beside_adapters(config)
         config = config.with_changes(
             {"train.init_include": config.train.init_include or weights_to_load(config)}
         )
@@ -105,6 +106,14 @@ def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
         "model.extra_heads": {head: section},
         "objective": {"name": "text_classification", "lm_weight": task.lm_weight},
     }
+
+
+def _train_head_beside_adapters(config: Config) -> Config:
+    """Return the config, in which adapters don't leave the task's head frozen."""
+    lora, pattern = config.model.lora, f"{HEAD_OF_FAMILY[config.model.family]}.*"
+    if lora is None or pattern in lora.trained:
+        return config
+    return config.with_changes({"model.lora.trained": [*lora.trained, pattern]})
 
 
 def weights_to_load(config: Config) -> list[str]:

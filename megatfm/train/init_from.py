@@ -8,11 +8,14 @@ from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
+from blake3 import blake3
 from pydantic import JsonValue
 
 from megatfm import checkpoint
+from megatfm.checkpoint.file_format import METADATA_FILENAME
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
+from megatfm.layers.lora import FACTORS
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.registry import did_you_mean
 
@@ -60,6 +63,13 @@ def origin_of(source: Path, tokenizer: str) -> JsonValue:
     return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
 
+def identity_of(source: Path) -> JsonValue:
+    """Return what a checkpoint of adapters says of the one that they are beside: its folder, and the hash of its
+    metadata, which has the hash of each file. A collective."""
+    digest = run_on_rank_0_raising(lambda: blake3((source / METADATA_FILENAME).read_bytes()).hexdigest())
+    return {"checkpoint": str(source.absolute()), "blake3": digest}
+
+
 def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> "LoadReport":
     """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision.
 
@@ -87,7 +97,13 @@ def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: P
 
     Raises UsageError that says what of them is not there, and which patterns would do.
     """
-    chosen = {name for name in wanted if not only or any(fnmatchcase(name, pattern) for pattern in only)}
+    _check_adapters(wanted, stored, source)
+    new_adapters = {name for name in wanted if name.endswith(FACTORS) and name not in stored}
+    chosen = {
+        name
+        for name in wanted.keys() - new_adapters
+        if not only or any(fnmatchcase(name, pattern) for pattern in only)
+    }
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in wanted):
             raise UsageError(
@@ -134,6 +150,16 @@ def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: P
         {name: shape for name, shape in wanted.items() if name not in chosen},
         {name: shape for name, shape in stored.items() if name not in chosen},
     )
+
+
+def _check_adapters(wanted: Shapes, stored: Shapes, source: Path) -> None:
+    """Raise a UsageError for adapters that the model would start without."""
+    lost = sorted(name for name in stored if name.endswith(FACTORS) and name not in wanted)
+    if lost:
+        raise UsageError(
+            f"train.init_from = {source}: has an adapter, {lost[0]}, that this model lacks, so it would be another: "
+            f"merge it first, `megatfm convert {shlex.quote(str(source))} NEW --to megatfm`, or keep its [model.lora]"
+        )
 
 
 def _top_modules(shapes: Shapes) -> set[str]:

@@ -31,7 +31,7 @@ from megatfm.train.best_checkpoint import BestCheckpoint
 from megatfm.train.build import build_engine, choose_precision, describe_size
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import Evaluator, Sampler
-from megatfm.train.init_from import load_weights, origin_of
+from megatfm.train.init_from import identity_of, load_weights, origin_of
 from megatfm.train.loss_by_source import MixtureSources
 from megatfm.train.profiling import (
     StepProfile,
@@ -127,6 +127,7 @@ class Trainer:
         self.nodes = nodes
         self.step, self.tokens, self.position = 0, 0, 0
         self.origin: JsonValue = None
+        self.base: JsonValue = None
         self.mixture_sources = MixtureSources(config, corpora)
         self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, decisions)
         self.hardware = hardware.gather_hardware(engine.device)
@@ -308,6 +309,8 @@ class Trainer:
         if not config.train.init_from:
             return [f"seed {config.train.seed}"]
         report = load_weights(self.engine, config.train.init_from, config.train.init_include)
+        if config.model.lora:
+            self.base = identity_of(report.source)
         if not config.train.init_include:
             self.origin = origin_of(report.source, self.corpora.tokenizer_hash)
         for line in report.lines() if report.has_missing else ():
@@ -353,7 +356,7 @@ class Trainer:
         position = int(point.state["data"]["position"])
         self.position = self.decisions.data_resume_positions.get(self.step, position)
         self.loss_guard.load(point.state.get("trouble", {}))
-        self.origin = point.state.get("origin")
+        self.origin, self.base = point.state.get("origin"), point.state.get("base")
         self.best.load(point.state)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
@@ -384,6 +387,7 @@ class Trainer:
         """Return the JSON state of a checkpoint."""
         return {
             **({} if self.origin is None else {"origin": self.origin}),
+            **({} if self.base is None else {"base": self.base}),
             **self.best.state(),
             "step": self.step,
             "tokens": self.tokens,

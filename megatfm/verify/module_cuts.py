@@ -213,7 +213,9 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
     for path, module in model.named_modules():
         adapted = path.rpartition(".lora.")
         if adapted[1] and model.get_submodule(adapted[0]) in spoken:
-            cuts[path] = _fitted(_of_adapter(spoken[model.get_submodule(adapted[0])], adapted[2]), module, parallel)
+            cuts[path] = _fitted(
+                _of_adapter(spoken[model.get_submodule(adapted[0])], adapted[2]), module, parallel
+            )
         elif module in spoken:
             cuts[path] = _fitted(spoken[module], module, parallel)
         elif next(_own_tensors(module), None) is not None:

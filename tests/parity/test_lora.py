@@ -5,7 +5,6 @@ import pytest
 from megatfm.config import ModelConfig, ParallelConfig
 from tests.support.grids import cells_by_ranks
 from tests.support.lora_parity import adapted_config, lora_errors
-from tests.support.models import DROPOUTS
 from tests.support.workers import Workers
 
 LAYOUTS = {
