@@ -98,17 +98,13 @@ def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: P
     Raises UsageError that says what of them is not there, and which patterns would do.
     """
     _check_adapters(wanted, stored, source)
-    new_adapters = {name for name in wanted if name.endswith(FACTORS) and name not in stored}
-    chosen = {
-        name
-        for name in wanted.keys() - new_adapters
-        if not only or any(fnmatchcase(name, pattern) for pattern in only)
-    }
+    sought = {name: s for name, s in wanted.items() if name in stored or not name.endswith(FACTORS)}
+    chosen = {name for name in sought if not only or any(fnmatchcase(name, pattern) for pattern in only)}
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in wanted):
             raise UsageError(
                 f"train.init_include: {pattern!r} matches none of the model's weights{did_you_mean(pattern, wanted)}; "
-                f"patterns are such as {', '.join(map(repr, _loadable_patterns(wanted, stored) or ['decoder.*']))}"
+                f"patterns are such as {', '.join(map(repr, _loadable_patterns(sought, stored) or ['decoder.*']))}"
             )
     unfit = [name for name in wanted if name in chosen and stored.get(name) != wanted[name]]
     if unfit:
@@ -119,7 +115,7 @@ def match_weights(wanted: Shapes, stored: Shapes, only: Sequence[str], source: P
             for name in unfit[:3]
         ]
         more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
-        patterns = _loadable_patterns(wanted, stored)
+        patterns = _loadable_patterns(sought, stored)
         source_checkpoint, model = _top_modules(stored), _top_modules(wanted)
         experts_there, experts_here = ({n for n in s if ".ffn.experts." in n} for s in (stored, wanted))
         if experts_there and not experts_here:
