@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from megatfm.checkpoint import Saver
 from megatfm.config import Config
+from megatfm.config.training import CheckpointConfig
 from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
@@ -50,6 +53,18 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         layout.table += f"\n{ASYNC_TP}"
     setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
     return ENGINES.get(config.parallel.engine)(setup)
+
+
+def build_saver(options: CheckpointConfig, folder: Path, local_dir: Path | None) -> Saver:
+    """Build what saves checkpoints to a run's folder, and to one of the node where there is that."""
+    return Saver(
+        folder,
+        mode=options.mode,
+        keep=options.keep,
+        keep_every=options.keep_every,
+        read_back=options.verify_after_write,
+        local_dir=local_dir,
+    )
 
 
 def build_model(config: Config) -> nn.Module:

@@ -56,10 +56,8 @@ def adapter(model: Any, folder: Path, targets: list[str], **options: Any) -> Any
 def logits(model: Any, *, is_megatfm: bool = False) -> torch.Tensor:
     """Logits of some tokens."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    is_encoder = (
-        "MaskedLM" in type(inner).__name__
-        or getattr(inner, "encoder", None)
-        and not hasattr(inner, "decoder")
+    is_encoder = "MaskedLM" in type(inner).__name__ or (
+        getattr(inner, "encoder", None) and not hasattr(inner, "decoder")
     )
     if is_encoder:
         return first_logits(inner(ENCODER_TOKENS))
@@ -174,7 +172,7 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     save_file({**tensors, name: tensors[name][:-1].contiguous()}, path)
-    with pytest.raises((UsageError, MegatfmError), match="attn.wq"):
+    with pytest.raises((UsageError, MegatfmError), match=r"attn\.wq"):
         from_peft(tmp_path / "adapter", tmp_path / "ours")
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
     with pytest.raises(MegatfmError, match="has no lora_B beside it"):
