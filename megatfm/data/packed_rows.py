@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatfm.data.bin_packing import assign_rows
 from megatfm.data.documents import InMemoryDocuments
+from megatfm.data.inner_documents import with_inner_documents
 from megatfm.data.sequences import (
     PAD_DOCUMENT_ID,
     ChunkTable,
@@ -327,21 +328,18 @@ def lay_out_rows(
     sides, prefixes = [], how.objective.field_prefixes
     for side, length in enumerate(how.row_lengths):
         names = [name for name in built[0] if prefix_index(name, prefixes) == side]
-        fields = {
-            name: (np.stack if how.field(name).per == "row" else np.concatenate)(
-                [built[number][name] for number in order.tolist()]
-            )
-            for name in names
-        }
-        plain, typed = split_plain_fields(fields, how)
+        join = {name: np.stack if how.field(name).per == "row" else np.concatenate for name in names}
+        fields = {name: join[name]([built[number][name] for number in order.tolist()]) for name in names}
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
+        inner, blanks = with_inner_documents(fields, starts, None if blank is None else blank[order])
+        plain, typed = split_plain_fields(fields, how)
         sides.append(
             RowStore(
                 fields=plain,
                 typed=typed,
-                starts=starts.tolist(),
+                starts=inner.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
-                blank=None if blank is None else blank[order].tolist(),
+                blank=None if blanks is None else blanks.tolist(),
                 fills=how.fills(plain, side),
                 length=length,
                 as_one_document=how.attend_across_documents,

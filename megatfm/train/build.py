@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from megatfm.checkpoint import Saver
-from megatfm.config import Config
+from megatfm.config import Config, PreferenceObjective
 from megatfm.config.training import CheckpointConfig
 from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
+from megatfm.layers.output_head import LMHead
+from megatfm.layers.preference import Preference
 from megatfm.models import build
 from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8
 from megatfm.object_collectives import run_on_rank_0_raising
@@ -71,6 +73,11 @@ def build_model(config: Config) -> nn.Module:
     """The whole model, on the current default device, with what is frozen marked so. Raises UsageError."""
     model = build(config.model)
     freeze(model, config.train.freeze)
+    objective = config.objective
+    if isinstance(objective, PreferenceObjective) and isinstance(
+        head := getattr(model, "head", None), LMHead
+    ):
+        head.preference = Preference(objective.beta, objective.label_smoothing)
     return model
 
 

@@ -49,9 +49,9 @@ def test_a_run_with_progress_goes_to_its_end(
 
 
 def test_patience_needs_evaluations(make_config: MakeConfig) -> None:
-    with pytest.raises(UsageError, match="counts evaluations, and evaluate.every = 0"):
+    with pytest.raises(UsageError, match=r"counts evaluations, and evaluate\.every = 0"):
         make_config("train.patience=3", "evaluate.every=0")
-    with pytest.raises(UsageError, match="there is none: give data.validation"):
+    with pytest.raises(UsageError, match=r"there is none: give data\.validation"):
         make_config("train.patience=3", "evaluate.every=2", "data.validation={}")
 
 
