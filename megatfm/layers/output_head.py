@@ -16,7 +16,7 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
-from megatfm.layers.preference import Preference, preference_terms
+from megatfm.layers.preference import PairFields, Preference, RowSums, preference_terms
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
 from megatfm.ops.transfer import moved, to_host
 from megatfm.registry import Registry
@@ -100,8 +100,8 @@ class PredictionHeadTransform(nn.Module):
 class LMHead(nn.Module):
     """Logits [B, T, V] of hidden vectors [B, T, D], or, given targets [B, T], their summed cross-entropy.
 
-    where [B, T]: logits [M, V] of these tokens alone. preference_BT: pairs and reference [B, T], with which the targets
-    are pairs of answers: sums [3] of `PREFERENCE_TERMS`, as `preference` says.
+    where [B, T]: logits [M, V] of these tokens alone. pairs: the targets are those of pairs of answers: sums [3] of
+    `PREFERENCE_TERMS`, as `preference` says.
 
     Where few tokens have a target, as in masked language models, only those go through.
     """
@@ -131,6 +131,7 @@ class LMHead(nn.Module):
         self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
         self.softcap, self.sparse = config.lm_head.softcap, sparse
         self.loss = CrossEntropy(LogitOptions(config.lm_head.softcap, config.lm_head.label_smoothing))
+        self.pair_sums = RowSums()
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Its matrix, though shared with a table, is multiplied with the tokens that have a target."""
@@ -142,7 +143,7 @@ class LMHead(nn.Module):
         targets_BT: Tensor | None = None,
         *,
         token_mask_BT: Tensor | None = None,
-        preference_BT: tuple[Tensor, Tensor] | None = None,
+        pairs: PairFields | None = None,
     ) -> Tensor:
         if targets_BT is None:
             hidden = hidden_BTD if token_mask_BT is None else hidden_BTD[token_mask_BT]
@@ -154,10 +155,10 @@ class LMHead(nn.Module):
             at_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
             hidden_MD, targets_M = hidden_MD[at_M], targets_M[at_M]
         hidden_ME = self._last(hidden_MD)
-        if preference_BT is not None:
+        if pairs is not None:
             loss = partial(self.loss, hidden_ME, self.weight, targets_M, self.bias)
             precise = torch.promote_types(hidden_ME.dtype, torch.float32)
-            return preference_terms(loss, targets_BT, *preference_BT, self.preference, precise)
+            return preference_terms(loss, self.pair_sums, pairs, self.preference, precise)
         if self.recorder is None:
             return self.loss(hidden_ME, self.weight, targets_M, self.bias)
         precise = torch.promote_types(hidden_ME.dtype, torch.float32)

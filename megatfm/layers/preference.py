@@ -8,14 +8,13 @@ derivative of its pair's loss. No layout has to know more of it than of a cross-
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatfm.ops.cross_entropy import IGNORE
-
-# B rows, T tokens, M tokens of all rows, P pairs
+# B rows, T tokens, M tokens of all rows, P pairs, S places for pairs of a row
 
 PREFERENCE_TERMS = ("preference", "reward_accuracy", "reward_margin")
 """Sums over pairs: the loss; how many are preferred as they should be; β Δ."""
@@ -23,6 +22,37 @@ PAIR_FIELDS = ("pairs", "reference")
 """Fields of the batch that pairs are told by, beside the targets."""
 TokenLoss = Callable[[Tensor | None, Tensor | None], Tensor]
 """(losses [M] to fill, weights [M]) → the sum of the tokens' losses, each by its weight."""
+
+
+FIRST_TARGET = 2
+"""In the field `pairs`: the token of the chosen sequence before its answer, at which its pair is counted. 1: another of
+the chosen sequence; −1: of the rejected one; 0: padding."""
+
+
+class PairFields(NamedTuple):
+    """Fields [B, T] of a batch of pairs; of the rows' T tokens this rank may have some.
+
+    side: as FIRST_TARGET says. reference: the reference's log-ratio of chosen to rejected at FIRST_TARGET, 0 elsewhere.
+    documents: two numbers for each pair, the chosen first. n_slots: at least the pairs of a row.
+    """
+
+    side_BT: Tensor
+    reference_BT: Tensor
+    documents_BT: Tensor
+    n_slots: int
+
+
+class RowSums(nn.Module):
+    """Numbers [B, S] of rows, summed over the ranks that share these: the seam of context parallelism."""
+
+    cp_plan = "all_reduce"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = nn.Identity()
+
+    def forward(self, values_BS: Tensor) -> Tensor:
+        return self.summed(values_BS)
 
 
 @dataclass(frozen=True)
@@ -35,34 +65,32 @@ class Preference:
 
 def preference_terms(
     token_loss: TokenLoss,
-    targets_BT: Tensor,
-    pairs_BT: Tensor,
-    reference_BT: Tensor,
+    add_up: Callable[[Tensor], Tensor],
+    pairs: PairFields,
     options: Preference,
     dtype: torch.dtype,
 ) -> Tensor:
     """Sums of PREFERENCE_TERMS [3] over the pairs of a micro-batch; the first has gradients.
 
-    targets_BT: the answers' tokens, −100 elsewhere. pairs_BT: at each of a pair's tokens its number from 1 on, negative
-    in the rejected sequence; 0: padding. reference_BT: the reference's log-ratio of chosen to rejected, at one target
-    of the pair, 0 elsewhere. dtype: in which losses are summed.
+    add_up: sums numbers of rows over the ranks that share these. dtype: in which losses are summed.
     """
-    losses_M = torch.zeros(targets_BT.numel(), dtype=dtype, device=targets_BT.device)
+    rows, length = pairs.side_BT.shape
+    losses_M = torch.zeros(rows * length, dtype=dtype, device=pairs.side_BT.device)
     with torch.no_grad():
         token_loss(losses_M, None)
-    rows_BT = torch.arange(len(pairs_BT), device=pairs_BT.device)[:, None].expand_as(pairs_BT)
-    at_M = ((targets_BT != IGNORE) & (pairs_BT != 0)).flatten().nonzero()[:, 0]
-    names = torch.stack([rows_BT.flatten()[at_M], pairs_BT.flatten()[at_M].abs()])
-    n_pairs, place = names.unique(dim=1, return_inverse=True)
-    signs = pairs_BT.flatten()[at_M].sign().to(dtype)
-    gained = -signs * losses_M[at_M] - reference_BT.flatten()[at_M].to(dtype)
-    margins_P = options.beta * losses_M.new_zeros(n_pairs.shape[1]).index_add(0, place, gained)
+    # The two documents of a pair have the numbers 2 n and 2 n + 1 in their row, whose tokens ranks may share.
+    slots_BT = pairs.documents_BT.clamp(min=0) // 2
+    gained_BT = -pairs.side_BT.sign() * losses_M.view(rows, length) - pairs.reference_BT.to(dtype)
+    empty_BS = losses_M.new_zeros(rows, pairs.n_slots)
+    margins_BS = options.beta * add_up(empty_BS.scatter_add(1, slots_BT, gained_BT))
+    is_counted = empty_BS.scatter_add(1, slots_BT, (pairs.side_BT == FIRST_TARGET).to(dtype)) > 0
+    margins_P = margins_BS[is_counted]
     share = options.label_smoothing
     losses_P = -(1 - share) * F.logsigmoid(margins_P) - share * F.logsigmoid(-margins_P)
     terms = torch.stack([losses_P.sum(), (margins_P > 0).to(dtype).sum(), margins_P.sum()])
     if not torch.is_grad_enabled():
         return terms
-    slopes_P = share * torch.sigmoid(margins_P) - (1 - share) * torch.sigmoid(-margins_P)
-    weights_M = losses_M.new_zeros(len(losses_M)).index_copy(0, at_M, -options.beta * slopes_P[place] * signs)
-    surrogate = token_loss(None, weights_M)
+    slopes_BS = share * torch.sigmoid(margins_BS) - (1 - share) * torch.sigmoid(-margins_BS)
+    weights_BT = -options.beta * slopes_BS.gather(1, slots_BT) * pairs.side_BT.sign()
+    surrogate = token_loss(None, weights_BT.flatten())
     return torch.cat([(terms[0] + surrogate - surrogate.detach())[None], terms[1:]])

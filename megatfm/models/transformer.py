@@ -12,7 +12,7 @@ from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import LMHead
-from megatfm.layers.preference import PAIR_FIELDS, PREFERENCE_TERMS
+from megatfm.layers.preference import PAIR_FIELDS, PREFERENCE_TERMS, PairFields
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import (
     MODELS,
@@ -88,8 +88,7 @@ class Decoder(Model):
             )
         if self.head is not None and targets is not None:
             if self.runs_head and "pairs" in batch:
-                pairs = batch["pairs"], batch["reference"]
-                losses |= zip(PREFERENCE_TERMS, self.head(x_BTD, targets, preference_BT=pairs), strict=True)
+                losses |= zip(PREFERENCE_TERMS, self.head(x_BTD, targets, pairs=_pairs(batch)), strict=True)
             elif self.runs_head:
                 losses["causal"] = self.head(x_BTD, targets)
             for n in self.ahead:
@@ -310,6 +309,14 @@ class FutureHead(nn.Module):
         return BlockOutput(
             y_BTD, result.losses, {f"layers.0.{part}": counts for part, counts in result.counts.items()}
         )
+
+
+def _pairs(batch: Mapping[str, Tensor]) -> PairFields:
+    """Return a batch's pairs of answers."""
+    whole_rows = batch.get("full_row_documents", needed(batch, "documents"))
+    return PairFields(
+        batch["pairs"], needed(batch, "reference"), batch["documents"], whole_rows.shape[1] // 2 + 1
+    )
 
 
 def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:

@@ -11,7 +11,7 @@ from megatfm.config import ModelConfig, PreferenceObjective
 from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
-from megatfm.layers.preference import PREFERENCE_TERMS
+from megatfm.layers.preference import FIRST_TARGET, PREFERENCE_TERMS
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
 from megatfm.objectives.supervised import ANNOTATION, read_annotation
 from megatfm.ops.cross_entropy import IGNORE
@@ -63,10 +63,10 @@ class Preferences(Objective):
         targets = np.full(len(tokens), IGNORE, np.int64)
         for begin, end in annotation["trained"]:
             targets[begin - 1 : end - 1] = tokens[begin:end]
-        pairs = np.full(len(tokens), -(key.sample + 1), np.int64)
-        pairs[:second] = key.sample + 1
+        pairs, first_target = np.full(len(tokens), -1, np.int64), np.flatnonzero(targets != IGNORE)[0]
+        pairs[:second], pairs[first_target] = 1, FIRST_TARGET
         reference, begins = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64)
-        reference[np.flatnonzero(targets != IGNORE)[0]] = annotation["reference"]
+        reference[first_target] = annotation["reference"]
         begins[second] = 1
         every: Example = {
             "tokens": tokens,
@@ -81,8 +81,7 @@ class Preferences(Objective):
         return {name: values[is_input] for name, values in every.items()}
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        n_pairs = ((batch["pairs"] > 0) & (batch["positions"] == 0)).sum()
-        return dict.fromkeys(PREFERENCE_TERMS, n_pairs)
+        return dict.fromkeys(PREFERENCE_TERMS, (batch["pairs"] == FIRST_TARGET).sum())
 
     def random_piece(self, random: np.random.Generator) -> DocumentChunk:
         lengths = random.integers(3, max(4, self.length // 4), 2).tolist()

@@ -84,7 +84,7 @@ def _vocabulary(
         config.model.vocab_size,
     )
     head, _, leaf = call.path.rpartition(".")
-    if _has_loss(cuts, call.path) and not call.is_scalar:
+    if _has_loss(cuts, call.path) and not call.is_loss:
         assert vocabulary is not None
         widest = -(-vocabulary // tp)
         ledger.all_gather(TENSOR, call.output_numel // vocabulary * widest * precision.compute_dtype.itemsize)

@@ -52,10 +52,12 @@ def as_batch(rows: Pairs) -> dict[str, Tensor]:
                 span = slice(at, at + len(tokens) - 1)
                 batch["tokens"][r, span] = torch.tensor(tokens[:-1])
                 batch["targets"][r, at + n_prompt - 1 : span.stop] = torch.tensor(tokens[n_prompt:])
-                batch["pairs"][r, span] = -number if side else number
-                batch["documents"][r, span] = 2 * number + side
+                batch["pairs"][r, span] = -1 if side else 1
+                batch["documents"][r, span] = 2 * number - 2 + side
                 batch["positions"][r, span] = torch.arange(len(tokens) - 1)
                 at = span.stop
+            first = int(batch["reference"][r].nonzero()[number - 1])
+            batch["pairs"][r, first] = 2
     return batch
 
 
@@ -86,12 +88,13 @@ def test_loss_and_gradients_are_those_of_the_paper(smoothing: float) -> None:
     model.zero_grad()
 
     model.head.preference = Preference(beta, smoothing)
-    actual = model(**as_batch(rows)).losses
+    losses_of_pairs = model(**as_batch(rows)).losses
+    actual = {name: term.detach() for name, term in losses_of_pairs.items()}
     assert actual.keys() == set(PREFERENCE_TERMS)
     assert float(actual["preference"]) == pytest.approx(float(torch.stack(losses).sum().detach()), rel=1e-12)
     assert float(actual["reward_margin"]) == pytest.approx(sum(margins), rel=1e-12)
     assert float(actual["reward_accuracy"]) == sum(margin > 0 for margin in margins)
-    (2 * actual["preference"]).backward()
+    (2 * losses_of_pairs["preference"]).backward()
     assert expected.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in expected.items():
         torch.testing.assert_close(model.get_parameter(name).grad, 2 * gradient, rtol=1e-10, atol=1e-13)
@@ -100,13 +103,13 @@ def test_loss_and_gradients_are_those_of_the_paper(smoothing: float) -> None:
 def test_at_the_reference_the_loss_is_log_2() -> None:
     model = build(CONFIG).double().eval()
     initialise(model, 3)
-    rows = [
-        [
-            (chosen, rejected, n, float(answer_log_probability(model, chosen, n) - answer_log_probability(model, rejected, n)))
-            for chosen, rejected, n, _ in row
+    rows = []
+    for row in draw_pairs():
+        ratios = [
+            [float(answer_log_probability(model, tokens, n).detach()) for tokens in pair]
+            for *pair, n, _ in row
         ]
-        for row in draw_pairs()
-    ]  # fmt: skip
+        rows.append([(a, b, n, up - down) for (a, b, n, _), (up, down) in zip(row, ratios, strict=True)])
     with torch.no_grad():
         actual = model(**as_batch(rows)).losses
     assert float(actual["preference"]) == pytest.approx(3 * math.log(2), abs=1e-6)
@@ -118,5 +121,5 @@ def test_a_batch_without_pairs_is_a_loss_of_0() -> None:
     initialise(model, 3)
     actual = model(**as_batch([[], []])).losses["preference"]
     actual.backward()
-    assert float(actual) == 0
+    assert float(actual.detach()) == 0
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
