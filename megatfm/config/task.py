@@ -13,6 +13,7 @@ METRICS = {
     "tagging": ("span_f1", "accuracy", "f1_macro"),
     "generation": ("loss",),
     "chat": ("loss",),
+    "preference": ("loss", "reward_accuracy", "reward_margin"),
 }
 """Metrics that a form is measured by, where more is better but for the loss; the first is its usual one."""
 
@@ -20,12 +21,12 @@ METRICS = {
 class TaskConfig(Section):
     """A downstream task for `megatfm finetune`: files with labels, and what their columns mean."""
 
-    form: Literal["classification", "multilabel", "regression", "tagging", "generation", "chat"] = (
-        "classification"
-    )
+    form: Literal[
+        "classification", "multilabel", "regression", "tagging", "generation", "chat", "preference"
+    ] = "classification"
     """classification: one class for each text, or pair of texts. multilabel: any number of classes. regression: a
     number. tagging: a class for each word. generation: a text as the answer. chat: conversations, whose answers are
-    trained."""
+    trained. preference: two answers to a prompt, one of them the better (DPO)."""
     train: PathStr = Field(examples=["reviews.train.csv"])
     """File with the training examples: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     validation: PathStr | None = Field(default=None, examples=["reviews.validation.csv"])
@@ -42,6 +43,12 @@ class TaskConfig(Section):
     """All labels, in the order of the classes; left out, those of the training file, sorted."""
     messages: str = "messages"
     """Column of the conversation in `chat`: a list of {role, content}."""
+    prompt: str = "prompt"
+    """Column of the prompt in `preference`: a text, or a list of messages."""
+    chosen: str = "chosen"
+    """Column of the better answer in `preference`: a text, or a list of messages that ends in it."""
+    rejected: str = "rejected"
+    """Column of the other answer."""
     chat_template: PathStr | None = None
     """Jinja file that renders conversations; left out, the tokenizer's own template."""
     prefix: str = Field(default="", examples=["translate English to German: "])
@@ -84,7 +91,7 @@ class TaskConfig(Section):
     @property
     def has_head(self) -> bool:
         """Whether the task is done by a head of its own, not by the one over the vocabulary."""
-        return self.form not in ("generation", "chat")
+        return self.form not in ("generation", "chat", "preference")
 
     @property
     def has_spans(self) -> bool:

@@ -33,13 +33,13 @@ class AnswerEncoder:
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return examples, and what to say of them. Raises UsageError that names the row."""
-        encode = self._encode_chats if self.task.form == "chat" else self._encode_prompts
+        encode = self.encode_chats if self.task.form == "chat" else self.encode_prompts
         examples, n_cut, n_ended = [], 0, 0
         for number, (tokens, spans, text_bytes) in enumerate(encode(rows), start=1):
             if len(tokens) > self.length + 1:
                 if self.task.too_long == "error":
                     needed = len(tokens) - 1
-                    self._refuse(
+                    self.refuse(
                         number,
                         f"has {needed} tokens, more than data.sequence_length = {self.length}: choose {needed} or "
                         "more, or task.too_long = 'truncate'",
@@ -50,7 +50,7 @@ class AnswerEncoder:
             trained = [(max(begin, 1), min(end, len(tokens))) for begin, end in spans if begin < len(tokens)]
             trained = [(begin, end) for begin, end in trained if begin < end]
             if not trained:
-                self._refuse(
+                self.refuse(
                     number, "no token is trained: its answer is empty, or beyond data.sequence_length"
                 )
             last = tokens[trained[-1][0] : trained[-1][1]]
@@ -58,7 +58,7 @@ class AnswerEncoder:
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
         return examples, self._notes(examples, n_cut, n_ended)
 
-    def _encode_prompts(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
+    def encode_prompts(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
         """[BOS] prefix and text, then the answer and EOS, which are trained."""
         task, tokenizer = self.task, self.tokenizer
         require_columns(self.path, rows, {"task.text": task.text, "task.label": task.label})
@@ -67,7 +67,7 @@ class AnswerEncoder:
             for number, row in enumerate(rows, start=1):
                 value = row.get(column)
                 if not isinstance(value, str) or not value.strip():
-                    self._refuse(number, f"column {column!r} is empty: give a text, or take the row out")
+                    self.refuse(number, f"column {column!r} is empty: give a text, or take the row out")
                 values.append(str(value))
         prompts = tokenizer.encode_batch(
             [f"{task.prefix}{text}{task.separator}" for text in texts[task.text]], THREADS
@@ -80,7 +80,7 @@ class AnswerEncoder:
             encoded.append((tokens, [(1 + len(prompt), len(tokens))], n_bytes))
         return encoded
 
-    def _encode_chats(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
+    def encode_chats(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
         """Conversations as the chat template renders them; answers are trained."""
         tokenizer, column = self.tokenizer, self.task.messages
         require_columns(self.path, rows, {"task.messages": column})
@@ -94,7 +94,7 @@ class AnswerEncoder:
         for number, row in enumerate(rows, start=1):
             messages = row[column]
             if problem := check_messages(messages, tokenizer):
-                self._refuse(number, problem)
+                self.refuse(number, problem)
             encoded.append(self._encode_chat(number, messages, template, tokenizer))
         return encoded
 
@@ -123,7 +123,8 @@ class AnswerEncoder:
             )
         return notes
 
-    def _refuse(self, number: int, reason: str) -> None:
+    def refuse(self, number: int, reason: str) -> None:
+        """Raise a UsageError that names the file and the row."""
         raise UsageError(f"{self.path}, row {number}: {reason}")
 
 

@@ -17,6 +17,7 @@ from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.forms import EncodedExample, RowEncoder, labels_of
+from megatfm.tasks.preferences import LogProbabilities, PreferenceEncoder
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
 
@@ -32,7 +33,7 @@ class TaskCorpus:
 
 def read_labels(task: TaskConfig) -> list[str]:
     """Return the labels of a task in the order of the classes: those of the config, or of the training file."""
-    if task.labels or task.form in ("regression", "generation", "chat"):
+    if task.labels or task.form in ("regression", "generation", "chat", "preference"):
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
@@ -49,11 +50,14 @@ def prepare_corpus(
     tokenizer_file: str = "",
     with_labels: bool = True,
     is_causal: bool = False,
+    reference: LogProbabilities | None = None,
+    reference_identity: str = "",
 ) -> TaskCorpus:
     """Tokenize a file into a corpus below `folder`, or find the one that an earlier call left there.
 
     task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
-    in which the last token of an example carries its label. Raises UsageError that names file and row.
+    in which the last token of an example carries its label. reference: of preferences, the model at the start, and what
+    tells it from others. Raises UsageError that names file and row.
     """
     rows = read_rows(path)
     key = {
@@ -69,12 +73,15 @@ def prepare_corpus(
         "with_labels": with_labels,
         "is_causal": is_causal,
         "chat_template": _content(task.chat_template),
+        **({"reference": reference_identity} if reference_identity else {}),
     }
     target = folder / blake3(json.dumps(key, sort_keys=True).encode()).hexdigest(8)
     if not (target / MANIFEST).is_file():
-        encoder: RowEncoder | AnswerEncoder
+        encoder: RowEncoder | AnswerEncoder | PreferenceEncoder
         if task.has_head:
             encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, -1 if is_causal else 0)
+        elif reference is not None:
+            encoder = PreferenceEncoder(path, task, tokenizer, tokenizer_file, sequence_length, reference)
         else:
             encoder = AnswerEncoder(path, task, tokenizer, tokenizer_file, sequence_length)
         encoded, notes = encoder.encode(rows)

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, TaskConfig, TextClassifierHeadConfig
+from megatfm.config import Config, PreferenceObjective, TaskConfig, TextClassifierHeadConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import run_folder
 from megatfm.train.corpora import open_corpora, open_tokenizer
+from megatfm.train.reference import ReferenceModel
 
 TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
@@ -51,7 +52,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         {
             "task.labels": task.labels,
             "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
-            **(_head_changes(config, task) if task.has_head else {"objective": {"name": "answers"}}),
+            **(_head_changes(config, task) if task.has_head else _answer_changes(config, task)),
         }
     )
     if task.has_head:
@@ -76,11 +77,23 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
     """Tokenize a file of a run's task into the run directory, once."""
     assert config.task is not None
     folder = run_folder(config) / TASK_CORPORA
+    reference = ReferenceModel(config) if config.task.form == "preference" else None
     return prepare_corpus(
         path, config.task, tokenizer, config.data.sequence_length, folder,
         tokenizer_file=str(config.data.tokenizer), with_labels=with_labels,
-        is_causal=config.model.family == "decoder",
+        is_causal=config.model.family == "decoder", reference=reference,
+        reference_identity=reference.identity if reference else "",
     )  # fmt: skip
+
+
+def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
+    """Return the change of the objective: answers, or the preference among them, with its options where it has some."""
+    if task.form != "preference":
+        return {"objective": {"name": "answers"}}
+    given = config.objective
+    return {
+        "objective": given.model_dump() if isinstance(given, PreferenceObjective) else {"name": "preference"}
+    }
 
 
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:

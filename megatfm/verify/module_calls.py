@@ -23,7 +23,8 @@ class Call:
     """A module's call in the plain forward pass of one micro-batch.
 
     stage: of the pipeline (0 where there is none). input_numel, output_numel: elements of its first input and output
-    (0: no tensor). rows: of the input. is_loss: the output is a loss, or several terms of one. in_layer: it lies in a block, is_layer_output: it is one.
+    (0: no tensor). rows: of the input. is_loss: the output is a loss, or several terms of one. in_layer: it lies in a
+    block, is_layer_output: it is one.
     saves_tensors_after: the block keeps something for the backward pass after this call, so that recomputing the
     block goes through all of it.
     given_has_gradient: of its first input. inputs: the shapes of those that are tensors. expert_index: of experts,
