@@ -28,8 +28,8 @@ from megatfm.train.evaluation import evaluate
 from megatfm.train.finetuning import prepare_task_corpus
 from megatfm.train.init_from import load_weights
 
-Collected = tuple[Predictions | None, float, int]
-"""Predictions of a task with a head, mean loss, and number of examples."""
+Collected = tuple[Predictions | None, float, int, Mapping[str, float]]
+"""Predictions of a task with a head, mean loss, number of examples, and metrics of an objective that has some."""
 RESULTS, PREDICTIONS = "task.json", "predictions"
 
 
@@ -57,10 +57,10 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
         return None
     source, by_set = collected
     results: dict[str, dict[str, Any]] = {}
-    for name, (predictions, loss, n_examples) in by_set.items():
+    for name, (predictions, loss, n_examples, metrics) in by_set.items():
         results[name] = {"examples": n_examples, "loss": loss}
         if predictions is None:
-            results[name] |= {"metrics": {"perplexity": math.exp(loss)}, "intervals": {}}
+            results[name] |= {"metrics": metrics or {"perplexity": math.exp(loss)}, "intervals": {}}
             continue
         file = run_dir / PREDICTIONS / f"{name}.jsonl"
         _write_predictions(file, predictions)
@@ -107,7 +107,7 @@ def predict_file(
     collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
     if collected is None:
         return None
-    predictions, _, _ = collected[1]["predicted"]
+    predictions, *_ = collected[1]["predicted"]
     assert predictions is not None
     target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
     _write_predictions(target, predictions)
@@ -159,11 +159,10 @@ def _predict(
         results = {}
         for name, rows in corpora.validation.items():
             with collect_predictions(model_of(engine)) if task.has_head else nullcontext() as collector:
-                loss = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)[
-                    "loss"
-                ]
+                result = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)
             predictions = collector.gather(task) if collector else None
-            results[name] = (predictions, float(loss), corpora_read[name].n_examples)
+            n_examples = corpora_read[name].n_examples
+            results[name] = (predictions, float(result["loss"]), n_examples, result.get("metrics", {}))
     return (source, results) if rank.is_main else None
 
 
