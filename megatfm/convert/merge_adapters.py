@@ -6,9 +6,10 @@ from pathlib import Path
 from pydantic import JsonValue
 from torch import Tensor
 
-from megatfm import checkpoint
+from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
 from megatfm.config import Config, to_toml
+from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, read_config
 from megatfm.layers.lora import FACTORS, merge_lora
 from megatfm.registry import import_foreign_plugins
@@ -44,7 +45,10 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
         key: state[key] for key in ("tokenizer", "begins", "stop", "origin") if key in state
     }
     written = {**kept, "step": 0, "megatfm": __version__, "config": plain.model_dump(mode="json")}
+    place = tokenizers.find_tokenizer_file(path.absolute().parent.parent) or config.data.tokenizer
     with new_folder(target) as folder:
+        if place and Path(place).exists():
+            tokenizer_files.copy_tokenizer(Path(place), folder)
         checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, tensors(), written)
         header = f"# Made by `megatfm convert --to megatfm` from {source}, whose adapters are merged.\n\n"
         file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(plain)).encode())])
