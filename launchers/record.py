@@ -94,6 +94,8 @@ def finished(run: Path, steps: int) -> bool:
     An exit code is not enough: srun leaves with 0 when its node is taken away.
     """
     last = next(iter(tail_jsonl(run / EVENTS, 1)), {})
+    if last.get("event") == "finished early":  # as train.patience asks
+        return True
     return last.get("event") == "finished" and (number_of(last, "step") or 0) >= steps
 
 

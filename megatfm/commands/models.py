@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.config import load_config
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 
 if TYPE_CHECKING:
     from megatfm.inference.text import TextModel
@@ -175,9 +175,10 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DST", help="a new folder")
     parser.add_argument(
         "--to",
-        choices=("hf", "megatfm", "moe"),
+        choices=("hf", "megatfm", "peft", "moe"),
         required=True,
-        help="the format of DST; or a mixture of experts of the dense model SRC, which computes the same",
+        help="the format of DST; peft: only the adapters of SRC; moe: a mixture of experts of the dense model SRC, "
+        "which computes the same",
     )
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest file of weights with --to hf (5GB)"
@@ -186,6 +187,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-config",
         metavar="FOLDER",
         help="read SRC as a DeepSpeed universal checkpoint; this Hugging Face folder describes its model",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="FOLDER",
+        help="the Hugging Face folder of the model that SRC, a PEFT adapter, is of",
     )
     add_trust_argument(parser)
     experts = parser.add_argument_group("with --to moe")
@@ -227,6 +233,10 @@ def convert_command(args: argparse.Namespace) -> int:
     if options:
         flag = min(options).replace("_", "-")
         raise UsageError(f"--{flag} is for --to moe: leave it out, or use --to moe")
+    if args.to in ("peft", "megatfm") and (lines := _convert_adapters(args)):
+        return _print_result(args.target, lines[0], lines[1:])
+    if args.base:
+        raise UsageError("--base is for an adapter in PEFT's format (adapter_config.json): leave it out")
     first, *notes = convert(
         args.source,
         args.target,
@@ -235,6 +245,30 @@ def convert_command(args: argparse.Namespace) -> int:
         trust_plugins=args.trust_plugins,
     )
     return _print_result(args.target, first, notes)
+
+
+def _convert_adapters(args: argparse.Namespace) -> list[str]:
+    """Convert to or from PEFT's format, or merge adapters of ours; returns nothing for a source without any."""
+    from megatfm import checkpoint
+    from megatfm.convert.convert import read_config
+    from megatfm.convert.hf_checkpoint import is_hf_folder
+    from megatfm.convert.merge_adapters import merge
+    from megatfm.convert.peft import from_peft, is_peft_folder, to_peft
+
+    if is_peft_folder(args.source):
+        if args.to == "peft":
+            raise UsageError(f"{args.source}: is in that format already: use --to megatfm, or copy it")
+        return from_peft(args.source, args.target, args.base)
+    if args.base or (args.to == "megatfm" and is_hf_folder(args.source)):
+        return []
+    if args.to == "peft":
+        return to_peft(args.source, args.target, trust_plugins=args.trust_plugins)
+    try:
+        path = checkpoint.find_checkpoint(args.source)
+        is_adapted = read_config(path, checkpoint.read_state(path)).model.lora is not None
+    except MegatfmError:
+        return []  # which `convert` says more of
+    return merge(args.source, args.target, trust_plugins=args.trust_plugins) if is_adapted else []
 
 
 def _print_result(target: str, first: str, notes: list[str]) -> int:

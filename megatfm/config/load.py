@@ -63,7 +63,7 @@ def load(
         )
     files = read_files(config_class, path_or_preset)
     values = merge_files(config_class, files)
-    values |= replaced_sections or {}
+    values |= _with_adapters(replaced_sections or {}, values)
     if not replaced_sections and is_vocab_size_of_preset(files):
         drop_preset_vocab_size(values, overrides)
     apply_overrides(config_class, values, overrides)
@@ -85,6 +85,14 @@ def load(
         trusted = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
         add_plugin_folders(config.plugins, [*trusted, Path.cwd()])
     return config
+
+
+def _with_adapters(replaced: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return sections in place of the file's, a model with the file's adapters: these are how it is to be trained."""
+    model, own_model = replaced.get("model"), values.get("model")
+    if not isinstance(model, Mapping) or not isinstance(own_model, Mapping) or "lora" not in own_model:
+        return replaced
+    return {**replaced, "model": {**model, "lora": own_model["lora"]}}
 
 
 def _check_command(

@@ -16,6 +16,7 @@ from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, 
 from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
+from megatfm.config.lora import LoRAConfig
 from megatfm.config.model_parts import (
     WIDTH_POWERS,
     EmbeddingConfig,
@@ -101,6 +102,8 @@ class ModelConfig(Section):
     """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
     """Maximal update parametrisation; left out, the standard one."""
+    lora: LoRAConfig | None = None
+    """Low-rank adapters, which are trained in place of the model's own weights; left out, none."""
 
     @model_validator(mode="before")
     @classmethod

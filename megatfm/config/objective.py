@@ -175,6 +175,17 @@ class AnswersObjective(Section):
     name: Literal["answers"] = "answers"
 
 
+class PreferenceObjective(Section):
+    """Prefer one of two answers, compared with the model at the start (DPO; Rafailov et al. 2023); `megatfm finetune`
+    sets it."""
+
+    name: Literal["preference"] = "preference"
+    beta: PositiveFloat = 0.1
+    """How much a log-ratio counts: more holds the model closer to what it was at the start."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be labelled the wrong way round (conservative DPO)."""
+
+
 class ImageObjective(Section):
     """An objective whose inputs are images, without a tokenizer."""
 
@@ -216,6 +227,7 @@ ObjectiveConfig = Annotated[
     | SpanExtractionObjective
     | MultipleChoiceObjective
     | AnswersObjective
+    | PreferenceObjective
     | ImageClassificationObjective
     | MaskedImageObjective
     | PluginObjective,

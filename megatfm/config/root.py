@@ -93,6 +93,7 @@ class Config(Section):
         check_compatibility(self.parallel, self.train, self.optimizer, self.deepspeed)
         self._check_schedule()
         self._check_micro_batch()
+        self._check_patience()
         layout_checks.check_tensor_parallel(self)
         layout_checks.check_row_lengths(self)
         check_image_rows(self)
@@ -120,6 +121,21 @@ class Config(Section):
                     f"lr_schedule.decay_ratio = {schedule.decay_ratio:g} leaves no room for lr_schedule.warmup_steps = "
                     f"{schedule.warmup_steps} of train.steps = {steps}: choose at most {remaining_share:g}"
                 )
+
+    def _check_patience(self) -> None:
+        if not self.train.patience:
+            return
+        validation, task = self.data.validation, self.task
+        if not validation and not (task and task.validation):
+            raise ValueError(
+                f"train.patience = {self.train.patience} waits for better results on a validation set, and there is "
+                f"none: give {'task.validation' if task else 'data.validation'}, or leave it out"
+            )
+        if not self.evaluate.every and task is None:
+            raise ValueError(
+                f"train.patience = {self.train.patience} counts evaluations, and evaluate.every = 0 has one, at the "
+                "last step: set evaluate.every, or leave it out"
+            )
 
     def _check_micro_batch(self) -> None:
         rows, micro_batch = self.train.global_batch, self.train.micro_batch

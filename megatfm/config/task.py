@@ -16,6 +16,7 @@ METRICS = {
     "multiple_choice": ("accuracy",),
     "generation": ("loss",),
     "chat": ("loss",),
+    "preference": ("loss", "reward_accuracy", "reward_margin"),
 }
 """Metrics that a form is measured by, where more is better but for the loss; the first is its usual one."""
 
@@ -28,11 +29,12 @@ class TaskConfig(Section):
 
     form: Literal[
         "classification", "multilabel", "regression", "tagging", "span_extraction", "multiple_choice", "generation",
-        "chat",
+        "chat", "preference",
     ] = "classification"  # fmt: skip
     """classification: one class for each text, or pair of texts. multilabel: any number of classes. regression: a
     number. tagging: a class for each word. span_extraction: where a text answers a question. multiple_choice: one of
-    several texts. generation: a text as the answer. chat: conversations, whose answers are trained."""
+    several texts. generation: a text as the answer. chat: conversations, whose answers are trained. preference: two
+    answers to a prompt, one of them the better (DPO)."""
     train: PathStr = Field(examples=["reviews.train.csv"])
     """File with the training examples: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     validation: PathStr | None = Field(default=None, examples=["reviews.validation.csv"])
@@ -55,6 +57,12 @@ class TaskConfig(Section):
     """All labels, in the order of the classes; left out, those of the training file, sorted."""
     messages: str = "messages"
     """Column of the conversation in `chat`: a list of {role, content}."""
+    prompt: str = "prompt"
+    """Column of the prompt in `preference`: a text, or a list of messages."""
+    chosen: str = "chosen"
+    """Column of the better answer in `preference`: a text, or a list of messages that ends in it."""
+    rejected: str = "rejected"
+    """Column of the other answer."""
     chat_template: PathStr | None = None
     """Jinja file that renders conversations; left out, the tokenizer's own template."""
     prefix: str = Field(default="", examples=["translate English to German: "])
@@ -141,7 +149,7 @@ class TaskConfig(Section):
     @property
     def has_head(self) -> bool:
         """Whether the task is done by a head of its own, not by the one over the vocabulary."""
-        return self.form not in ("generation", "chat")
+        return self.form not in ("generation", "chat", "preference")
 
     @property
     def has_spans(self) -> bool:

@@ -46,6 +46,9 @@ class TrainConfig(Section):
     """Go on from a checkpoint of another run, `RUN@STEP`, with its optimizer and at its place in the data."""
     freeze: list[str] = Field(default_factory=list, examples=[["decoder.layers.*"]])
     """Patterns over names of weights that stay as they are: no gradient, no optimizer state, no decay."""
+    patience: NonNegativeInt = 0
+    """Evaluations in a row without a better result on the first validation set after which the run ends; its best
+    checkpoint is kept. The result is task.metric, or the loss where there is no task. 0: it never ends early."""
     hang_seconds: PositiveFloat = 600.0
     """When a rank hasn't moved for so long, all end and name it; a step, an evaluated batch, a save and the start
     must each take less."""

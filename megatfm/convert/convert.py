@@ -38,6 +38,7 @@ from megatfm.convert.hf_checkpoint import (
 )
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
+from megatfm.layers.lora import FACTORS, merge_lora
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
@@ -179,18 +180,13 @@ def _check_is_ours(source: Path) -> None:
 def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
     path = best_checkpoint(source)
     state = checkpoint.read_state(path)
-    try:
-        config = Config.model_validate(migrate(state.get("config")))
-    except ValidationError as error:
-        raise MegatfmError(
-            f"{path}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
-            f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
-        ) from None
+    config = read_config(path, state)
     import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
     tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
-    parts = exported_models(config.model, origin.get("name"))
+    lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
+    parts = exported_models(model, origin.get("name"))
     stored = checkpoint.names(path)
     tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
@@ -198,6 +194,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         if key.startswith("model.")
     }
     _check_names(path, tensors, config.model)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written_names, summary, broken = set[str](), list[str](), list[str]()
     notes_on_choice = [f"{path}: the best checkpoint of the run"] * (
@@ -209,10 +206,10 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         order = [key for rule in part.rules for key in rule.megatfm]
         notes, ids = tokenizer_files.to_hf(path, config, place, tokenizer)
         _check_padding(part.hf_config, ids)
-        reader = _Reader(path, order, tensors)
+        reader = _Reader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
         size = write_weights(place, part.rules, tensors, reader.read, shard_bytes)
         broken += reader.broken
-        notes += part.architecture.remarks(config.model)
+        notes += part.architecture.remarks(model)
         part_origin = origin if part.name == origin.get("name") else {}
         restored = tokenizer_files.restore_origin(part_origin, part.hf_config)
         labels = task_labels(config) if "problem_type" in part.hf_config else {}
@@ -229,6 +226,17 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     if unwritten := sorted(tensors.keys() - written_names):
         notes.append(f"left out, for transformers has no place for it: {', '.join(unwritten)}")
     return ["; ".join(summary), *notes_on_choice, *notes, *not_finite(list(dict.fromkeys(broken)))]
+
+
+def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:
+    """Return the config that a checkpoint's state holds. Raises MegatfmError where this version can't read it."""
+    try:
+        return Config.model_validate(migrate(state.get("config")))
+    except ValidationError as error:
+        raise MegatfmError(
+            f"{path}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
+            f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
+        ) from None
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
@@ -344,8 +352,9 @@ def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -
 class _Reader:
     """Tensors of a checkpoint, read some at a time in the order of their use."""
 
-    def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        self.path, self.order, self.tensors = path, list(order), tensors
+    def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor], scale: float) -> None:
+        """scale: that of adapters, which are merged."""
+        self.path, self.order, self.tensors, self.scale = path, list(order), tensors, scale
         self.rank_params: dict[str, Tensor] = {}
         self.broken: list[str] = []
 
@@ -360,8 +369,10 @@ class _Reader:
         size = self.tensors[batch[0]].nbytes
         while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
-        read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in batch})
-        self.rank_params |= {name.removeprefix("model."): tensor for name, tensor in read.items()}
+        adapters = [name.removesuffix(".weight") + end for name in batch for end in FACTORS if self.scale]
+        read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
+        merged = merge_lora(read, self.scale)
+        self.rank_params |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}
         self.broken += [name for name in batch if not self.rank_params[name].isfinite().all()]
 
 

@@ -52,7 +52,7 @@ def to_hf(
             f"{place}: not the tokenizer that {checkpoint.name} was trained with, so that ids would mean other text: "
             f"put that one into {run}"
         )
-    _copy(place, folder)
+    copy_tokenizer(place, folder)
     notes = (
         []
         if (folder / TOKENIZER_CONFIG).is_file()
@@ -73,7 +73,7 @@ def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
         tokenizers.load(place)
     except MegatfmError as error:
         return None, [f"no tokenizer: {error}"]
-    return _copy(place, folder), []
+    return copy_tokenizer(place, folder), []
 
 
 def tokenizer_path(source: Path) -> Path:
@@ -90,7 +90,7 @@ def _bare_sentencepiece(source: Path) -> Path | None:
     return None if added_tokens else place
 
 
-def _copy(place: Path, target: Path) -> str:
+def copy_tokenizer(place: Path, target: Path) -> str:
     """Write what belongs to the tokenizer at `place`; returns the name of its file."""
     files = tokenizers.tokenizer_files(place)
     if place.name == "tokenizer.json":

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatfm.data.bin_packing import assign_rows, split_parts
 from megatfm.data.documents import InMemoryDocuments
+from megatfm.data.inner_documents import with_inner_documents
 from megatfm.data.sequences import (
     PAD_DOCUMENT_ID,
     ChunkTable,
@@ -334,16 +335,17 @@ def lay_out_rows(
             )
             for name in names
         }
-        plain, typed_fields = split_plain_fields(fields, packing)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
-        document_starts, of_documents = split_parts(starts, plain.get("parts"))
+        inner, blanks = with_inner_documents(fields, starts, None if blank is None else blank[order])
+        plain, typed_fields = split_plain_fields(fields, packing)
+        document_starts, of_documents = split_parts(inner, plain.get("parts"))
         sides.append(
             RowStore(
                 fields=plain,
                 typed=typed_fields,
                 starts=document_starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
-                blank=None if blank is None else blank[order][of_documents].tolist(),
+                blank=None if blanks is None else blanks[of_documents].tolist(),
                 fills=packing.fills(plain, side),
                 length=length,
                 as_one_document=packing.attend_across_documents,

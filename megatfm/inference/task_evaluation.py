@@ -34,8 +34,9 @@ from megatfm.train.finetuning import prepare_task_corpus
 from megatfm.train.init_from import load_weights
 
 Made = Predictions | SpanPredictions | GeneratedAnswers
-Collected = tuple[Made | None, float, int]
-"""Predictions of a task with a head, or answers, mean loss, and number of examples."""
+Collected = tuple[Made | None, float, int, Mapping[str, float]]
+"""Predictions of a task with a head, or answers, mean loss, number of examples, and metrics of an objective that has
+some."""
 RESULTS, PREDICTIONS = "task.json", "predictions"
 
 
@@ -64,10 +65,10 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
     source, by_set = collected
     results: dict[str, dict[str, Any]] = {}
     threshold = None if task.validation else 0.0
-    for name, (predictions, loss, n_examples) in by_set.items():
+    for name, (predictions, loss, n_examples, of_objective) in by_set.items():
         results[name] = {"examples": n_examples, "loss": loss}
         if not task.has_head:
-            results[name] |= {"metrics": {"perplexity": math.exp(loss)}, "intervals": {}}
+            results[name] |= {"metrics": of_objective or {"perplexity": math.exp(loss)}, "intervals": {}}
         if predictions is None:
             continue
         if isinstance(predictions, SpanPredictions):
@@ -129,7 +130,7 @@ def predict_file(
     collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
     if collected is None:
         return None
-    predictions, _, _ = collected[1]["predicted"]
+    predictions, *_ = collected[1]["predicted"]
     assert predictions is not None
     if isinstance(predictions, SpanPredictions):
         predictions = replace(predictions, threshold=_stored_threshold(run_dir))
@@ -190,14 +191,13 @@ def _predict(
         results: dict[str, Collected] = {}
         for name, rows in corpora.validation.items():
             with collect_predictions(model_of(engine)) if task.has_head else nullcontext() as collector:
-                loss = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)[
-                    "loss"
-                ]
+                result = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)
             made: Made | None = collector.gather(task, folders[name]) if collector else None
-            results[name] = (made, float(loss), corpora_read[name].n_examples)
+            n_examples = corpora_read[name].n_examples
+            results[name] = (made, float(result["loss"]), n_examples, result.get("metrics", {}))
         for name, file in files.items():
             if task.text_metrics or name not in tokenized:
-                _, *facts = results.get(name, (None, math.nan, 0))
+                _, *facts = results.get(name, (None, math.nan, 0, {}))
                 results[name] = (_generate(engine, tokenizer, config, file), *facts)  # type: ignore[assignment]
     return (source, results) if rank.is_main else None
 

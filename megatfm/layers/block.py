@@ -11,6 +11,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.attention.patterns.local import CrossAttentionPattern
 from megatfm.layers.feed_forward import FFNS
 from megatfm.layers.initialisation import StackKind, initialiser
+from megatfm.layers.lora import InputDropout
 from megatfm.layers.loss_terms import AuxiliaryCollector, AuxiliaryLoss, BlockOutput
 from megatfm.layers.residual import RESIDUALS
 from megatfm.layers.sequence import SequenceMetadata
@@ -26,6 +27,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, stack: StackKind, depth: int = 0, *, cross: bool = False) -> None:
         super().__init__()
+        self.input_dropouts: list[InputDropout] = []
         self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
         initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
         first = RESIDUALS.get("none") if depth == 0 and not config.norm.first_attention_norm else residual
@@ -48,6 +50,8 @@ class Block(nn.Module):
     ) -> Tensor | BlockOutput:
         """[B, T, D], or a BlockOutput; bias: what the stack shares among its layers, numbers for all pairs
         or a projection."""
+        for dropout in self.input_dropouts:
+            dropout.sequence = sequence
         extras = AuxiliaryCollector()
         y_BTD = extras.unwrap(
             "attn", self.attn(self.attn_residual.input_norm(x_BTD), sequence, bias, None, cache)

@@ -1,6 +1,7 @@
 """Matrices and tables of vectors: torch's `Linear` and `Embedding` with initial weights by name."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from megatfm.layers.initialisation import Constant, InitDistribution
 class Linear(nn.Module):
     """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0. heads: that the output is made of.
 
-    matmul: makes y of x, W and b; another one may replace it (`megatfm/models/float8.py`).
+    matmul: makes y of x, W and b; another one may replace it (`megatfm/models/float8.py`). lora: its adapter, whose
+    output is added (`megatfm/layers/lora.py`).
     """
 
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -28,12 +30,22 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.matmul = heads, F.linear
+        self.lora: Any = None
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
         self.initial = {"weight": initial, **({"bias": Constant(0.0)} if bias else {})}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.matmul(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b of this W and b, or of parts of them, and what the adapter adds."""
+        y = self.matmul(x, weight, bias)
+        return y if self.lora is None else y + self.lora(x)
+
+    def matrix(self) -> Tensor:
+        """W with what the adapter adds, for layers that multiply by it themselves."""
+        return self.weight if self.lora is None else self.weight + self.lora.matrix()
 
 
 class Embedding(nn.Module):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
+from megatfm.layers.preference import PairFields, Preference, RowSums, preference_terms
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
 from megatfm.ops.transfer import moved, to_host, true_places
 from megatfm.registry import Registry
@@ -47,10 +49,13 @@ class CrossEntropy(nn.Module):
         targets_M: Tensor,
         bias_V: Tensor | None,
         losses_M: Tensor | None = None,
+        weights_M: Tensor | None = None,
     ) -> Tensor:
-        """The sum; losses_M is filled with the tokens' losses."""
+        """The sum; losses_M is filled with the tokens' losses. weights_M: factors on them."""
         variant = self.variant if self.training else replace(self.variant, smoothing=0.0)
-        return cross_entropy(hidden_ME, weight_VE, targets_M, bias_V, variant, losses_M=losses_M)
+        return cross_entropy(
+            hidden_ME, weight_VE, targets_M, bias_V, variant, losses_M=losses_M, weights_M=weights_M
+        )
 
 
 class RowLossRecorder:
@@ -95,7 +100,8 @@ class PredictionHeadTransform(nn.Module):
 class LMHead(nn.Module):
     """Logits [B, T, V] of hidden vectors [B, T, D], or, given targets [B, T], their summed cross-entropy.
 
-    where [B, T]: logits [M, V] of these tokens alone.
+    where [B, T]: logits [M, V] of these tokens alone. pairs: the targets are those of pairs of answers: sums [3] of
+    `PREFERENCE_TERMS`, as `preference` says.
 
     Where few tokens have a target, as in masked language models, only those go through.
     """
@@ -106,6 +112,8 @@ class LMHead(nn.Module):
 
     recorder: RowLossRecorder | None = None
     """Set while the losses of rows are requested."""
+    preference = Preference()
+    """Set by the objective that trains preferences."""
 
     def __init__(self, config: ModelConfig, tied_to: Embedding | None, *, sparse: bool = False) -> None:
         super().__init__()
@@ -123,13 +131,19 @@ class LMHead(nn.Module):
         self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
         self.softcap, self.sparse = config.lm_head.softcap, sparse
         self.loss = CrossEntropy(LogitOptions(config.lm_head.softcap, config.lm_head.label_smoothing))
+        self.pair_sums = RowSums()
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Its matrix, though shared with a table, is multiplied with the tokens that have a target."""
         return default_cost(self, predicted_tokens(tokens) if self.sparse else tokens)
 
     def forward(
-        self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, *, token_mask_BT: Tensor | None = None
+        self,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        token_mask_BT: Tensor | None = None,
+        pairs: PairFields | None = None,
     ) -> Tensor:
         if targets_BT is None:
             hidden = hidden_BTD if token_mask_BT is None else hidden_BTD[token_mask_BT]
@@ -141,6 +155,10 @@ class LMHead(nn.Module):
             at_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
             hidden_MD, targets_M = hidden_MD[at_M], targets_M[at_M]
         hidden_ME = self._last(hidden_MD)
+        if pairs is not None:
+            loss = partial(self.loss, hidden_ME, self.weight, targets_M, self.bias)
+            precise = torch.promote_types(hidden_ME.dtype, torch.float32)
+            return preference_terms(loss, self.pair_sums, pairs, self.preference, precise)
         if self.recorder is None:
             return self.loss(hidden_ME, self.weight, targets_M, self.bias)
         precise = torch.promote_types(hidden_ME.dtype, torch.float32)

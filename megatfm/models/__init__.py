@@ -7,6 +7,7 @@ from megatfm.layers import classifier as classifier  # registers itself among th
 from megatfm.layers import overlapping_patches as overlapping_patches
 from megatfm.layers import patch_embedding as patch_embedding  # among the embeddings
 from megatfm.layers import position_2d as position_2d  # among the positions
+from megatfm.layers.lora import add_lora
 from megatfm.models import electra as electra
 from megatfm.models import hierarchical as hierarchical
 from megatfm.models import masked_autoencoder as masked_autoencoder
@@ -16,8 +17,14 @@ from megatfm.models.transformer import Decoder
 
 
 def build(config: ModelConfig) -> nn.Module:
-    """The model of a config, on the current default device (use `torch.device("meta")` to allocate nothing)."""
-    return MODELS.get(config.family)(config)
+    """The model of a config, on the current default device (use `torch.device("meta")` to allocate nothing).
+
+    With low-rank adapters where the config has some: then only these have gradients. Raises UsageError.
+    """
+    model = MODELS.get(config.family)(config)
+    if config.lora is not None:
+        add_lora(model, config.lora)
+    return model
 
 
 __all__ = ["MODELS", "Decoder", "Model", "build", "lr_scales"]

@@ -22,7 +22,7 @@ def fp8_linears(model: nn.Module) -> dict[str, Linear]:
     """Return the linear layers to run in float8, by path. Call it before the model is cut into shards or stages."""
     linears: dict[str, tuple[str, int, Linear]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Linear) and (block := BLOCK.match(path)):
+        if isinstance(module, Linear) and (block := BLOCK.match(path)) and ".lora." not in path:
             linears[path] = block["stack"], int(block["number"]), module
     last: dict[str, int] = {}
     for stack, number, _ in linears.values():

@@ -12,6 +12,7 @@ from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.loss_terms import BlockOutput, add_by_name
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import LMHead
+from megatfm.layers.preference import PAIR_FIELDS, PREFERENCE_TERMS, PairFields
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.base import (
     MODELS,
@@ -50,7 +51,8 @@ class Decoder(Model):
         )
         self.ahead = list(self.future)
         self.add_heads(embedding.table)
-        self.accept(self.reads, "prefix", *sequence_fields(config), targets=targets_of(config))
+        fields = ("prefix", *PAIR_FIELDS, *sequence_fields(config))
+        self.accept(self.reads, *fields, targets=targets_of(config))
         self.split_points = [
             *self.decoder.split_points("decoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
@@ -72,7 +74,8 @@ class Decoder(Model):
 
         targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`. keys [B] and, of
         `fields`, positions, documents, prefix [B, T]: see SequenceMetadata; left out, each row is one document.
-        segments [B, T]: if the embedding has some. cache: tokens before these. hidden: from the pipeline stage before.
+        segments [B, T]: if the embedding has some. pairs, reference [B, T]: of preferences, see
+        `megatfm/layers/preference.py`. cache: tokens before these. hidden: from the pipeline stage before.
         Further fields are those of additional heads. Raises TypeError for a field that nothing would read.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
@@ -84,7 +87,9 @@ class Decoder(Model):
                 batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden, cache=cache
             )
         if self.head is not None and targets is not None:
-            if self.runs_head:
+            if self.runs_head and "pairs" in batch:
+                losses |= zip(PREFERENCE_TERMS, self.head(x_BTD, targets, pairs=_pairs(batch)), strict=True)
+            elif self.runs_head:
                 losses["causal"] = self.head(x_BTD, targets)
             for n in self.ahead:
                 future, at_layer = self.future[n], sequence.at_layer(self.config.n_layers + int(n))
@@ -304,6 +309,14 @@ class FutureHead(nn.Module):
         return BlockOutput(
             y_BTD, result.losses, {f"layers.0.{part}": counts for part, counts in result.counts.items()}
         )
+
+
+def _pairs(batch: Mapping[str, Tensor]) -> PairFields:
+    """Return a batch's pairs of answers."""
+    whole_rows = batch.get("full_row_documents", needed(batch, "documents"))
+    return PairFields(
+        batch["pairs"], needed(batch, "reference"), batch["documents"], whole_rows.shape[1] // 2 + 1
+    )
 
 
 def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:

@@ -65,6 +65,7 @@ def cross_entropy(
     vocab_start: int = 0,
     all_gather: AllGather | None = None,
     losses_M: Tensor | None = None,
+    weights_M: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
@@ -72,6 +73,7 @@ def cross_entropy(
     and only scaled in the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD`
     holds the rows from `first` on and `join` brings the parts together: every part then gives the whole loss, and its
     own share of the gradient to `hidden`. losses_M: is filled with the tokens' losses, 0 for those that don't count.
+    weights_M: factors on the tokens' losses in the sum, which have no gradients.
     """
     chunk = chunk or default_chunk(hidden_MD, len(weight_WD))
     # A function knows of a parameter that it requires gradients, and not whether any are wanted.
@@ -79,8 +81,9 @@ def cross_entropy(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
     return _ChunkedCrossEntropy.apply(
-        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, needs_grad, losses_M
-    )
+        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, needs_grad, losses_M,
+        weights_M,
+    )  # fmt: skip
 
 
 def default_chunk(hidden_MD: Tensor, rows: int) -> int:
@@ -111,7 +114,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         all_gather: AllGather | None,
         needs_grad: tuple[bool, bool, bool],
         losses_M: Tensor | None,
+        weights_M: Tensor | None,
     ) -> Tensor:
+        if weights_M is not None and losses_M is None:
+            losses_M = torch.empty_like(weights_M)
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
         # oneDNN's bf16 products with AMX read on in a row beyond its end, and multiply by zero what is there.
@@ -128,8 +134,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden = hidden_MD[part]
             logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
             losses = None if losses_M is None else losses_M[part]
-            total += _to_gradient(logits, targets_M[part], variant, vocab_start, all_gather, losses)
+            sum_of_chunk = _to_gradient(logits, targets_M[part], variant, vocab_start, all_gather, losses)
             gradient = logits
+            if weights_M is not None and losses is not None:
+                sum_of_chunk = (weights_M[part] * losses).sum()
+                gradient *= weights_M[part, None].to(gradient.dtype)
+            total += sum_of_chunk
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ weight_WD
             if needs_weight_grad:
@@ -156,7 +166,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else torch.mul(saved, gradient.to(saved.dtype), out=None if is_graph_kept else saved)
             for saved in ctx.saved_tensors
         )
-        return *scaled, None, None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

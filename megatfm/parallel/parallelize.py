@@ -23,7 +23,7 @@ segment, `**` matches any number of segments. A row that matches nothing is for 
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
+from megatfm.parallel.adapters import adapter_styles
 from megatfm.parallel.collectives import TensorParallelGroup, copy_to_group, reduce_from_group
 from megatfm.parallel.context_attention import (
     make_attention_forward,
@@ -55,7 +56,7 @@ UNPLANNED = ParallelStyle("no row")
 GENERIC_PACKAGES = (
     "torch.",
     "megatfm.layers.linear",
-    "megatfm.layers.linear",
+    "megatfm.layers.lora",
     "megatfm.layers.norm",
     "megatfm.layers.dropout",
 )
@@ -186,6 +187,12 @@ def _match(
         if rows:
             styles[path] = STYLES.get(rows[0].style)
         elif tensors := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if complete and ".lora." in path:
+                linear = path.partition(".lora.")[0]
+                raise UsageError(
+                    f"model.lora.targets: {linear} has the plan style {styles[linear].name!r}, which does not say how "
+                    "an adapter of it is cut: leave it out of the targets, or set parallel.tp = 1"
+                )
             if complete:
                 raise UsageError(_missing(model, path, tensors[0][0]))
             styles[path] = UNPLANNED
@@ -201,6 +208,10 @@ def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
             for inner, module in owner.named_modules():
                 if matches(inner, pattern):
                     rows_by_module.setdefault(module, []).append(row)
+    for module, rows in list(rows_by_module.items()):
+        for part, (name, style) in adapter_styles(module, rows[0].style).items():
+            pattern = f"{rows[0].pattern}.{name}".lstrip(".")
+            rows_by_module[part] = [replace(rows[0], pattern=pattern, style=style)]
     return rows_by_module
 
 

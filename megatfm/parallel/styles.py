@@ -167,7 +167,7 @@ def _sum_matmul(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts)
     biased = "bias" in layouts
 
     def forward(x: Tensor) -> Tensor:
-        y = ranks.reduce_output(getattr(module, "matmul", F.linear)(x, module.weight, None))  # type: ignore[arg-type]
+        y = ranks.reduce_output(getattr(module, "product", F.linear)(x, module.weight, None))  # type: ignore[arg-type]
         # Added once to the sum, not by every rank to its part of it.
         return y + module.bias if biased else y  # type: ignore[operator]
 
@@ -180,7 +180,7 @@ def _slice_heads(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts
 
     def forward(x: Tensor) -> Tensor:
         parts = [module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in layouts]
-        return F.linear(x, *parts)
+        return getattr(module, "product", F.linear)(x, parts[0], parts[1] if parts[1:] else None)
 
     replace_forward(module, forward)
 
@@ -205,14 +205,15 @@ def _vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layouts: Lay
         targets_M: Tensor,
         bias_W: Tensor | None,
         losses_M: Tensor | None = None,
+        weights_M: Tensor | None = None,
     ) -> Tensor:
         used = variant if loss_module.training else replace(variant, smoothing=0.0)
         return vocab_parallel_cross_entropy(
-            hidden_MD, weight_WD, targets_M, bias_W, used, first, ranks.group, losses_M=losses_M
+            hidden_MD, weight_WD, targets_M, bias_W, used, first, ranks.group, 1024, losses_M, weights_M
         )
 
     def whole_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not output.dim():  # a loss
+        if output.dim() < 2:  # a loss, or several terms of one
             return output
         longest = -(-vocabulary // ranks.group.size())
         padded = F.pad(output, (0, longest - output.shape[-1]))
@@ -259,9 +260,9 @@ def vocab_parallel_cross_entropy(
     group: ProcessGroup,
     chunk: int = 1024,
     losses_M: Tensor | None = None,
+    weights_M: Tensor | None = None,
 ) -> Tensor:
-    """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. vocab_start: this rank's first
-    row. losses_M: is filled with the tokens' losses."""
+    """Summed cross-entropy, alike on all ranks; hidden's gradient is partial. vocab_start: first row of this rank."""
     return cross_entropy(
         hidden_MD,
         weight_WD,
@@ -272,6 +273,7 @@ def vocab_parallel_cross_entropy(
         vocab_start=vocab_start,
         all_gather=lambda values: all_gather_no_grad(values, group),
         losses_M=losses_M,
+        weights_M=weights_M,
     )
 
 

@@ -36,13 +36,13 @@ class AnswerEncoder:
         """Return examples, and what to say of them. Raises UsageError that names the row."""
         if self.target_length is not None:
             return self._encode_pairs(rows, self.target_length)
-        encode = self._encode_chats if self.task.form == "chat" else self._encode_prompts
+        encode = self.encode_chats if self.task.form == "chat" else self.encode_prompts
         examples, n_cut, n_ended = [], 0, 0
         for number, (tokens, spans, text_bytes) in enumerate(encode(rows), start=1):
             if len(tokens) > self.length + 1:
                 if self.task.too_long == "error":
                     needed = len(tokens) - 1
-                    self._refuse(
+                    self.refuse(
                         number,
                         f"has {needed} tokens, more than data.sequence_length = {self.length}: choose {needed} or "
                         "more, or task.too_long = 'truncate'",
@@ -53,7 +53,7 @@ class AnswerEncoder:
             trained = [(max(begin, 1), min(end, len(tokens))) for begin, end in spans if begin < len(tokens)]
             trained = [(begin, end) for begin, end in trained if begin < end]
             if not trained:
-                self._refuse(
+                self.refuse(
                     number, "no token is trained: its answer is empty, or beyond data.sequence_length"
                 )
             last = tokens[trained[-1][0] : trained[-1][1]]
@@ -91,13 +91,13 @@ class AnswerEncoder:
         is_cut = False
         for side, tokens, (key, limit) in zip(("text", "answer"), pair, limits.items(), strict=True):
             if not len(tokens):
-                self._refuse(number, f"its {side} makes no token: take the row out")
+                self.refuse(number, f"its {side} makes no token: take the row out")
             if limit < 1:
                 raise UsageError(
                     f"{key} = {limit + 1}: leaves no room for text beside the end token: choose more"
                 )
             if len(tokens) > limit and self.task.too_long == "error":
-                self._refuse(
+                self.refuse(
                     number,
                     f"its {side} has {len(tokens) + 1} tokens, more than {key} = {limit + 1}: choose {len(tokens) + 1} "
                     "or more, or task.too_long = 'truncate'",
@@ -115,7 +115,7 @@ class AnswerEncoder:
         )
         return texts, answers
 
-    def _encode_prompts(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
+    def encode_prompts(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
         """[BOS] prefix and text, then the answer and EOS, which are trained."""
         task, tokenizer = self.task, self.tokenizer
         texts, labels = self._text_columns(rows)
@@ -128,7 +128,7 @@ class AnswerEncoder:
             encoded.append((tokens, [(1 + len(prompt), len(tokens))], n_bytes))
         return encoded
 
-    def _encode_chats(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
+    def encode_chats(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
         """Conversations as the chat template renders them; answers are trained."""
         tokenizer, column = self.tokenizer, self.task.messages
         require_columns(self.path, rows, {"task.messages": column})
@@ -142,7 +142,7 @@ class AnswerEncoder:
         for number, row in enumerate(rows, start=1):
             messages = row[column]
             if problem := check_messages(messages, tokenizer):
-                self._refuse(number, problem)
+                self.refuse(number, problem)
             encoded.append(self._encode_chat(number, messages, template, tokenizer))
         return encoded
 
@@ -171,7 +171,8 @@ class AnswerEncoder:
             )
         return notes
 
-    def _refuse(self, number: int, reason: str) -> None:
+    def refuse(self, number: int, reason: str) -> None:
+        """Raise a UsageError that names the file and the row."""
         raise UsageError(f"{self.path}, row {number}: {reason}")
 
 

@@ -18,6 +18,7 @@ from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.forms import EncodedExample, RowEncoder, labels_of
+from megatfm.tasks.preferences import LogProbabilities, PreferenceEncoder
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
@@ -60,12 +61,15 @@ def prepare_corpus(
     with_labels: bool = True,
     is_causal: bool = False,
     target_length: int | None = None,
+    reference: LogProbabilities | None = None,
+    reference_identity: str = "",
 ) -> TaskCorpus:
     """Tokenize a file into a corpus below `folder`, or find the one that an earlier call left there.
 
     task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
     in which the last token of an example carries its label. target_length: tokens of an encoder-decoder's decoder.
-    Raises UsageError that names file and row.
+    reference: of preferences, the model at the start, and what tells it from others. Raises UsageError that names file
+    and row.
     """
     rows = read_rows(path)
     key = {
@@ -80,17 +84,20 @@ def prepare_corpus(
         "is_causal": is_causal,
         "target_length": target_length,
         "chat_template": _content(task.chat_template),
+        **({"reference": reference_identity} if reference_identity else {}),
     }
     target = folder / blake3(json.dumps(key, sort_keys=True).encode()).hexdigest(8)
     if not (target / MANIFEST).is_file():
         carrier = -1 if is_causal else 0
-        encoder: RowEncoder | AnswerEncoder | SpanEncoder | ChoiceEncoder
+        encoder: RowEncoder | AnswerEncoder | SpanEncoder | ChoiceEncoder | PreferenceEncoder
         if task.form == "span_extraction":
             encoder = SpanEncoder(path, task, tokenizer, sequence_length, with_labels)
         elif task.form == "multiple_choice":
             encoder = ChoiceEncoder(path, task, tokenizer, sequence_length, with_labels, carrier)
         elif task.has_head:
             encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, carrier)
+        elif reference is not None:
+            encoder = PreferenceEncoder(path, task, tokenizer, tokenizer_file, sequence_length, reference)
         else:
             encoder = AnswerEncoder(path, task, tokenizer, tokenizer_file, sequence_length, target_length)
         encoded, notes = encoder.encode(rows)

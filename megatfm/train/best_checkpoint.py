@@ -1,4 +1,4 @@
-"""The checkpoint that did best on the first validation set, which a task keeps."""
+"""The checkpoint that did best on the first validation set, which a task keeps, and when a run ends early."""
 
 import logging
 from collections.abc import Mapping
@@ -7,28 +7,46 @@ from typing import Any
 
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import check_checkpoint
-from megatfm.config import TaskConfig
+from megatfm.config import Config
 
 log = logging.getLogger("megatfm")
 
+FINISHED_EARLY = "finished early"
+"""Event of a run that ended before its last step, as `train.patience` says."""
+
 
 class BestCheckpoint:
-    """The step with the best metric so far; of equals, the first. A run without a task has none."""
+    """The step with the best metric so far; of equals, the first. A run without a task and `train.patience` has none.
 
-    def __init__(self, task: TaskConfig | None, folder: Path) -> None:
-        self._task, self._folder = task, folder
+    A run without a task goes by the loss.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._folder, self._patience = folder, config.train.patience
+        self._metric = config.task.best_by if config.task else "loss" if self._patience else None
         self.step: int | None = None
-        self.value = 0.0
+        self.value, self.evaluations_since = 0.0, 0
 
     def update(self, step: int, evaluation: Mapping[str, Mapping[str, Any]]) -> None:
         """Compare the results of a step's evaluation, by name of the set."""
         first = next(iter(evaluation.values()), {})
-        if self._task is None or not first:
+        if self._metric is None or not first:
             return
-        by_loss = self._task.best_by == "loss"
-        value = -float(first["loss"]) if by_loss else float(first["metrics"][self._task.best_by])
+        by_loss = self._metric == "loss"
+        value = -float(first["loss"]) if by_loss else float(first["metrics"][self._metric])
+        self.evaluations_since += 1
         if self.step is None or value > self.value:
-            self.step, self.value = step, value
+            self.step, self.value, self.evaluations_since = step, value, 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `train.patience` evaluations were no better, so that the run ends."""
+        return 0 < self._patience <= self.evaluations_since
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends, in words."""
+        return f"{self._metric} was best at step {self.step}, {self.evaluations_since} evaluations before"
 
     @property
     def path(self) -> Path | None:
@@ -37,16 +55,18 @@ class BestCheckpoint:
 
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores."""
-        if self._task is None or self.step is None:
+        if self._metric is None or self.step is None:
             return {}
-        return {"best": {"step": self.step, "metric": self._task.best_by, "value": self.value}}
+        best = {"step": self.step, "metric": self._metric, "value": self.value}
+        return {"best": best | {"evaluations_since": self.evaluations_since}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint holds, where it is of the same metric."""
         stored = state.get("best")
-        self.step, self.value = None, 0.0
-        if self._task and isinstance(stored, Mapping) and stored.get("metric") == self._task.best_by:
+        self.step, self.value, self.evaluations_since = None, 0.0, 0
+        if self._metric and isinstance(stored, Mapping) and stored.get("metric") == self._metric:
             self.step, self.value = int(stored["step"]), float(stored["value"])
+            self.evaluations_since = int(stored.get("evaluations_since", 0))
 
 
 def best_checkpoint(run_dir: str | Path) -> Path:

@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from megatfm.config import Config
+from megatfm.checkpoint import Saver
+from megatfm.config import Config, PreferenceObjective
+from megatfm.config.training import CheckpointConfig
 from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
+from megatfm.layers.output_head import LMHead
+from megatfm.layers.preference import Preference
 from megatfm.models import build
 from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8
 from megatfm.object_collectives import run_on_rank_0_raising
@@ -53,10 +58,27 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     return ENGINES.get(config.parallel.engine)(setup)
 
 
+def build_saver(options: CheckpointConfig, folder: Path, local_dir: Path | None) -> Saver:
+    """Build what saves checkpoints to a run's folder, and to one of the node where there is that."""
+    return Saver(
+        folder,
+        mode=options.mode,
+        keep=options.keep,
+        keep_every=options.keep_every,
+        read_back=options.verify_after_write,
+        local_dir=local_dir,
+    )
+
+
 def build_model(config: Config) -> nn.Module:
     """The full model, on the current default device, with frozen weights marked. Raises UsageError."""
     model = build(config.model)
     freeze(model, config.train.freeze)
+    objective = config.objective
+    if isinstance(objective, PreferenceObjective) and isinstance(
+        head := getattr(model, "head", None), LMHead
+    ):
+        head.preference = Preference(objective.beta, objective.label_smoothing)
     return model
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, TaskConfig
+from megatfm.config import Config, PreferenceObjective, TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import run_folder
 from megatfm.train.corpora import open_corpora, open_tokenizer
+from megatfm.train.reference import ReferenceModel
 
 TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
@@ -64,10 +65,11 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         {
             "task.labels": task.labels,
             "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
-            **(_head_changes(config, task) if task.has_head else {"objective": {"name": "answers"}}),
+            **(_head_changes(config, task) if task.has_head else _answer_changes(config, task)),
         }
     )
     if task.has_head:
+        config = _train_head_beside_adapters(config)
         config = config.with_changes(
             {"train.init_include": config.train.init_include or weights_to_load(config)}
         )
@@ -88,12 +90,25 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
     """Tokenize a file of a run's task into the run directory, once."""
     assert config.task is not None
     folder = run_folder(config) / TASK_CORPORA
+    reference = ReferenceModel(config) if config.task.form == "preference" else None
     return prepare_corpus(
         path, config.task, tokenizer, config.data.sequence_length, folder,
         tokenizer_file=str(config.data.tokenizer), with_labels=with_labels,
         is_causal=config.model.family == "decoder",
         target_length=config.data.target_length if config.model.family == "encoder_decoder" else None,
+        reference=reference,
+        reference_identity=reference.identity if reference else "",
     )  # fmt: skip
+
+
+def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
+    """Return the change of the objective: answers, or the preference among them, with its options where it has some."""
+    if task.form != "preference":
+        return {"objective": {"name": "answers"}}
+    given = config.objective
+    return {
+        "objective": given.model_dump() if isinstance(given, PreferenceObjective) else {"name": "preference"}
+    }
 
 
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
@@ -122,6 +137,14 @@ def head_name(config: Config) -> str:
     """Return the module name of the task's head; where it pools that of BERT's, whose pooler it goes on from."""
     is_span = config.task is not None and config.task.form == "span_extraction"
     return "span" if is_span else HEAD_OF_FAMILY[config.model.family]
+
+
+def _train_head_beside_adapters(config: Config) -> Config:
+    """Return the config, in which adapters don't leave the task's head frozen."""
+    lora, pattern = config.model.lora, f"{HEAD_OF_FAMILY[config.model.family]}.*"
+    if lora is None or pattern in lora.trained:
+        return config
+    return config.with_changes({"model.lora.trained": [*lora.trained, pattern]})
 
 
 def weights_to_load(config: Config) -> list[str]:

@@ -8,11 +8,14 @@ from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
+from blake3 import blake3
 from pydantic import JsonValue
 
 from megatfm import checkpoint
+from megatfm.checkpoint.metadata import METADATA_FILENAME
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
+from megatfm.layers.lora import FACTORS
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.registry import did_you_mean
 
@@ -60,6 +63,13 @@ def origin_of(source: Path, tokenizer: str) -> JsonValue:
     return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
 
+def identity_of(source: Path) -> JsonValue:
+    """Return what a checkpoint of adapters says of the one that they are beside: its folder, and the hash of its
+    metadata, which has the hash of each file. A collective."""
+    digest = run_on_rank_0_raising(lambda: blake3((source / METADATA_FILENAME).read_bytes()).hexdigest())
+    return {"checkpoint": str(source.absolute()), "blake3": digest}
+
+
 def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ()) -> "LoadReport":
     """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision.
 
@@ -87,10 +97,12 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
 
     Raises UsageError that says what of them is not there, and which patterns would do.
     """
-    selected = {name for name in expected if not only or any(fnmatchcase(name, pattern) for pattern in only)}
+    _check_adapters(expected, stored, source)
+    sought = {name: s for name, s in expected.items() if name in stored or not name.endswith(FACTORS)}
+    selected = {name for name in sought if not only or any(fnmatchcase(name, pattern) for pattern in only)}
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in expected):
-            loadable = ", ".join(map(repr, _loadable_patterns(expected, stored) or ["decoder.*"]))
+            loadable = ", ".join(map(repr, _loadable_patterns(sought, stored) or ["decoder.*"]))
             raise UsageError(
                 f"train.init_include: {pattern!r} matches none of the model's weights"
                 f"{did_you_mean(pattern, expected)}; patterns are such as {loadable}"
@@ -104,7 +116,7 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
             for name in unfit[:3]
         ]
         more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
-        patterns = _loadable_patterns(expected, stored)
+        patterns = _loadable_patterns(sought, stored)
         source_checkpoint, model = _top_modules(stored), _top_modules(expected)
         experts_there, experts_here = ({n for n in s if ".ffn.experts." in n} for s in (stored, expected))
         if experts_there and not experts_here:
@@ -135,6 +147,16 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
         {name: shape for name, shape in expected.items() if name not in selected},
         {name: shape for name, shape in stored.items() if name not in selected},
     )
+
+
+def _check_adapters(wanted: Shapes, stored: Shapes, source: Path) -> None:
+    """Raise a UsageError for adapters that the model would start without."""
+    lost = sorted(name for name in stored if name.endswith(FACTORS) and name not in wanted)
+    if lost:
+        raise UsageError(
+            f"train.init_from = {source}: has an adapter, {lost[0]}, that this model lacks, so it would be another: "
+            f"merge it first, `megatfm convert {shlex.quote(str(source))} NEW --to megatfm`, or keep its [model.lora]"
+        )
 
 
 def _top_modules(shapes: Shapes) -> set[str]:

@@ -27,12 +27,12 @@ from megatfm.tracking.hardware import FlopsPerToken, Utilization
 from megatfm.tracking.metrics import MetricsLog, StepTimes, check_sinks
 from megatfm.tracking.run_directory import RunDirectory, run_folder
 from megatfm.train import resume
-from megatfm.train.best_checkpoint import BestCheckpoint
-from megatfm.train.build import build_engine, choose_precision, describe_size
+from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
+from megatfm.train.build import build_engine, build_saver, choose_precision, describe_size
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import Evaluator, Sampler
 from megatfm.train.evaluation_tasks import open_tasks
-from megatfm.train.init_from import load_weights, origin_of
+from megatfm.train.init_from import identity_of, load_weights, origin_of
 from megatfm.train.loss_by_source import MixtureSources
 from megatfm.train.profiling import (
     StepProfile,
@@ -128,41 +128,34 @@ class Trainer:
         self.precision, self.decisions, self.run_log, self.monitor = precision, decisions, run_log, monitor
         self.nodes = nodes
         self.step, self.tokens, self.position = 0, 0, 0
-        self.origin: JsonValue = None
+        self.provenance: dict[str, JsonValue] = {}
         self.mixture_sources = MixtureSources(config, corpora)
         self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, decisions)
         self.hardware = hardware.gather_hardware(engine.device)
-        self.saver = checkpoint.Saver(
-            run.checkpoints,
-            mode=config.checkpoint.mode,
-            keep=config.checkpoint.keep,
-            keep_every=config.checkpoint.keep_every,
-            read_back=config.checkpoint.verify_after_write,
-            local_dir=nodes.folder if nodes else None,
-        )
-        self.best = BestCheckpoint(config.task, run.checkpoints)
+        self.saver = build_saver(config.checkpoint, run.checkpoints, nodes.folder if nodes else None)
+        self.best = BestCheckpoint(config, run.checkpoints)
         monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.requested_config = config
         """The config before its layout was fitted to the processes that there are: a later start may have all again."""
         self.evaluator: Evaluator
         self.utilization: Utilization | None = None
-        self.launcher = "none"
-        self.is_branch = False
+        self.launcher, self.is_branch = "none", False
         self._save_seconds: float | None = None  # of the last checkpoint, for the next line of metrics
 
     def train(self, signals: StopSignals) -> int:
         """Take steps until the run ends or a signal asks to stop. Returns the exit code."""
         stop, _ = signals.agreed()  # during the start: there is nothing to save yet
         with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.saver:
-            while self.step < self.config.train.steps and not stop:
+            while not self._is_over and not stop:
                 stop = self._train_until_interrupted(signals, profile)
-        if self.step < self.config.train.steps:
-            self._log_event(
-                "stopped", f"by {stop} after step {self.step}: the same command goes on from there"
-            )
+        if not self._is_over:
+            how = f"by {stop} after step {self.step}: the same command goes on from there"
+            self._log_event("stopped", how)
             return EXIT_REQUEUE
-        self._log_event("finished", f"step {self.step}, {self.tokens:,} tokens")
+        early = f": {self.best.reason}" * (self.step < self.config.train.steps)
+        done = f"step {self.step}, {self.tokens:,} tokens{early}"
+        self._log_event(FINISHED_EARLY if early else "finished", done)
         return EXIT_OK
 
     def _train_until_interrupted(self, signals: StopSignals, profile: StepProfile) -> str | None:
@@ -172,7 +165,7 @@ class Trainer:
         agreed = signals.agreed_before if self.engine.device.type == "cuda" else signals.agreed
         with self._loader() as loader, self._open_metrics() or nullcontext() as metrics:
             self.run.keep()
-            while self.step < config.train.steps and not stop:
+            while not self._is_over and not stop:
                 profile.before_step(self.step + 1)
                 record = self.train_step(loader)
                 self.run.check_not_moved()
@@ -185,7 +178,8 @@ class Trainer:
                 if metrics:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
-                shared = self._is_due(config.checkpoint.every) or self.best.step == self.step
+                is_saved = self._is_over or self.best.step == self.step
+                shared = is_saved or self._is_due(config.checkpoint.every)
                 every = config.checkpoint.local_every
                 is_due = shared or (every > 0 and self.step % every == 0)
                 stop, is_saving = agreed(is_due or self.saver.step_in_progress is not None)
@@ -271,6 +265,11 @@ class Trainer:
         """Return whether work due every `every` steps, and at the last step, is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the last step is done, or the metric hasn't improved for so long that it won't be."""
+        return self.step >= self.config.train.steps or self.best.is_stale
+
     def _log_event(self, event: str, detail: str) -> None:
         log.info("%s: %s", event, detail)
         self.run.log_event(event, detail, self.step)
@@ -313,8 +312,12 @@ class Trainer:
         if not config.train.init_from:
             return [f"seed {config.train.seed}"]
         report = load_weights(self.engine, config.train.init_from, config.train.init_include)
-        if not config.train.init_include:
-            self.origin = origin_of(report.source, self.corpora.tokenizer_hash)
+        if config.model.lora:
+            self.provenance["base"] = identity_of(report.source)
+        if not config.train.init_include and (
+            origin := origin_of(report.source, self.corpora.tokenizer_hash)
+        ):
+            self.provenance["origin"] = origin
         for line in report.lines() if report.has_missing else ():
             log.info("%s", line)
         return [f"with {report}"]
@@ -358,7 +361,7 @@ class Trainer:
         position = int(point.state["data"]["position"])
         self.position = self.decisions.data_resume_positions.get(self.step, position)
         self.loss_guard.load(point.state.get("trouble", {}))
-        self.origin = point.state.get("origin")
+        self.provenance = {key: point.state[key] for key in ("origin", "base") if point.state.get(key)}
         self.best.load(point.state)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
@@ -388,7 +391,7 @@ class Trainer:
     def _run_state(self, loader: DataLoader) -> dict[str, Any]:
         """Return the JSON state of a checkpoint."""
         return {
-            **({} if self.origin is None else {"origin": self.origin}),
+            **self.provenance,
             **self.best.state(),
             "step": self.step,
             "tokens": self.tokens,

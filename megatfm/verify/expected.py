@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatfm.config import Config
+from megatfm.engines.interface import PRECISIONS
 from megatfm.train.build import build_model
 from megatfm.verify.axes import CONTEXT, TENSOR, MeshPosition, sizes
 from megatfm.verify.expected_activations import add_activations, add_experts, groups_of_the_same_ranks
@@ -19,7 +20,7 @@ from megatfm.verify.expected_keys import pattern_of, sees_runs_alone
 from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide
 from megatfm.verify.expected_weights import RankParameters, weights_and_gradients
 from megatfm.verify.module_calls import Call, record_module_calls
-from megatfm.verify.module_cuts import ModuleCut, module_cuts, silent
+from megatfm.verify.module_cuts import ModuleCut, is_a, module_cuts, silent
 from megatfm.verify.reference import initialise_perturbed
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic, TrafficTable
@@ -102,11 +103,20 @@ class _Step:
         if self.rows_cut:
             for i, microbatch_calls in zip(my_microbatches, calls, strict=True):
                 self.rows_cut.add_context_traffic(ledger, i, place.cp, microbatch_calls)
+                self._add_pair_sums(ledger, microbatch_calls)
         if self.stages:
             add_pipeline(ledger, config, self.stages, place.pp, self.batches[place.cp], my_microbatches)
         rank_params = RankParameters(self.model, self.cuts, self.stages, place, parallel)
         weights_and_gradients(ledger, config, rank_params, calls)
         return ledger.flows()
+
+    def _add_pair_sums(self, ledger: ExpectedTraffic, calls: Sequence[Call]) -> None:
+        """Add the sums of preferences, one for each pair that a whole row has room for, in float32 or better."""
+        size = max(PRECISIONS[self.config.train.precision].compute_dtype.itemsize, 4)
+        slots = self.config.data.sequence_length // 2 + 1
+        for call in calls:
+            if is_a(self.model.get_submodule(call.path), "RowSums"):
+                ledger.all_reduce(CONTEXT, call.rows * slots * size)
 
     def _among(self, place: MeshPosition, microbatch: int, stages: set[int]) -> Sequence[Sequence[Call]]:
         """Calls of experts on each rank that divides experts with this one."""

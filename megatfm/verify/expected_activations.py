@@ -36,14 +36,17 @@ def add_activations(
         sends = (cuts[call.path].sends or ()) if call.path in cuts else ()
         input_bytes, output_bytes = call.input_numel * size, call.output_numel * size
         gathers, sums = forwards(call, config.train.recompute)
-        for word, gathered_bytes in (("input gathered", input_bytes), ("output gathered", output_bytes)):
+        for word, gathered_bytes, has_gradient in (
+            ("input gathered", input_bytes, call.has_gradient and call.given_has_gradient),
+            ("output gathered", output_bytes, call.has_gradient),
+        ):
             if word not in sends:
                 continue
             if sequence:
                 ledger.all_gather(TENSOR, gathered_bytes // tp, times=gathers)
-                ledger.reduce_scatter(TENSOR, gathered_bytes, times=call.has_gradient)
+                ledger.reduce_scatter(TENSOR, gathered_bytes, times=has_gradient)
             else:
-                ledger.all_reduce(TENSOR, gathered_bytes, times=call.has_gradient)
+                ledger.all_reduce(TENSOR, gathered_bytes, times=has_gradient)
         if "output gathered for tokens" in sends and sequence:
             ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
             ledger.reduce_scatter(TENSOR, output_bytes, times=call.has_gradient)
@@ -84,7 +87,7 @@ def _vocabulary(
         config.model.vocab_size,
     )
     head, _, leaf = call.path.rpartition(".")
-    if _has_loss(cuts, call.path) and not call.is_scalar:
+    if _has_loss(cuts, call.path) and not call.is_loss:
         assert vocabulary is not None
         widest = -(-vocabulary // tp)
         ledger.all_gather(TENSOR, call.output_numel // vocabulary * widest * precision.compute_dtype.itemsize)

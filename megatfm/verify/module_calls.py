@@ -23,7 +23,8 @@ class Call:
     """A module's call in the plain forward pass of one micro-batch.
 
     stage: of the pipeline (0 where there is none). input_numel, output_numel: elements of its first input and output
-    (0: no tensor). rows: of the input. in_layer: it lies in a block, is_layer_output: it is one.
+    (0: no tensor). rows: of the input. is_loss: the output is a loss, or several terms of one. in_layer: it lies in a
+    block, is_layer_output: it is one.
     saves_tensors_after: the block keeps something for the backward pass after this call, so that recomputing the
     block goes through all of it.
     given_has_gradient: of its first input. inputs: the shapes of those that are tensors. expert_index: of experts,
@@ -35,7 +36,7 @@ class Call:
     input_numel: int
     output_numel: int
     rows: int
-    is_scalar: bool
+    is_loss: bool
     has_gradient: bool
     in_layer: bool = False
     saves_tensors_after: bool = False
@@ -95,7 +96,7 @@ class ModuleCallRecorder:
     def _record(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         first, result = _tensor((*inputs, None)[0]), _tensor(output)
         rows = first.shape[0] if first.dim() else 1
-        shapes = first.numel(), result.numel(), rows, result.dim() == 0, result.requires_grad
+        shapes = first.numel(), result.numel(), rows, result.dim() < 2, result.requires_grad
         input_shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in inputs)
         call = Call(path, self.stage, *shapes, given_has_gradient=first.requires_grad, inputs=input_shapes)
         if is_a(module, "Experts"):

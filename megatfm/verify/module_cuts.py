@@ -41,6 +41,7 @@ OWN_OUTPUT = ModuleCut(gradient="partial_with_sp")
 KINDS: Mapping[str, ModuleCut] = {
     "colwise": ModuleCut(dim=0),
     "rowwise": ModuleCut(dim=1, gradient="partial_with_sp", sends=SUMMED),
+    "input_features": ModuleCut(dim=1),
     "replicated_kv_heads": ModuleCut(gradient="partial"),
     "shard_last_dim": ModuleCut(dim=-1),
     "replicated_partial_grad": ModuleCut(gradient="partial"),
@@ -211,7 +212,12 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
                     spoken.setdefault(module, kind)
     cuts = {}
     for path, module in model.named_modules():
-        if module in spoken:
+        adapted = path.rpartition(".lora.")
+        if adapted[1] and model.get_submodule(adapted[0]) in spoken:
+            cuts[path] = _fitted(
+                _of_adapter(spoken[model.get_submodule(adapted[0])], adapted[2]), module, parallel
+            )
+        elif module in spoken:
             cuts[path] = _fitted(spoken[module], module, parallel)
         elif next(_own_tensors(module), None) is not None:
             cuts[path] = ModuleCut()
@@ -227,6 +233,17 @@ def _matches(names: list[str], patterns: list[str]) -> bool:
             for times in range(len(names) + 1)
         )
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def _of_adapter(kind: str, part: str) -> str:
+    """How a part of a low-rank adapter is cut: beside a column-cut matrix B is, beside a row-cut one A is."""
+    kinds = {
+        ("colwise", "a"): "replicated_partial_grad",
+        ("rowwise", "a"): "input_features",
+        ("rowwise", "b"): "replicated_partial_grad",
+    }
+    on_tokens = kind in ("split_output", "gather_output_replicated")
+    return kinds.get((kind, part), "sequence_parallel" if on_tokens else kind)
 
 
 def silent(model: nn.Module) -> str | None:

@@ -97,9 +97,24 @@ def _attention(
 
 
 def _cross_entropy(
-    seam: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+    seam: CrossEntropy,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    losses: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    return cross_entropy_reference(hidden, weight, targets, bias, seam.variant)
+    if losses is None and weights is None:
+        return cross_entropy_reference(hidden, weight, targets, bias, seam.variant)
+    one_by_one = [
+        cross_entropy_reference(hidden[i : i + 1], weight, targets[i : i + 1], bias, seam.variant)
+        for i in range(len(targets))
+    ]
+    per_token = torch.stack(one_by_one)
+    if losses is not None:
+        losses.copy_(per_token.detach())
+    return per_token.sum() if weights is None else (per_token * weights).sum()
 
 
 CLIPPED = 1e-6

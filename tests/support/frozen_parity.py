@@ -1,5 +1,6 @@
 """The comparison of one device with engines whose weights are frozen in part."""
 
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -38,19 +39,32 @@ def build_frozen_engine(
 
 
 def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
-    """Differences from one device, whose weights plain torch moves, in two steps."""
-    config, patterns = FAMILY_MODELS[name], FREEZE[name]
-    batch, reference = family_batch(config), frozen_model(config, patterns).double().train()
-    initialise(reference, 7)
-    engine = build_frozen_engine(config, patterns, parallel)
-    named = dict(reference.named_parameters())
+    """Differences from one device of a model whose weights are frozen in part."""
+    patterns = FREEZE[name]
+    named = dict(frozen_model(FAMILY_MODELS[name], patterns).named_parameters())
     assert all(named[n].requires_grad != any(fnmatchcase(n, one) for one in patterns) for n in named)
+    return errors_of_two_steps(
+        FAMILY_MODELS[name], lambda config: frozen_model(config, patterns), parallel, UNDECAYED
+    )
+
+
+def errors_of_two_steps(
+    config: ModelConfig,
+    build_model: Callable[[ModelConfig], nn.Module],
+    parallel: ParallelConfig,
+    undecayed: Sequence[str] = (),
+) -> set[str]:
+    """Differences from one device, whose weights plain torch moves, in two steps. undecayed: matrices without decay."""
+    batch, reference = family_batch(config), build_model(config).double().train()
+    initialise(reference, 7)
+    engine = build_engine(config, parallel, build_model=build_model)
+    named = dict(reference.named_parameters())
     trained = {n: p for n, p in named.items() if p.requires_grad}
     plain = torch.optim.AdamW(
         [
-            {"params": [p for n, p in trained.items() if p.dim() == 2 and n not in UNDECAYED]},
+            {"params": [p for n, p in trained.items() if p.dim() == 2 and n not in undecayed]},
             {
-                "params": [p for n, p in trained.items() if p.dim() == 1 or n in UNDECAYED],
+                "params": [p for n, p in trained.items() if p.dim() == 1 or n in undecayed],
                 "weight_decay": 0.0,
             },
         ],

@@ -98,7 +98,7 @@ class LatentAttention(nn.Module):
         q_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1)
         latent_B1TX = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1)
         if cache is None:
-            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.weight, self.wv.weight, sequence)
+            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.matrix(), self.wv.matrix(), sequence)
         else:
             heads_BNTV = self._cached(q_BNTH, latent_B1TX, sequence, cache)
         return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
@@ -117,8 +117,8 @@ class LatentAttention(nn.Module):
             cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence
         )
         if q_BNTH.shape[2] == 1 and not self.core.draws(sequence):
-            return self.core.of_one_query(q_BNTH, latent_B1SX, self.wk.weight, self.wv.weight, sequence)
-        k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.weight, self.wv.weight)
+            return self.core.of_one_query(q_BNTH, latent_B1SX, self.wk.matrix(), self.wv.matrix(), sequence)
+        k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.matrix(), self.wv.matrix())
         return self.core.of_heads(self.core.dropout.part, q_BNTH, k_BNSH, v_BNSV, sequence)
 
     def _heads(self, x: Tensor, width: int) -> Tensor:

@@ -1,0 +1,96 @@
+"""Direct preference optimisation (Rafailov et al. 2023): pairs of answers at the head over the vocabulary.
+
+The loss of a pair is −log σ(β Δ), where Δ is how much more the model than the reference prefers the chosen answer: the
+log-ratio of chosen to rejected minus that of the reference, summed over the answers' tokens. It follows from the
+tokens' cross-entropy, so the head is run twice: without gradients, for these, and with each token weighted by the
+derivative of its pair's loss. No layout has to know more of it than of a cross-entropy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# B rows, T tokens, M tokens of all rows, P pairs, S places for pairs of a row
+
+PREFERENCE_TERMS = ("preference", "reward_accuracy", "reward_margin")
+"""Sums over pairs: the loss; how many are preferred as they should be; β Δ."""
+PAIR_FIELDS = ("pairs", "reference")
+"""Fields of the batch that pairs are told by, beside the targets."""
+TokenLoss = Callable[[Tensor | None, Tensor | None], Tensor]
+"""(losses [M] to fill, weights [M]) → the sum of the tokens' losses, each by its weight."""
+
+
+FIRST_TARGET = 2
+"""In the field `pairs`: the token of the chosen sequence before its answer, at which its pair is counted. 1: another of
+the chosen sequence; −1: of the rejected one; 0: padding."""
+
+
+class PairFields(NamedTuple):
+    """Fields [B, T] of a batch of pairs; of the rows' T tokens this rank may have some.
+
+    side: as FIRST_TARGET says. reference: the reference's log-ratio of chosen to rejected at FIRST_TARGET, 0 elsewhere.
+    documents: two numbers for each pair, the chosen first. n_slots: at least the pairs of a row.
+    """
+
+    side_BT: Tensor
+    reference_BT: Tensor
+    documents_BT: Tensor
+    n_slots: int
+
+
+class RowSums(nn.Module):
+    """Numbers [B, S] of rows, summed over the ranks that share these: the seam of context parallelism."""
+
+    cp_plan = "all_reduce"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = nn.Identity()
+
+    def forward(self, values_BS: Tensor) -> Tensor:
+        return self.summed(values_BS)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """beta: strength β. label_smoothing: share of pairs that are taken to be labelled the wrong way round."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+
+def preference_terms(
+    token_loss: TokenLoss,
+    add_up: Callable[[Tensor], Tensor],
+    pairs: PairFields,
+    options: Preference,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Sums of PREFERENCE_TERMS [3] over the pairs of a micro-batch; the first has gradients.
+
+    add_up: sums numbers of rows over the ranks that share these. dtype: in which losses are summed.
+    """
+    rows, length = pairs.side_BT.shape
+    losses_M = torch.zeros(rows * length, dtype=dtype, device=pairs.side_BT.device)
+    with torch.no_grad():
+        token_loss(losses_M, None)
+    # The two documents of a pair have the numbers 2 n and 2 n + 1 in their row, whose tokens ranks may share.
+    slots_BT = pairs.documents_BT.clamp(min=0) // 2
+    gained_BT = -pairs.side_BT.sign() * losses_M.view(rows, length) - pairs.reference_BT.to(dtype)
+    empty_BS = losses_M.new_zeros(rows, pairs.n_slots)
+    margins_BS = options.beta * add_up(empty_BS.scatter_add(1, slots_BT, gained_BT))
+    is_counted = empty_BS.scatter_add(1, slots_BT, (pairs.side_BT == FIRST_TARGET).to(dtype)) > 0
+    margins_P = margins_BS[is_counted]
+    share = options.label_smoothing
+    losses_P = -(1 - share) * F.logsigmoid(margins_P) - share * F.logsigmoid(-margins_P)
+    terms = torch.stack([losses_P.sum(), (margins_P > 0).to(dtype).sum(), margins_P.sum()])
+    if not torch.is_grad_enabled():
+        return terms
+    slopes_BS = share * torch.sigmoid(margins_BS) - (1 - share) * torch.sigmoid(-margins_BS)
+    weights_BT = -options.beta * slopes_BS.gather(1, slots_BT) * pairs.side_BT.sign()
+    surrogate = token_loss(None, weights_BT.flatten())
+    return torch.cat([(terms[0] + surrogate - surrogate.detach())[None], terms[1:]])

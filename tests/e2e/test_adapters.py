@@ -1,0 +1,133 @@
+"""Adapters and preferences by the commands of a user: train, evaluate, export, merge, and go on."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.small_models import run_command, write_model, write_preferences, write_topics
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+TOPICS = """
+name = "topics"
+[task]
+train = "train.csv"
+validation = "validation.csv"
+epochs = 3
+[model.lora]
+rank = 4
+alpha = 8
+[data]
+sequence_length = 32
+[optimizer]
+name = "adamw"
+lr = 1e-2
+[train]
+global_batch = 4
+micro_batch = 4
+precision = "fp32"
+[log]
+sinks = []
+"""
+PAIRS = (
+    TOPICS.replace("train.csv", "pairs.jsonl")
+    .replace("validation.csv", "pairs.jsonl")
+    .replace("[task]", '[task]\nform = "preference"')
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "topics.toml").write_text(TOPICS)
+    (tmp_path / "pairs.toml").write_text(PAIRS)
+    (tmp_path / "plain.toml").write_text(
+        re.sub(r"\[model.lora\]\n.*\n.*\n", "", PAIRS).replace("epochs = 3", "")
+    )
+    return tmp_path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_adapters_of_an_encoder_and_its_head(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_model(folder, "bert")
+    write_topics(folder)
+    assert run_command("finetune", "topics.toml", "--from", "bert", "--export", "merged") == 0
+    rows = lines(folder / "runs/topics/predictions/validation.jsonl")
+    expected = torch.tensor([list(row["probabilities"].values()) for row in rows])
+    texts = [line.rpartition(",")[0] for line in (folder / "validation.csv").read_text().splitlines()[1:]]
+    tokens = transformers.AutoTokenizer.from_pretrained(folder / "merged")(
+        texts, padding=True, return_tensors="pt"
+    )
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**tokens).logits.softmax(-1), expected, rtol=0, atol=2e-6)
+
+    # What PEFT makes of the adapter and the base: head and pooler are in it.
+    assert run_command("convert", "runs/topics", "adapter", "--to", "peft") == 0
+    config = json.loads((folder / "adapter/adapter_config.json").read_text())
+    assert (config["task_type"], config["r"], config["lora_alpha"]) == ("SEQ_CLS", 4, 8.0)
+    assert (folder / "adapter/adapter_model.safetensors").stat().st_size < 60_000
+    base = transformers.BertForSequenceClassification.from_pretrained(folder / "bert", num_labels=2)
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(**tokens).logits.softmax(-1), expected, rtol=0, atol=2e-6)
+    assert run_command("convert", "runs/topics", "again", "--to", "peft") == 0
+    assert run_command("convert", "bert", "none", "--to", "peft") == 2
+    assert "in the Hugging Face format" in capfd.readouterr().err
+
+
+def test_preferences_from_pairs_to_a_merged_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_model(folder, "llama")
+    write_preferences(folder)
+    assert run_command("finetune", "pairs.toml", "--from", "llama", "train.seed=3") == 0
+    curve = lines(folder / "runs/topics/metrics.jsonl")
+    assert curve[0]["loss"] == pytest.approx(math.log(2), abs=1e-6), "at the start the model is the reference"
+    validation = json.loads((folder / "runs/topics/task.json").read_text())["sets"]["validation"]
+    assert validation["metrics"]["reward_accuracy"] > 0.7
+    assert validation["metrics"]["reward_margin"] > 0
+    assert validation["loss"] < math.log(2)
+
+    # The adapter as a start: the same model without training, whose reference it is then itself.
+    assert run_command("convert", "runs/topics", "plain", "--to", "megatfm") == 0
+    assert run_command("finetune", "plain.toml", "--from", "plain", "name=next", "train.steps=1") == 0
+    assert lines(folder / "runs/next/metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert (
+        run_command(
+            "finetune", "pairs.toml", "name=alone", "data.tokenizer=llama", 'model={family="decoder"}'
+        )
+        == 2
+    )
+    capfd.readouterr()
+    assert (
+        run_command("finetune", "pairs.toml", "--from", "llama", "name=short", "data.sequence_length=5") == 2
+    )
+    assert "pairs are not cut" in capfd.readouterr().err
+
+
+def test_a_peft_adapter_is_trained_on(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = write_model(folder, "llama")
+    write_preferences(folder)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, options)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.3)
+    adapted.save_pretrained(folder / "theirs")
+    assert run_command("convert", "theirs", "ours", "--to", "megatfm") == 2
+    assert "--base" in capfd.readouterr().err
+    assert run_command("convert", "theirs", "ours", "--to", "megatfm", "--base", "llama") == 0
+    assert run_command("finetune", "plain.toml", "--from", "ours", "name=on", "train.steps=1") == 0
+    assert lines(folder / "runs/on/metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert run_command("convert", "runs/on", "back", "--to", "peft") == 0
+    config = json.loads((folder / "back/adapter_config.json").read_text())
+    assert (config["r"], config["target_modules"]) == (2, ["q_proj", "v_proj"])

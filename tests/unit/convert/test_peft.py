@@ -1,0 +1,182 @@
+"""Adapters to PEFT's format and back, against PEFT itself: logits, gradients, files, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import modeling_rope_utils
+from transformers.models.llama import modeling_llama
+
+from megatfm.convert.convert import convert
+from megatfm.convert.load import load_model as load_hf
+from megatfm.convert.merge_adapters import merge
+from megatfm.convert.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, from_peft, to_peft
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.inference.text import load_model
+from tests.support.hf_decoders import decoder_logits, hf_decoder
+from tests.support.hf_encoders import ENCODER_TOKENS, first_logits, hf_encoder
+from tests.support.hf_folders import hf_gpt2, hf_llama
+from tests.support.reference_gradients import doubled
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:fan_in_fan_out is set to False:UserWarning"
+)
+
+MODELS: dict[str, tuple[Any, list[str]]] = {
+    "llama": (hf_llama, ["q_proj", "v_proj", "down_proj"]),
+    "gpt2, three matrices in one": (hf_gpt2, ["c_attn", "c_fc"]),
+    "gemma3": (lambda: hf_decoder("gemma3"), ["k_proj", "o_proj", "gate_proj"]),
+    "mla, keys and values in one": (lambda: hf_decoder("mla"), ["q_a_proj", "kv_b_proj", "o_proj"]),
+    "t5": (lambda: hf_decoder("t5"), ["q", "v", "wi"]),
+    "bert": (lambda: hf_encoder("BertForMaskedLM"), ["query", "value", "attention.output.dense"]),
+    "modernbert": (lambda: hf_encoder("ModernBertForMaskedLM"), ["Wqkv", "Wo"]),
+}
+
+
+def adapter(model: Any, folder: Path, targets: list[str], **options: Any) -> Any:
+    """A PEFT model whose adapters are not 0, saved with its base."""
+    base = folder / "base"
+    model.save_pretrained(base)
+    values = {"r": 4, "lora_alpha": 6, "target_modules": targets, "lora_dropout": 0.0, **options}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**values)).eval()
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+            assert "lora_" in name or "modules_to_save" in name
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(folder / "adapter")
+    return adapted
+
+
+def logits(model: Any, *, is_megatfm: bool = False) -> torch.Tensor:
+    """Logits of some tokens."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    is_encoder = "MaskedLM" in type(inner).__name__ or (
+        getattr(inner, "encoder", None) and not hasattr(inner, "decoder")
+    )
+    if is_encoder:
+        return first_logits(inner(ENCODER_TOKENS))
+    return decoder_logits(inner, is_megatfm=is_megatfm)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) -> None:
+    draw, targets = MODELS[name]
+    theirs = adapter(draw(), tmp_path, targets)
+    from_peft(tmp_path / "adapter", tmp_path / "ours")
+    expected = logits(theirs).detach()
+    ours = load_model(tmp_path / "ours")
+    torch.testing.assert_close(logits(ours, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
+    assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
+        n for n, _ in ours.named_parameters() if ".lora." in n
+    }
+
+    to_peft(tmp_path / "ours", tmp_path / "back")
+    base = type(theirs.get_base_model()).from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "back").eval()
+    torch.testing.assert_close(logits(again).detach(), expected, rtol=2e-4, atol=2e-5)
+
+    convert(tmp_path / "ours", tmp_path / "merged", "hf")
+    torch.testing.assert_close(
+        logits(load_hf(tmp_path / "merged"), is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5
+    )
+    merge(tmp_path / "ours", tmp_path / "plain")
+    plain = load_model(tmp_path / "plain")
+    assert not any(".lora." in n for n, _ in plain.named_parameters())
+    torch.testing.assert_close(logits(plain, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_files_come_back_to_the_bit(tmp_path: Path) -> None:
+    adapter(hf_llama(), tmp_path, ["q_proj", "v_proj"], lora_dropout=0.1)
+    from_peft(tmp_path / "adapter", tmp_path / "ours")
+    to_peft(tmp_path / "ours", tmp_path / "back")
+    before, after = (load_file(tmp_path / folder / ADAPTER_WEIGHTS) for folder in ("adapter", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((tmp_path / "back" / ADAPTER_CONFIG).read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 6, 0.1)
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
+    with doubled(torch.float64, modeling_llama, modeling_rope_utils):
+        theirs = adapter(hf_llama().double(), tmp_path, ["q_proj", "o_proj", "up_proj"]).double()
+        torch.tanh(logits(theirs)).square().sum().backward()
+    from_peft(tmp_path / "adapter", tmp_path / "ours")
+    ours = load_model(tmp_path / "ours", dtype="float64")
+    torch.tanh(logits(ours, is_megatfm=True)).square().sum().backward()
+    names = {"attn.wq": "self_attn.q_proj", "attn.wo": "self_attn.o_proj", "ffn.w_up": "mlp.up_proj"}
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert len(expected) == 12
+    for layer in range(2):
+        for our_name, their_name in names.items():
+            for one, other in (("a", "A"), ("b", "B")):
+                actual = ours.get_parameter(f"decoder.layers.{layer}.{our_name}.lora.{one}.weight").grad
+                wanted = expected[
+                    f"base_model.model.model.layers.{layer}.{their_name}.lora_{other}.default.weight"
+                ]
+                torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
+    assert all(p.grad is None for n, p in ours.named_parameters() if ".lora." not in n)
+
+
+def test_ranks_and_scales_by_matrix(tmp_path: Path) -> None:
+    theirs = adapter(
+        hf_llama(), tmp_path, ["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 8},
+        use_rslora=True,
+    )  # fmt: skip
+    from_peft(tmp_path / "adapter", tmp_path / "ours")
+    ours = load_model(tmp_path / "ours")
+    torch.testing.assert_close(logits(ours, is_megatfm=True), logits(theirs), rtol=2e-4, atol=2e-5)
+
+
+def test_other_weights_that_are_trained(tmp_path: Path) -> None:
+    theirs = adapter(hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
+    from_peft(tmp_path / "adapter", tmp_path / "ours")
+    ours = load_model(tmp_path / "ours")
+    torch.testing.assert_close(logits(ours, is_megatfm=True), logits(theirs), rtol=2e-4, atol=2e-5)
+    assert ours.get_parameter("head.weight").requires_grad
+    to_peft(tmp_path / "ours", tmp_path / "back")
+    base = type(theirs.get_base_model()).from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "back").eval()
+    torch.testing.assert_close(logits(again), logits(theirs), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_dora": True}, "use_dora = True"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+        ({"target_parameters": ["experts.up"]}, "target_parameters"),
+        ({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}, "give the folder of that model as --base"),
+    ],
+)
+def test_what_is_no_adapter_of_ours_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    adapter(hf_llama(), tmp_path, ["q_proj"])
+    path = tmp_path / "adapter" / ADAPTER_CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UsageError, match=reason):
+        from_peft(tmp_path / "adapter", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_files_that_lie_are_refused(tmp_path: Path) -> None:
+    adapter(hf_llama(), tmp_path, ["q_proj"])
+    path = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, path)
+    with pytest.raises((UsageError, MegatfmError), match=r"attn\.wq"):
+        from_peft(tmp_path / "adapter", tmp_path / "ours")
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
+    with pytest.raises(MegatfmError, match="has no lora_B beside it"):
+        from_peft(tmp_path / "adapter", tmp_path / "ours")
+    path.write_bytes(b"\x80\x04pickle")
+    with pytest.raises(MegatfmError, match="can't read it"):
+        from_peft(tmp_path / "adapter", tmp_path / "ours")
