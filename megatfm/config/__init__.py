@@ -18,6 +18,7 @@ from megatfm.config.attention import (
     Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.image_text import ContrastiveConfig, TextTowerConfig
 from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
@@ -32,6 +33,7 @@ from megatfm.config.model_parts import (
 from megatfm.config.objective import (
     AnswersObjective,
     CausalObjective,
+    ContrastiveObjective,
     ImageClassificationObjective,
     MaskedImageObjective,
     MaskedObjective,
@@ -95,17 +97,19 @@ __all__ = [
     "BigBirdPatternConfig",
     "CausalObjective",
     "ChunkedPatternConfig",
-    "ImageClassificationObjective",
     "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
+    "ContrastiveConfig",
+    "ContrastiveObjective",
     "CosineSchedule",
     "DataConfig",
     "DebertaPositionConfig",
     "DebertaV2PositionConfig",
     "FixedPatternConfig",
     "GQAAttentionConfig",
+    "ImageClassificationObjective",
     "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
@@ -155,6 +159,7 @@ __all__ = [
     "TaskConfig",
     "TextClassificationObjective",
     "TextClassifierHeadConfig",
+    "TextTowerConfig",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",
