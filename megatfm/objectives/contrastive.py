@@ -76,7 +76,7 @@ class Contrastive(Objective):
         self.metrics = () if training else tuple(f"top{k}" for k in TOP)
         self.loss_weights: Mapping[str, float] = {TERM: 1.0, **dict.fromkeys(self.metrics, 0.0)}
         of_images = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
-        numbers = {} if training else {CAPTIONS: Field()}
+        numbers = {} if training else {CAPTIONS: Field("int32", (2,))}
         self.fields = {**of_images, "tokens": Field(pad_value=special.pad), **numbers}
         self._for_evaluation = partial(
             Contrastive, special, config, model, row_lengths, images, training=False
@@ -100,7 +100,7 @@ class Contrastive(Objective):
         fields: dict[str, NDArray[Any]] = {f"encoder_{name}": values for name, values in images.items()}
         fields["tokens"] = self.framed(piece.tokens)
         if self.metrics:
-            fields[CAPTIONS] = np.zeros(len(fields["tokens"]), np.int64)
+            fields[CAPTIONS] = np.zeros((len(fields["tokens"]), 2), np.int32)
             fields[CAPTIONS][0] = caption_number(fields["tokens"])
         return fields
 
@@ -125,7 +125,8 @@ class Contrastive(Objective):
         features = dict(model(**inputs).predictions)
         if CAPTIONS in batch:
             is_first = (batch["positions"] == 0) & (batch["documents"] >= 0)
-            features[CAPTIONS] = batch[CAPTIONS][is_first]
+            high, low = batch[CAPTIONS][is_first].long().unbind(-1)
+            features[CAPTIONS] = (high << 32) + low
         return features
 
     def terms_of(self, model: nn.Module, features: dict[str, Tensor]) -> Losses:
@@ -136,6 +137,6 @@ class Contrastive(Objective):
         return self.terms_of(model, self.features(model, batch))
 
 
-def caption_number(tokens: NDArray[np.int64]) -> int:
-    """A number that stands for a caption: equal captions have equal ones."""
-    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little") >> 1
+def caption_number(tokens: NDArray[np.int64]) -> NDArray[np.int32]:
+    """A number of 64 bits, as two, that stands for a caption: equal captions have equal ones."""
+    return np.frombuffer(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), np.int32)

@@ -1,4 +1,4 @@
-"""Two towers under every kind of layout: the loss of the global batch and each gradient as on one device, in float64."""
+"""Two towers under every kind of layout: loss of the global batch and each gradient as on one device, in float64."""
 
 import pytest
 
