@@ -191,7 +191,7 @@ def write_preprocessor(folder: Path, theirs: dict[str, Any]) -> None:
     pixels = {key: theirs.pop(key) for key in PIXELS if key in theirs}
     if not pixels:
         return
-    side = {"height": theirs["image_size"], "width": theirs["image_size"]}
+    side = dict.fromkeys(("height", "width"), theirs.get("vision_config", theirs)["image_size"])
     steps = {
         "do_resize": True,
         "size": side,
