@@ -148,16 +148,21 @@ BUCKET = 2**24
 
 
 def weights_and_gradients(
-    ledger: ExpectedTraffic, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
+    ledger: ExpectedTraffic,
+    config: Config,
+    held: RankParameters,
+    microbatches: Sequence[Sequence[Call]],
+    first_passes: Sequence[Sequence[Call]] = (),
 ) -> None:
-    """Add the traffic of one rank in one step. microbatches: the calls of its stages."""
+    """Add the traffic of one rank in one step. microbatches: the calls of its stages; first_passes: those of passes
+    without a gradient before them."""
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     if held.zero == 0:
         _replicated(ledger, config, held)
     elif held.zero == 1:
         _sharded_optimizer(ledger, config, held)
     else:
-        _fully_sharded(ledger, config, held, microbatches)
+        _fully_sharded(ledger, config, held, microbatches, first_passes)
     for ranks, tied in _tied_parameters(held).items():
         ledger.all_reduce(PIPELINE, sum(held.local_numel(name) for name in tied) * size, among=len(ranks))
     partial = sum(held.local_numel(name) for name in held.trained if held.is_partial(name))
@@ -213,7 +218,11 @@ def _by_shard_axis(held: RankParameters, names: Sequence[str]) -> dict[str, list
 
 
 def _fully_sharded(
-    ledger: ExpectedTraffic, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
+    ledger: ExpectedTraffic,
+    config: Config,
+    held: RankParameters,
+    microbatches: Sequence[Sequence[Call]],
+    first_passes: Sequence[Sequence[Call]],
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
     for path, names in _groups(held).items():
@@ -224,7 +233,7 @@ def _fully_sharded(
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
             gathers = uses if parallel.pp == 1 else 1  # gathered weights are kept until the end of the step
         elif path:
-            gathers = sum(_block_gathers(path, calls) for calls in microbatches)
+            gathers = sum(_block_gathers(path, calls) for calls in (*first_passes, *microbatches))
         else:
             gathers = len(microbatches) if parallel.pp == 1 else _root_all_gathers(held, len(microbatches))
         reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
