@@ -141,6 +141,8 @@ GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 DROPOUT_KEY = re.compile(r"(pdrop|dropout|dropout_prob)$")
 LABELS = ("id2label", "label2id")
+TEXT_CONFIG = "text_config"
+"""Section of config.json for the text tower of a model of images and text, with special ids of its own."""
 ADD_BOS_KEY = "add_bos_token"
 
 
@@ -156,6 +158,12 @@ def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Js
         if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
         and (key not in written or written[key] != value)
     }
+    of_text, here = (config.get(TEXT_CONFIG) or {} for config in (hf_config, written))
+    differing |= {
+        f"{TEXT_CONFIG}.{key}": {"theirs": value, "ours": here.get(key)}
+        for key, value in of_text.items()
+        if key in IDS and here.get(key) != value
+    }
     file = source / GENERATION
     return {
         "name": name,
@@ -167,7 +175,19 @@ def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Js
 def restore_origin(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
     """Return the values that `record_origin` kept, but for those that our config, `written`, has changed since."""
     kept = origin.get("config", {})
-    return {key: values["theirs"] for key, values in kept.items() if written.get(key) == values["ours"]}
+    now = {**written, **{f"{TEXT_CONFIG}.{key}": v for key, v in (written.get(TEXT_CONFIG) or {}).items()}}
+    return {key: values["theirs"] for key, values in kept.items() if now.get(key) == values["ours"]}
+
+
+def with_text_ids(hf_config: Mapping[str, Any]) -> Json:
+    """A config.json-to-be whose special ids are in its section of the text tower, if it has one."""
+    if TEXT_CONFIG not in hf_config:
+        return dict(hf_config)
+    prefix = f"{TEXT_CONFIG}."
+    ids = {key: value for key, value in hf_config.items() if key in IDS}
+    restored = {key.removeprefix(prefix): v for key, v in hf_config.items() if key.startswith(prefix)}
+    others = {key: v for key, v in hf_config.items() if key not in ids and not key.startswith(prefix)}
+    return {**others, TEXT_CONFIG: {**hf_config[TEXT_CONFIG], **ids, **restored}}
 
 
 def eos_token_id_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:

@@ -10,7 +10,7 @@ from transformers.models.siglip import modeling_siglip
 
 from megatfm.config import ModelConfig
 from tests.support.images import pixels, to_batch
-from tests.support.reference_gradients import Figures, dtype_fixture, pair
+from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
 
 SIDE, EOS, POSITIONS = 4, 49, 7
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -108,4 +108,5 @@ def test_both_towers(name: str, size: str, dtype: torch.dtype) -> None:
     figures.see_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 60
-    print(name, size, dtype, figures)
+    for preset in PRESETS[name]:
+        hold_to_the_docs(preset, dtype, figures)
