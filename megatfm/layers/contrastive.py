@@ -51,14 +51,14 @@ class FeatureHead(nn.Module):
 def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
     """Return indices [M], counted over all rows, of the first tokens of documents, or of their last ones."""
     host = sequence.on_host()
-    is_first_BT = host.positions == 0
-    if last:
-        ends_B1 = torch.ones_like(is_first_BT[:, :1])
-        chosen_BT = torch.cat([is_first_BT[:, 1:], ends_B1], dim=1)
-        if host.documents is not None:  # padding has position 0 as well
-            chosen_BT = chosen_BT & (host.documents >= 0)
-    else:
-        chosen_BT = is_first_BT if host.documents is None else is_first_BT & (host.documents >= 0)
+    chosen_BT = host.positions == 0
+    if last and host.documents is None:  # each row is one document
+        chosen_BT = torch.arange(chosen_BT.shape[1]).expand_as(chosen_BT) == chosen_BT.shape[1] - 1
+    elif last and host.documents is not None:
+        after_BT = F.pad(host.documents[:, 1:], (0, 1), value=-1)
+        chosen_BT = host.documents != after_BT
+    if host.documents is not None:  # padding has position 0 as well
+        chosen_BT = chosen_BT & (host.documents >= 0)
     return moved(chosen_BT.flatten().nonzero()[:, 0], sequence.positions.device)
 
 
