@@ -116,7 +116,7 @@ def _draw_images(args: argparse.Namespace) -> str:
         load_config(args.config, [f"data.train={args.dir}", "data.validation={}"])
     )
     rows = open_corpora(config, tokenizer).train
-    if "patches" not in (fields := rows.rows([0])):
+    if not {"patches", "encoder_patches"} & (fields := rows.rows([0])).keys():
         raise UsageError(
             f"--config {args.config}: its objective reads {', '.join(sorted(fields))}, no patches of images"
         )
@@ -125,7 +125,8 @@ def _draw_images(args: argparse.Namespace) -> str:
     names = Corpus.open(args.dir).manifest.provenance.get("classes", [])
     patch_size, images, position = config.model.embedding.patch_size, list[SeenImage](), 0  # type: ignore[union-attr]
     while len(images) < args.count:
-        images += images_of_rows(rows.rows([position]), patch_size, names)
+        decode = tokenizer.decode if tokenizer else None
+        images += images_of_rows(rows.rows([position]), patch_size, names, decode)
         position += 1
     out = io.BytesIO()
     contact_sheet(images[: args.count]).save(out, "PNG")

@@ -19,6 +19,7 @@ from megatfm.config.attention import (
 )
 from megatfm.config.data import DataConfig
 from megatfm.config.evaluation_task import EvaluationTaskConfig
+from megatfm.config.image_text import ContrastiveConfig, TextTowerConfig
 from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
@@ -33,6 +34,7 @@ from megatfm.config.model_parts import (
 from megatfm.config.objective import (
     AnswersObjective,
     CausalObjective,
+    ContrastiveObjective,
     ImageClassificationObjective,
     MaskedImageObjective,
     MaskedObjective,
@@ -104,6 +106,8 @@ __all__ = [
     "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
+    "ContrastiveConfig",
+    "ContrastiveObjective",
     "CosineSchedule",
     "DataConfig",
     "DebertaPositionConfig",
@@ -166,6 +170,7 @@ __all__ = [
     "TaskConfig",
     "TextClassificationObjective",
     "TextClassifierHeadConfig",
+    "TextTowerConfig",
     "TrainConfig",
     "UL2Objective",
     "WSDSchedule",

@@ -21,7 +21,7 @@ class Family:
 FAMILY_KEYS = (
     "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
     "embedding.n_segments", "generator",
-    "ffn.name = 'moe'", "mup", "stages", "pixel_decoder",
+    "ffn.name = 'moe'", "mup", "stages", "pixel_decoder", "text_tower", "contrastive",
 )  # fmt: skip
 """Keys of a model, or values of them, that only some families give a meaning."""
 
@@ -53,6 +53,12 @@ FAMILIES = {
     ),
     "masked_autoencoder": Family(
         frozenset({"pixel_decoder"}), no_heads="which predicts pixels", bare=True, other_names=("mae",)
+    ),
+    "two_towers": Family(
+        frozenset({"text_tower", "contrastive"}),
+        no_heads="which compares images and captions",
+        bare=True,
+        other_names=("clip", "siglip", "dual"),
     ),
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),

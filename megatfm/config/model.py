@@ -16,6 +16,7 @@ from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, 
 from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
+from megatfm.config.image_text import ContrastiveConfig, TextTowerConfig
 from megatfm.config.lora import LoRAConfig
 from megatfm.config.model_parts import (
     WIDTH_POWERS,
@@ -51,7 +52,8 @@ class ModelConfig(Section):
     model_config = ConfigDict(json_schema_extra=without_layers)
 
     family: str = "decoder"
-    """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone) or hierarchical (Swin)."""
+    """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone), hierarchical (Swin),
+    masked_autoencoder (MAE) or two_towers (CLIP, SigLIP)."""
     vocab_size: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Rows of the embedding; left out, the tokenizer's size."""
     d_model: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
@@ -98,6 +100,10 @@ class ModelConfig(Section):
     """The generator of `family = "electra"`."""
     pixel_decoder: PixelDecoderConfig | None = None
     """The decoder of `family = "masked_autoencoder"`."""
+    text_tower: TextTowerConfig | None = None
+    """The text encoder of `family = "two_towers"`; the other keys are the image encoder's."""
+    contrastive: ContrastiveConfig | None = None
+    """How `family = "two_towers"` compares images and captions."""
     stages: StagesConfig | None = None
     """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
@@ -145,7 +151,7 @@ class ModelConfig(Section):
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
-                self.stages, self.pixel_decoder,
+                self.stages, self.pixel_decoder, self.text_tower, self.contrastive,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -266,7 +272,11 @@ class ModelConfig(Section):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by key, of all kinds of blocks."""
-        smaller = {"generator": self.generator, "pixel_decoder": self.pixel_decoder}
+        smaller = {
+            "generator": self.generator,
+            "pixel_decoder": self.pixel_decoder,
+            "text_tower": self.text_tower,
+        }
         parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:

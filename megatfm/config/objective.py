@@ -1,6 +1,6 @@
 """The `[objective]` section: a variant for each objective of `megatfm/objectives`, where their sources are."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -187,7 +187,10 @@ class PreferenceObjective(Section):
 
 
 class ImageObjective(Section):
-    """An objective whose inputs are images, without a tokenizer."""
+    """An objective whose inputs are images."""
+
+    reads_text: ClassVar[bool] = False
+    """Whether it reads captions as well, and so needs a tokenizer."""
 
 
 class ImageClassificationObjective(ImageObjective):
@@ -202,6 +205,19 @@ class MaskedImageObjective(ImageObjective):
     name: Literal["masked_image"] = "masked_image"
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
     """Share of the patches that is masked."""
+
+
+class ContrastiveObjective(ImageObjective):
+    """Tell which caption of the global batch belongs to which image (CLIP; Radford et al. 2021. SigLIP; Zhai et al.
+    2023); `model.contrastive` names the loss."""
+
+    reads_text: ClassVar[bool] = True
+    name: Literal["contrastive"] = "contrastive"
+    begin_token: bool = True
+    """Whether captions begin with the tokenizer's begin token (CLIP); all end with its end token."""
+    pad_captions: bool = False
+    """Fill captions up to `model.text_tower.max_positions` with padding tokens, which are seen (SigLIP). Otherwise
+    rows hold as many captions as fit."""
 
 
 class PluginObjective(Section):
@@ -230,6 +246,7 @@ ObjectiveConfig = Annotated[
     | PreferenceObjective
     | ImageClassificationObjective
     | MaskedImageObjective
+    | ContrastiveObjective
     | PluginObjective,
     ByName(),
 ]

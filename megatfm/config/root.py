@@ -5,12 +5,12 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from megatfm.config import device_checks, layout_checks
+from megatfm.config import device_checks, image_text, layout_checks
 from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
 from megatfm.config.families import FAMILIES, suggest_family
 from megatfm.config.model import ModelConfig
-from megatfm.config.objective import CausalObjective, ImageObjective, ObjectiveConfig, PluginObjective
+from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import (
     CosineSchedule,
     OptimizerConfig,
@@ -59,7 +59,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective | ImageObjective):
+        reads_text = getattr(self.objective, "reads_text", not isinstance(self.objective, PluginObjective))
+        if self.data.tokenizer is None and reads_text:
             raise ValueError(
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
             )
@@ -104,6 +105,7 @@ class Config(Section):
         device_checks.check_gpu_only(self)
         layout_checks.check_soft_moe(self)
         layout_checks.check_pipeline(self)
+        image_text.check_layout(self)
         layout_checks.check_sample_prompts(self)
         return self
 

@@ -218,6 +218,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
             write_json(place / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
+        hf_config = tokenizer_files.with_text_ids(hf_config)
         write_preprocessor(place, hf_config)
         write_json(place / CONFIG, hf_config)
         file_io.sync_folder(place)

@@ -191,7 +191,7 @@ def write_preprocessor(folder: Path, preprocessor: dict[str, Any]) -> None:
     pixels = {key: preprocessor.pop(key) for key in PIXELS if key in preprocessor}
     if not pixels:
         return
-    side = {"height": preprocessor["image_size"], "width": preprocessor["image_size"]}
+    side = dict.fromkeys(("height", "width"), preprocessor.get("vision_config", preprocessor)["image_size"])
     steps = {
         "do_resize": True,
         "size": side,

@@ -143,6 +143,8 @@ GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 DROPOUT_KEY = re.compile(r"(pdrop|dropout|dropout_prob)$")
 LABELS = ("id2label", "label2id")
+TEXT_CONFIG = "text_config"
+"""Section of config.json for the text tower of a model of images and text, with special ids of its own."""
 ADD_BOS_KEY = "add_bos_token"
 
 
@@ -158,6 +160,12 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
         if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
         and (key not in written_config or written_config[key] != value)
     }
+    of_text, here = (config.get(TEXT_CONFIG) or {} for config in (hf_config, written_config))
+    differing |= {
+        f"{TEXT_CONFIG}.{key}": {"theirs": value, "ours": here.get(key)}
+        for key, value in of_text.items()
+        if key in IDS and here.get(key) != value
+    }
     file = source / GENERATION
     return {
         "name": name,
@@ -169,11 +177,22 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
 def restore_origin(origin: Mapping[str, Any], written_config: Mapping[str, Any]) -> Json:
     """Return the values that `record_origin` kept, without those that changed since in `written_config`, our config."""
     origin_config = origin.get("config", {})
+    text_config = written_config.get(TEXT_CONFIG) or {}
+    written = {**written_config, **{f"{TEXT_CONFIG}.{key}": value for key, value in text_config.items()}}
     return {
-        key: values["theirs"]
-        for key, values in origin_config.items()
-        if written_config.get(key) == values["ours"]
+        key: values["theirs"] for key, values in origin_config.items() if written.get(key) == values["ours"]
     }
+
+
+def with_text_ids(hf_config: Mapping[str, Any]) -> Json:
+    """A config.json-to-be whose special ids are in its section of the text tower, if it has one."""
+    if TEXT_CONFIG not in hf_config:
+        return dict(hf_config)
+    prefix = f"{TEXT_CONFIG}."
+    ids = {key: value for key, value in hf_config.items() if key in IDS}
+    restored = {key.removeprefix(prefix): v for key, v in hf_config.items() if key.startswith(prefix)}
+    others = {key: v for key, v in hf_config.items() if key not in ids and not key.startswith(prefix)}
+    return {**others, TEXT_CONFIG: {**hf_config[TEXT_CONFIG], **ids, **restored}}
 
 
 def eos_token_id_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:

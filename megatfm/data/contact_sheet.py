@@ -1,6 +1,6 @@
 """Contact sheets: training images as the model sees them, after all transforms and mixing, with their labels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,18 +20,29 @@ class SeenImage(NamedTuple):
     caption: str
 
 
-def images_of_rows(rows: Fields, patch_size: int, class_names: Sequence[str] = ()) -> Iterator[SeenImage]:
-    """The images of a batch, in their order. class_names: by number, where they are known."""
-    for row in range(len(rows["patches"])):
-        for number in range(int(rows["documents"][row].max()) + 1):
-            tokens = np.flatnonzero(rows["documents"][row] == number)
-            if rows["labels"][row, tokens[0]] == IGNORE_INDEX:
+def images_of_rows(
+    rows: Fields,
+    patch_size: int,
+    class_names: Sequence[str] = (),
+    decode: Callable[[list[int]], str] | None = None,
+) -> Iterator[SeenImage]:
+    """The images of a batch, in their order. class_names: by number, where they are known. decode: of captions."""
+    side = "" if "patches" in rows else "encoder_"
+    documents, grid = rows[f"{side}documents"], rows[f"{side}grid"]
+    for row, patches in enumerate(rows[f"{side}patches"]):
+        for number in range(int(documents[row].max()) + 1):
+            tokens = np.flatnonzero(documents[row] == number)
+            if not len(tokens) or ("labels" in rows and rows["labels"][row, tokens[0]] == IGNORE_INDEX):
                 continue  # in quarantine
-            is_patch = rows["grid"][row, tokens, 0] >= 0
-            pixels = join_patches(
-                rows["patches"][row, tokens[is_patch]], rows["grid"][row, tokens[-1], 2:], patch_size
-            )
-            yield SeenImage(pixels, _caption(rows, row, int(tokens[0]), class_names))
+            is_patch = grid[row, tokens, 0] >= 0
+            pixels = join_patches(patches[tokens[is_patch]], grid[row, tokens[-1], 2:], patch_size)
+            if "labels" in rows:
+                caption = _caption(rows, row, int(tokens[0]), class_names)
+            elif decode is not None and "tokens" in rows:
+                caption = decode(rows["tokens"][row, rows["documents"][row] == number].tolist())
+            else:
+                caption = ""
+            yield SeenImage(pixels, caption)
 
 
 def join_patches(patches: Pixels, grid: np.ndarray, patch_size: int) -> Pixels:

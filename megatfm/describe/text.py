@@ -56,6 +56,17 @@ def _architecture(model: ModelConfig) -> list[Line]:
         lines.insert(1, ("  stages", _stages(model.stages, model.d_model)))
     if heads := _extra_heads(model):
         lines.append(("heads", ", ".join(heads)))
+    if model.text_tower is not None:
+        text = model.text_tower
+        sees = "each token sees those before it" if text.causal else "each token sees all"
+        lines.append(
+            (
+                "text tower",
+                f"{text.n_layers} blocks of width {text.d_model:,}, {text.n_heads} heads, {text.d_ff:,} inside; {sees}",
+            )
+        )
+    if model.contrastive is not None:
+        lines.append(("features", f"{model.contrastive.width:,} numbers, {model.contrastive.loss} loss"))
     if model.generator is not None:
         layers, generator = model.generator.n_layers or model.n_layers, model.generator
         lines.append(
@@ -311,6 +322,7 @@ def _flops(description: "Description") -> list[Line]:
         "encoder": "the head only for masked tokens" if model.lm_head.name != "none" else "heads once a row",
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
+        "two_towers": "averaged over the tokens of both towers",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
     lines = [("FLOPs per token", f"in training; {length}, N = {description.matmul_parameters:,} ({names})")]
     if (

@@ -1,7 +1,7 @@
 """Base of the engines: the steps that they take alike, and the preparation before the first one."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatfm.engines.gradients import GlobalNorm, LayerStatistics, all_reduce_pa
 from megatfm.engines.interface import (
     Arrays,
     Batch,
+    ComparingLoss,
     LossFunction,
     LossScale,
     LossTotals,
@@ -23,6 +24,7 @@ from megatfm.engines.interface import (
     RowSources,
     ShardLocation,
     StateDict,
+    compares_samples,
 )
 from megatfm.engines.losses import (
     DeferredReads,
@@ -115,6 +117,10 @@ class BaseEngine:
     def _evaluate_batch(self, batch: Batch, objective: LossFunction) -> Mapping[str, Tensor]:
         return self.passes.evaluate(batch, objective)
 
+    def _compare_samples(self, batches: Iterable[Batch], objective: ComparingLoss) -> Mapping[str, Tensor]:
+        """The terms of all samples of some micro-batches; for engines with the feature "compares_samples"."""
+        raise NotImplementedError
+
     def _without_gradient(self) -> Collection[str]:
         """Trained weights that no pass of a step has reached."""
         raise NotImplementedError
@@ -188,11 +194,19 @@ class BaseEngine:
         self._set_training(False)
         losses = LossAccumulator(objective, self.mesh, self.device)
         with self.state.averaged_weights(self._weights_were_moved):
-            for microbatch in batches:
-                losses.add(self._evaluate_batch(local_batch(microbatch, self.device, self.layout), objective))
-                losses.count_here([microbatch])
+            if compares_samples(objective):
+                losses.add(self._compare_samples(self._counted(batches, losses), objective))
+            else:
+                for batch in self._counted(batches, losses):
+                    losses.add(self._evaluate_batch(batch, objective))
         losses.sum_counts()
         return losses.result()
+
+    def _counted(self, batches: Iterable[Arrays], losses: LossAccumulator) -> Iterator[dict[str, Tensor]]:
+        """Yield micro-batches as they are on this rank, and count their targets."""
+        for microbatch in batches:
+            losses.count_here([microbatch])
+            yield local_batch(microbatch, self.device, self.layout)
 
     def layer_statistics(self) -> dict[str, dict[str, Any]]:
         """After `forward_backward`: see `LayerStatistics`, and what stateful modules measure. A collective."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -94,6 +94,7 @@ MOMENTS = 2
 """Optimizer state per weight, as Adam has it: near enough to see that something will not fit."""
 
 Batch = Mapping[str, Tensor]
+Features = dict[str, Tensor]
 Arrays = Mapping[str, Tensor | NDArray[Any]]
 """A batch as the loader gives it."""
 
@@ -107,6 +108,22 @@ class LossFunction(Protocol):
     def target_counts(self, batch: Batch) -> dict[str, Tensor]: ...
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]: ...
+
+
+class ComparingLoss(LossFunction, Protocol):
+    """An objective whose terms are made of the features of all samples of a global batch, of which a model makes those
+    of a micro-batch at a time."""
+
+    def features(self, model: nn.Module, batch: Batch) -> Features:
+        """What the terms are made of: tensors [samples, …], and numbers of the model [1]."""
+
+    def terms_of(self, model: nn.Module, features: Features) -> dict[str, Tensor]:
+        """The terms of the features of all micro-batches here. A collective of the data ranks."""
+
+
+def compares_samples(objective: LossFunction) -> TypeGuard[ComparingLoss]:
+    """Return whether an objective's terms are made of all samples of a global batch at once."""
+    return bool(getattr(objective, "compares_samples", False))
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ in the first part.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from megatfm.engines.interface import Batch, LossFunction
+from megatfm.engines.interface import Batch, ComparingLoss, Features, LossFunction, compares_samples
 from megatfm.parallel.pipeline_schedule import under_way
 
 Terms = dict[str, Tensor]
@@ -57,6 +57,8 @@ class SequentialForwardBackward:
     def step(
         self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
+        if compares_samples(objective) and len(batches) > 1:
+            return [step_in_two_passes(self._model, batches, objective, scale_loss, data)]
         terms_by_batch = []
         for batch in batches:
             data.begin(is_last=batch is batches[-1])
@@ -67,6 +69,51 @@ class SequentialForwardBackward:
 
     def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
         return objective(self._model, batch)
+
+
+def step_in_two_passes(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    objective: ComparingLoss,
+    scale_loss: LossScaler,
+    data: GradientSync,
+) -> Terms:
+    """Add the gradients of micro-batches up whose samples are compared with one another (GradCache; Gao et al. 2021).
+
+    First all features without a graph, then the loss and their gradients, then each micro-batch again, which passes
+    these on. Dropout is keyed by sample, so that both passes compute the same. Returns the terms.
+    """
+    with torch.no_grad():
+        features = joined_features([objective.features(model, batch) for batch in batches])
+    inputs = {name: x.detach().requires_grad_() for name, x in features.items() if x.is_floating_point()}
+    terms = objective.terms_of(model, features | inputs)
+    scale_loss(terms).backward()
+    starts = dict.fromkeys(inputs, 0)
+    for batch in batches:
+        data.begin(is_last=batch is batches[-1])
+        again = {name: x for name, x in objective.features(model, batch).items() if name in inputs}
+        gradients = []
+        for name, x in again.items():
+            gradient = cast(Tensor, inputs[name].grad)
+            if name in NUMBERS:  # the same in all micro-batches: the first one passes its gradient on
+                gradients.append(gradient if batch is batches[0] else torch.zeros_like(gradient))
+            else:
+                gradients.append(gradient[starts[name] : starts[name] + len(x)])
+                starts[name] += len(x)
+        torch.autograd.backward(list(again.values()), gradients)
+    return {name: term.detach() for name, term in terms.items()}
+
+
+NUMBERS = ("scale", "bias")
+"""Features that are numbers of the model, not of samples."""
+
+
+def joined_features(features: Sequence[Features]) -> Features:
+    """Return the features of micro-batches as those of one."""
+    return {
+        name: x if name in NUMBERS else torch.cat([part[name] for part in features])
+        for name, x in features[0].items()
+    }
 
 
 WeightBackward = Callable[[], None]

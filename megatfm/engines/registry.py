@@ -20,6 +20,7 @@ Feature = Literal[
     "async_tp",
     "loss_by_source",
     "samples",
+    "compares_samples",
 ]
 EngineFactory = Callable[[EngineSetup], Engine]
 
@@ -100,6 +101,9 @@ def _asked_features(config: Config, precision: str) -> Iterator[_Asked]:
         yield _Asked("cuda_graphs", "train.cuda_graphs = true", "train.cuda_graphs = false")
     if config.evaluate.sample_prompts:
         yield _Asked("samples", "evaluate.sample_prompts", "no prompts")
+    if config.objective.name == "contrastive":
+        instead = "another objective"
+        yield _Asked("compares_samples", "objective.name = 'contrastive'", instead)
     if parallel.async_tp:
         yield _Asked("async_tp", "parallel.async_tp = true", "parallel.async_tp = false")
 

@@ -1,5 +1,6 @@
 """Training objectives: which inputs, targets and terms of the loss are made of documents. Importing registers them."""
 
+from megatfm.objectives import contrastive as contrastive
 from megatfm.objectives import denoising as denoising
 from megatfm.objectives import image_classification as image_classification
 from megatfm.objectives import masked as masked

@@ -132,6 +132,9 @@ class Objective(Protocol):
     estimated. None: unknown. Objectives with a section in the config have it there."""
     needs_other_documents: bool = False
     """Whether `build` looks at other documents, `piece.partners`."""
+    compares_samples: bool = False
+    """Whether terms are made of the features of all samples of a global batch at once, by methods `features` and
+    `terms_of` (see `megatfm.engines.interface.ComparingLoss`)."""
     needs_files: bool = False
     """Whether `build` looks at the files stored with a document, `piece.members`."""
     allows_cross_document_attention: bool = False

@@ -14,7 +14,7 @@ from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.layers.classifier import METRICS
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Losses, Objective, SpecialTokens
-from megatfm.objectives.images import image_mixing, image_reader, random_image_files
+from megatfm.objectives.images import ONE_PIECE, image_mixing, image_reader, random_image_files
 from megatfm.rng import PieceKey
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 HEAD = "classifier"
 NAMES = frozenset(f"top{k}" for k in METRICS)
-ONE_PIECE = 2**40
-"""Tokens of a caption are never cut into several pieces: each sample is one image."""
 
 
 @OBJECTIVES.register("image_classification")

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from megatfm.data.image_mixing import Mixing
     from megatfm.data.images import ImageReader, PatchLayout
 
+ONE_PIECE = 2**40
+"""Tokens of a caption are never cut into several pieces: each sample is one image."""
+
 
 def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
     """Tokens of an image in a model. Raises UsageError for one that doesn't read patches, or without Pillow."""

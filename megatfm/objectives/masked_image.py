@@ -14,14 +14,11 @@ from megatfm.config import ImagesConfig, MaskedImageObjective, ModelConfig
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.objectives.base import ENCODER_DECODER, OBJECTIVES, Batch, Example, Objective, SpecialTokens
-from megatfm.objectives.images import image_reader, random_image_files
+from megatfm.objectives.images import ONE_PIECE, image_reader, random_image_files
 from megatfm.rng import PieceKey
 
 if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
-
-ONE_PIECE = 2**40
-"""Tokens of a caption are never cut into several pieces: each sample is one image."""
 
 
 @OBJECTIVES.register("masked_image")

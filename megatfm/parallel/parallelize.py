@@ -19,6 +19,8 @@ segment, `**` matches any number of segments. A row that matches nothing is for 
 | sums | gives `summed` sums over tokens | adds them up over ranks |
 | experts | takes capacity, expert choice or balance by whole rows | gathers the numbers that these follow from |
 | slots | makes means of all tokens, which go to experts | adds means up, and divides slots among ranks |
+
+**`dp_plan = "ring"`**: a module compares all samples of a global batch, those of other data ranks block by block.
 """
 
 import re
@@ -46,6 +48,7 @@ from megatfm.parallel.context_parallel import (
     build_context_parallel,
     make_span_boundary_forward,
 )
+from megatfm.parallel.data_ring import install_data_ring
 from megatfm.parallel.expert_parallel import install_moe, install_soft_moe
 from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout, replace_forward, transformer_blocks
 from megatfm.parallel.mesh import TENSOR, Mesh
@@ -108,6 +111,7 @@ def parallelize(
     contexts = build_context_parallel(model, mesh, sequence_parallel=sequence_parallel, method=context)
     if contexts:
         install_context_parallel(model, contexts)
+    install_data_ring(model, mesh)
     placements = {placement.name: placement for placement, _ in local.values()}
     return ModelLayout(
         placements, _table(model, rows_by_module, styles, placements, mesh), buffers, state, contexts

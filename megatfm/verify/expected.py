@@ -15,6 +15,7 @@ from megatfm.engines.interface import PRECISIONS
 from megatfm.train.build import build_model
 from megatfm.verify.axes import CONTEXT, TENSOR, MeshPosition, sizes
 from megatfm.verify.expected_activations import add_activations, add_experts, groups_of_the_same_ranks
+from megatfm.verify.expected_comparison import add_comparison, forward_alone
 from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.expected_keys import pattern_of, sees_runs_alone
 from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide
@@ -96,7 +97,8 @@ class _Step:
             [call for call in self.calls_of[place.cp][i] if call.stage in stages] for i in my_microbatches
         ]
         ledger = ExpectedTraffic(sizes(parallel), groups_of_the_same_ranks(config))
-        for microbatch_calls in calls if parallel.tp > 1 else ():
+        first_passes = forward_alone(config, calls)
+        for microbatch_calls in (*first_passes, *calls) if parallel.tp > 1 else ():
             add_activations(ledger, config, self.model, self.cuts, microbatch_calls)
         for i in range(self.microbatches) if parallel.ep > 1 else ():
             add_experts(ledger, config, place, self._among(place, i, stages), self.rows_cut)
@@ -107,7 +109,8 @@ class _Step:
         if self.stages:
             add_pipeline(ledger, config, self.stages, place.pp, self.batches[place.cp], my_microbatches)
         rank_params = RankParameters(self.model, self.cuts, self.stages, place, parallel)
-        weights_and_gradients(ledger, config, rank_params, calls)
+        weights_and_gradients(ledger, config, rank_params, calls, first_passes)
+        add_comparison(ledger, config, self.batches[place.cp], place.data_rank)
         return ledger.flows()
 
     def _add_pair_sums(self, ledger: ExpectedTraffic, calls: Sequence[Call]) -> None:

@@ -153,15 +153,17 @@ def weights_and_gradients(
     config: Config,
     parameters: RankParameters,
     microbatches: Sequence[Sequence[Call]],
+    first_passes: Sequence[Sequence[Call]] = (),
 ) -> None:
-    """Add the traffic of one rank in one step. microbatches: the calls of its stages."""
+    """Add the traffic of one rank in one step. microbatches: the calls of its stages; first_passes: those of passes
+    without a gradient before them."""
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     if parameters.zero == 0:
         _replicated(ledger, config, parameters)
     elif parameters.zero == 1:
         _sharded_optimizer(ledger, config, parameters)
     else:
-        _fully_sharded(ledger, config, parameters, microbatches)
+        _fully_sharded(ledger, config, parameters, microbatches, first_passes)
     for ranks, tied in _tied_parameters(parameters).items():
         ledger.all_reduce(
             PIPELINE, sum(parameters.local_numel(name) for name in tied) * size, among=len(ranks)
@@ -223,6 +225,7 @@ def _fully_sharded(
     config: Config,
     parameters: RankParameters,
     microbatches: Sequence[Sequence[Call]],
+    first_passes: Sequence[Sequence[Call]],
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
     for path, names in _groups(parameters).items():
@@ -233,7 +236,7 @@ def _fully_sharded(
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
             gathers = uses if parallel.pp == 1 else 1  # gathered weights are kept until the end of the step
         elif path:
-            gathers = sum(_block_gathers(path, calls) for calls in microbatches)
+            gathers = sum(_block_gathers(path, calls) for calls in (*first_passes, *microbatches))
         else:
             gathers = (
                 len(microbatches) if parallel.pp == 1 else _root_all_gathers(parameters, len(microbatches))

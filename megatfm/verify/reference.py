@@ -12,11 +12,13 @@ from megatfm.config import Config
 from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.contrastive import TERM, ContrastiveLoss
 from megatfm.layers.initialisation import Normal, draw, initialise, iter_inits
 from megatfm.layers.output_head import CrossEntropy
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import attention_reference
+from megatfm.ops.contrastive import contrastive_loss_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
 from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.layout import replace_forward
@@ -55,6 +57,8 @@ def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
             module.of_heads = partial(_attention, module)  # type: ignore[method-assign]
         elif isinstance(module, CrossEntropy):
             replace_forward(module, partial(_cross_entropy, module))
+        elif isinstance(module, ContrastiveLoss):
+            replace_forward(module, partial(_contrastive_loss, module))
     objective = objective_for(config)
     tensors = {field: torch.from_numpy(values) for field, values in batch.items()}
     counts = objective.target_counts(tensors)
@@ -115,6 +119,12 @@ def _cross_entropy(
     if losses is not None:
         losses.copy_(per_token.detach())
     return per_token.sum() if weights is None else (per_token * weights).sum()
+
+
+def _contrastive_loss(
+    seam: ContrastiveLoss, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, _: object
+) -> dict[str, Tensor]:
+    return {TERM: contrastive_loss_reference(images, texts, scale, bias, seam.kind)}
 
 
 CLIPPED = 1e-6

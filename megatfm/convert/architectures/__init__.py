@@ -16,5 +16,6 @@ from megatfm.convert.architectures import sequence_classification as sequence_cl
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
 from megatfm.convert.architectures import swin as swin
 from megatfm.convert.architectures import t5 as t5
+from megatfm.convert.architectures import two_towers as two_towers
 from megatfm.convert.architectures import vit as vit
 from megatfm.convert.architectures import xlnet as xlnet

@@ -1,7 +1,7 @@
 """The native engine: a model whose plan is laid, its weights sharded over the data axes by ZeRO 0 to 3."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from megatfm.engines.base import BaseEngine, init_weights, make_optimizers
 from megatfm.engines.gradients import clip_gradients
 from megatfm.engines.interface import (
     PRECISIONS,
+    Batch,
+    ComparingLoss,
     LossScale,
     MemoryNeeds,
     OptimizerGroup,
@@ -24,7 +26,13 @@ from megatfm.engines.native.cuda_graphs import GraphCapture, GraphedModel
 from megatfm.engines.native.fully_sharded import FullySharded
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.native.zero import DataParallel, ZeroOptions, memory_needed, state_size_ratio
-from megatfm.engines.passes import ForwardBackward, GradientSync, LossScaler, SequentialForwardBackward
+from megatfm.engines.passes import (
+    ForwardBackward,
+    GradientSync,
+    LossScaler,
+    SequentialForwardBackward,
+    joined_features,
+)
 from megatfm.engines.state import TiedParameters
 from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
@@ -117,6 +125,10 @@ class NativeEngine(BaseEngine):
             SequentialForwardBackward(self._model) if record_activations and self.has_graphs else self.passes
         )
         return passes, scale_loss, self.data
+
+    def _compare_samples(self, batches: Iterable[Batch], objective: ComparingLoss) -> Mapping[str, Tensor]:
+        features = [objective.features(self.model, batch) for batch in batches]
+        return objective.terms_of(self.model, joined_features(features)) if features else {}
 
     def _finish_passes(self) -> None:
         self.data.reduce()

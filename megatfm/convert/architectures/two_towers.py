@@ -1,0 +1,263 @@
+"""CLIP and SigLIP with both towers; their image towers alone are in `image_towers`."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatfm.config import ContrastiveConfig, ModelConfig, TextTowerConfig
+from megatfm.config.image_text import image_tower, text_tower
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.image_towers import (
+    CLIP_KEYS,
+    SIGLIP_KEYS,
+    TOWER,
+    TOWER_BLOCK,
+    clip_rules,
+    read_clip,
+    read_siglip,
+    write_clip,
+    write_siglip,
+)
+from megatfm.convert.architectures.vision import vision_rules
+from megatfm.convert.hf_config import COMMON, Json, Key, ignored, resolve_hf_config, supported_values, used
+from megatfm.convert.hf_values import read_mapped
+from megatfm.convert.weight_mapping import WeightMapping, concat, per_layer, rename, rename_linear
+from megatfm.errors import UsageError
+
+TEXT_MAPPING = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "d_ff",
+    "max_position_embeddings": "max_positions",
+}
+SHARED = ("hidden_act", "layer_norm_eps", "attention_dropout")
+"""Keys that both towers have, with one value here."""
+CLIP_TEXT: dict[str, Key] = {
+    "vocab_size": used(49_408),
+    "hidden_size": used(512),
+    "num_hidden_layers": used(12),
+    "num_attention_heads": used(8),
+    "intermediate_size": used(2048),
+    "max_position_embeddings": used(77),
+    **{key: CLIP_KEYS[key] for key in SHARED},
+    "dropout": supported_values(0.0),
+    **ignored("initializer_factor", "initializer_range", "projection_dim"),
+}
+SIGLIP_TEXT: dict[str, Key] = {
+    **CLIP_TEXT,
+    "vocab_size": used(32_000),
+    "hidden_size": used(768),
+    "num_attention_heads": used(12),
+    "intermediate_size": used(3072),
+    "max_position_embeddings": used(64),
+    **{key: SIGLIP_KEYS[key] for key in SHARED},
+    "projection_size": used(None, int, None),
+}
+PAIR_KEYS: dict[str, Key] = {
+    "text_config": used({}, dict, None),
+    "vision_config": used({}, dict, None),
+    "image_mean": used(None, list, None),
+    "image_std": used(None, list, None),
+    **ignored("initializer_factor", "text_config_dict", "vision_config_dict"),
+}
+PIXELS = ("image_mean", "image_std")
+
+
+def read_towers(
+    theirs: Json,
+    keys: tuple[Mapping[str, Key], Mapping[str, Key]],
+    model_type: str,
+    read_image: Callable[[Json], ModelConfig],
+) -> tuple[ModelConfig, Json]:
+    """Our config of the image tower, and their settled keys of the text tower; keys: of vision and text.
+
+    Raises UsageError where the towers differ in what is one key here.
+    """
+    sections: list[Json] = []
+    for name, known in zip(("vision", "text"), keys, strict=True):
+        declared = {
+            **COMMON,
+            "model_type": supported_values(f"{model_type}_{name}_model", model_type),
+            **known,
+        }
+        section = theirs[f"{name}_config"] or {}
+        pixels = {key: theirs[key] for key in PIXELS if theirs[key]} if name == "vision" else {}
+        sections.append(resolve_hf_config({**section, **pixels}, declared, f"{model_type} {name} tower"))
+    vision, text = sections
+    for key in SHARED:
+        if vision[key] != text[key]:
+            raise UsageError(
+                f"config.json: text_config.{key} = {text[key]!r} and vision_config.{key} = {vision[key]!r}: they share "
+                "one here"
+            )
+    return read_image(vision), text
+
+
+def with_text(image: ModelConfig, text: Json, contrastive: Json, *, causal: bool) -> ModelConfig:
+    """Our config of both towers."""
+    return image.with_changes(
+        {
+            "family": "two_towers",
+            "vocab_size": text["vocab_size"],
+            "text_tower": {**read_mapped(text, TEXT_MAPPING), "causal": causal},
+            "contrastive": contrastive,
+        }
+    )
+
+
+def sections_of(ours: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
+    """The sections of both towers. Raises UsageError for another family."""
+    text, contrastive = ours.text_tower, ours.contrastive
+    if ours.family != "two_towers" or text is None or contrastive is None:
+        raise UsageError(f"model.family = {ours.family!r} has no two towers")
+    if text.causal != causal or contrastive.loss != loss:
+        raise UsageError(
+            f"model.text_tower.causal = {text.causal} and model.contrastive.loss = {contrastive.loss!r}: it has "
+            f"{causal} and {loss!r}"
+        )
+    return text, contrastive
+
+
+def write_towers(
+    ours: ModelConfig, text: TextTowerConfig, write_image: Callable[[ModelConfig], Json], model_type: str
+) -> Json:
+    """Their sections of both towers, and the pixels' mean and deviation."""
+    vision = write_image(image_tower(ours))
+    pixels = {key: vision.pop(key) for key in PIXELS}
+    numbers = {theirs: getattr(text, name) for theirs, name in TEXT_MAPPING.items()}
+    shared = {key: vision[key] for key in SHARED}
+    return {
+        "text_config": {
+            "model_type": f"{model_type}_text_model", **numbers, **shared, "vocab_size": ours.vocab_size
+        },
+        "vision_config": {"model_type": f"{model_type}_vision_model", **vision},
+        **pixels,
+    }  # fmt: skip
+
+
+# CLIP
+
+
+def read_clip_model(theirs: Json) -> ModelConfig:
+    image, text = read_towers(theirs, (CLIP_KEYS, CLIP_TEXT), "clip", read_clip)
+    contrastive = {
+        "loss": "softmax",
+        "width": theirs["projection_dim"],
+        "scale": float(torch.tensor(theirs["logit_scale_init_value"]).double().exp()),
+    }
+    return with_text(image, text, contrastive, causal=True)
+
+
+def write_clip_model(ours: ModelConfig) -> Json:
+    text, contrastive = sections_of(ours, causal=True, loss="softmax")
+    scale = torch.tensor(contrastive.scale, dtype=torch.float64)
+    return {
+        **write_towers(ours, text, write_clip, "clip"),
+        "projection_dim": contrastive.width,
+        "logit_scale_init_value": round(float(scale.log()), 4),
+    }
+
+
+def text_rules(config: ModelConfig) -> list[WeightMapping]:
+    """The text tower's stack."""
+    theirs = "text_model.embeddings."
+    return [
+        rename("text.embedding.tokens.weight", f"{theirs}token_embedding.weight"),
+        rename("text.embedding.positions.weight", f"{theirs}position_embedding.weight"),
+        *per_layer(text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK),
+        *rename_linear("text.norm", "text_model.final_layer_norm", bias=True),
+    ]
+
+
+def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0].reshape(())]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0].reshape(1)]
+
+    return [
+        *clip_rules(image_tower(config)),
+        *text_rules(config),
+        rename("image_features.projection.weight", "visual_projection.weight"),
+        rename("text_features.projection.weight", "text_projection.weight"),
+        WeightMapping(("temperature.log_scale",), ("logit_scale",), forth, back),
+    ]
+
+
+# SigLIP
+
+
+def read_siglip_model(theirs: Json) -> ModelConfig:
+    image, text = read_towers(theirs, (SIGLIP_KEYS, SIGLIP_TEXT), "siglip", read_siglip)
+    contrastive = {
+        "loss": "sigmoid",
+        "width": text["projection_size"] or text["hidden_size"],
+        "image_pool": "attention",
+        "project_image": False,
+        "projection_bias": True,
+        "scale": 10.0,
+    }
+    return with_text(image, text, contrastive, causal=False)
+
+
+def write_siglip_model(ours: ModelConfig) -> Json:
+    text, contrastive = sections_of(ours, causal=False, loss="sigmoid")
+    written = write_towers(ours, text, write_siglip, "siglip")
+    del written["vision_config"]["vision_use_head"]
+    written["text_config"]["projection_size"] = contrastive.width
+    return written
+
+
+def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][None]]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0][0]]
+
+    pool, theirs, d = "image_features.pool", "vision_model.head", config.d_model
+    projections = [f"{pool}.w{one}" for one in "qkv"]
+    return [
+        *vision_rules(TOWER, image_tower(config)),
+        WeightMapping((f"{pool}.query",), (f"{theirs}.probe",), forth, back),
+        concat([f"{name}.weight" for name in projections], f"{theirs}.attention.in_proj_weight", [d] * 3),
+        concat([f"{name}.bias" for name in projections], f"{theirs}.attention.in_proj_bias", [d] * 3),
+        *rename_linear(f"{pool}.wo", f"{theirs}.attention.out_proj", bias=True),
+        *rename_linear(f"{pool}.norm", f"{theirs}.layernorm", bias=True),
+        *rename_linear(f"{pool}.w_up", f"{theirs}.mlp.fc1", bias=True),
+        *rename_linear(f"{pool}.w_down", f"{theirs}.mlp.fc2", bias=True),
+        *text_rules(config),
+        *rename_linear("text_features.projection", "text_model.head", bias=True),
+        rename("temperature.log_scale", "logit_scale"),
+        rename("temperature.bias", "logit_bias"),
+    ]
+
+
+POSITION_IDS = (r"\.position_ids$",)
+register_architecture(
+    "CLIPModel",
+    Architecture(
+        "clip",
+        {**PAIR_KEYS, "projection_dim": used(512), "logit_scale_init_value": used(2.6592)},
+        read_clip_model,
+        write_clip_model,
+        clip_model_rules,
+        ignored_tensors=POSITION_IDS,
+        fingerprint={"family": "two_towers", "contrastive.loss": "softmax"},
+    ),
+)
+register_architecture(
+    "SiglipModel",
+    Architecture(
+        "siglip",
+        PAIR_KEYS,
+        read_siglip_model,
+        write_siglip_model,
+        siglip_model_rules,
+        ignored_tensors=POSITION_IDS,
+        fingerprint={"family": "two_towers", "contrastive.loss": "sigmoid"},
+    ),
+)

@@ -1,0 +1,121 @@
+"""Features of images and captions, and the seam at which those of a global batch are compared."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ContrastiveConfig, ModelConfig
+from megatfm.errors import MegatfmError
+from megatfm.layers.classifier import AttentionPool, ImageMean
+from megatfm.layers.initialisation import Constant, initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, contrastive_loss, retrieval_ranks
+from megatfm.ops.transfer import moved
+
+# B batch, T tokens, M documents of all rows, D width of a tower, W width of a feature
+
+TOP = (1, 5)
+"""An image's caption counts as found in the k-th of these where fewer than k others are as similar."""
+TERM = "contrastive"
+
+
+class FeatureHead(nn.Module):
+    """Unit vectors [M, W] of the documents of rows: pooled, then projected if so configured.
+
+    pool: "class" takes each document's first token, "last" its last, "mean" and "attention" see its patches.
+    """
+
+    tp_plan = (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated"))
+
+    def __init__(self, config: ModelConfig, pool: str, width: int | None, *, bias: bool) -> None:
+        super().__init__()
+        self.takes_last = pool == "last"
+        self.pool: nn.Module | None = None
+        if pool in ("mean", "attention"):
+            self.pool = ImageMean() if pool == "mean" else AttentionPool(config)
+        d = config.d_model
+        self.projection = width and Linear(d, width, initialiser(config)("dense", d, width), bias=bias)
+
+    def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """[M, W] in float32 at least, in the order of rows and of documents in them."""
+        at_M = boundary_tokens(sequence, last=self.takes_last)
+        x_MD = hidden_BTD.flatten(0, 1)[at_M] if self.pool is None else self.pool(hidden_BTD, at_M, sequence)
+        y_MW = self.projection(x_MD) if isinstance(self.projection, nn.Module) else x_MD
+        return F.normalize(y_MW.to(torch.promote_types(y_MW.dtype, torch.float32)), dim=-1)
+
+
+def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
+    """Return indices [M], counted over all rows, of the first tokens of documents, or of their last ones."""
+    host = sequence.on_host()
+    chosen_BT = host.positions == 0
+    if last and host.documents is None:  # each row is one document
+        chosen_BT = torch.arange(chosen_BT.shape[1]).expand_as(chosen_BT) == chosen_BT.shape[1] - 1
+    elif last and host.documents is not None:
+        after_BT = F.pad(host.documents[:, 1:], (0, 1), value=-1)
+        chosen_BT = host.documents != after_BT
+    if host.documents is not None:  # padding has position 0 as well
+        chosen_BT = chosen_BT & (host.documents >= 0)
+    return moved(chosen_BT.flatten().nonzero()[:, 0], sequence.positions.device)
+
+
+class Temperature(nn.Module):
+    """The learned factor on similarities, and for the sigmoid loss the learned bias."""
+
+    tp_plan = (("", "replicated"),)
+
+    def __init__(self, config: ContrastiveConfig) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.empty(1))
+        self.initial = {"log_scale": Constant(math.log(config.scale))}
+        self.max_log_scale = math.log(config.max_scale or math.inf)
+        self.register_parameter("bias", None)
+        if config.loss == "sigmoid":
+            self.bias = nn.Parameter(torch.empty(1))
+            self.initial["bias"] = Constant(config.bias)
+
+    def forward(self) -> dict[str, Tensor]:
+        """`scale` [1], and `bias` [1] if there is one."""
+        log_scale = self.log_scale.to(torch.promote_types(self.log_scale.dtype, torch.float32))
+        numbers = {"scale": log_scale.clamp(max=self.max_log_scale).exp()}
+        return numbers if self.bias is None else numbers | {"bias": self.bias.to(log_scale.dtype)}
+
+
+class ContrastiveLoss(nn.Module):
+    """Compares the features of a global batch: the seam at which those of other data ranks come in."""
+
+    dp_plan = "ring"
+
+    def __init__(self, config: ContrastiveConfig) -> None:
+        super().__init__()
+        self.kind = config.loss
+
+    def forward(
+        self,
+        images_MW: Tensor,
+        texts_MW: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        captions_M: Tensor | None = None,
+        ring: Ring = ONE_RANK,
+    ) -> dict[str, Tensor]:
+        """Return the summed loss, and, given numbers of captions, how many images find theirs (`top1`, `top5`).
+
+        ring: the data ranks, of which these are this rank's part. Raises MegatfmError for an image without a caption.
+        """
+        if len(images_MW) != len(texts_MW):
+            raise MegatfmError(
+                f"{len(images_MW)} images and {len(texts_MW)} captions: the i-th image belongs to the i-th caption"
+            )
+        loss = contrastive_loss(images_MW, texts_MW, scale, bias, LossOptions(self.kind, ring))
+        if captions_M is None:
+            return {TERM: loss}
+        return {TERM: loss, **n_found(retrieval_ranks(images_MW, texts_MW, captions_M, ring))}
+
+
+def n_found(ranks_M: Tensor, top: Sequence[int] = TOP) -> dict[str, Tensor]:
+    """Count images with fewer than k other captions before their own, by `topk`."""
+    return {f"top{k}": (ranks_M < k).sum() for k in top}

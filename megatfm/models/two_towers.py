@@ -1,0 +1,108 @@
+"""Two towers: an encoder of images and one of captions, whose features are compared (CLIP; Radford et al. 2021).
+
+A batch has two rows, as for an encoder-decoder: "encoder_" fields hold images, the others their captions. The i-th
+image of a row belongs to its i-th caption.
+"""
+
+from collections.abc import Collection
+from typing import Any, Self
+
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.config.image_text import image_tower, text_tower
+from megatfm.layers.contrastive import ContrastiveLoss, FeatureHead, Temperature
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.loss_terms import add_by_name
+from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
+from megatfm.models.stack import Stack, make_sequence
+from megatfm.split_points import SplitPoint
+
+# B batch, S tokens of an image row, T of a text row, M pairs, W width of a feature
+
+
+@MODELS.register("two_towers")
+class TwoTowers(Model):
+    """Image and text stacks with a feature head each; the image stack's weights are those of the family "encoder"."""
+
+    cp_plan = None  # type: ignore[assignment]  # features are of whole rows
+
+    encoder: Stack | None
+    text: Stack | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        contrastive, image, text = config.contrastive, image_tower(config), text_tower(config)
+        assert contrastive is not None  # checked with the config
+        assert config.text_tower is not None
+        self.encoder = Stack(image, "encoder", embedding=InputEmbedding(image, "encoder"))
+        self.text = Stack(text, "decoder" if config.text_tower.causal else "encoder")
+        width, bias = contrastive.width, contrastive.projection_bias
+        self.image_features = FeatureHead(
+            image, contrastive.image_pool, width if contrastive.project_image else None, bias=bias
+        )
+        self.text_features = FeatureHead(text, "last", width, bias=bias)
+        self.temperature = Temperature(contrastive)
+        self.contrastive = ContrastiveLoss(contrastive)
+        self.runs_heads = True
+        of_images = (f"encoder_{name}" for name in ("patches", *sequence_fields(image)))
+        self.accept("tokens", *sequence_fields(text), *of_images, targets=())
+        heads = ("image_features", "text_features", "temperature", "contrastive")
+        self.split_points = [
+            *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
+            *self.text.split_points("text"),
+            SplitPoint("features", heads, ("encoder_hidden", "hidden")),
+        ]
+
+    def forward(
+        self,
+        encoder_patches: Tensor | None = None,
+        tokens: Tensor | None = None,
+        *,
+        keys: Tensor | None = None,
+        encoder_hidden: Tensor | None = None,
+        hidden: Tensor | None = None,
+        **fields: Tensor | None,
+    ) -> Output:
+        """Run both towers on uint8 patches [B, S, K] and int64 tokens [B, T] of captions.
+
+        `predictions` holds unit vectors `images` and `texts` [M, W], `scale` [1] and, for the sigmoid loss, `bias` [1].
+        Both sides take positions and documents, the images' with the prefix "encoder_", and they need grid.
+        encoder_hidden, hidden: from the part before.
+        """
+        batch = self.read(encoder_patches=encoder_patches, tokens=tokens, keys=keys, **fields)
+        # The two stacks number their layers alike, so the image tower's random keys are others.
+        image_sequence = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
+        text_sequence = make_sequence(batch, "tokens", keys=keys)
+        losses, text_losses, x_BTD, features = dict[str, Tensor](), dict[str, Tensor](), hidden, None
+
+        if self.encoder is not None:
+            encoder_hidden, losses = self.encoder(encoder_patches, image_sequence, hidden=encoder_hidden)
+        if self.text is not None:
+            x_BTD, text_losses = self.text(tokens, text_sequence, hidden=hidden)
+        if self.runs_heads:
+            features = {
+                "images": self.image_features(encoder_hidden, image_sequence),
+                "texts": self.text_features(x_BTD, text_sequence),
+                **self.temperature(),
+            }
+        carry = {} if encoder_hidden is None else {"encoder_hidden": encoder_hidden}
+        return Output(x_BTD, None, add_by_name(losses, text_losses) or None, features, carry or None)  # type: ignore[arg-type]
+
+    def compare(self, features: dict[str, Any], captions: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the terms of the loss of the features of a whole global batch, as `forward` predicts them.
+
+        captions int64 [M]: numbers of captions, for retrieval.
+        """
+        terms: dict[str, Tensor] = self.contrastive(
+            features["images"], features["texts"], features["scale"], features.get("bias"), captions
+        )
+        return terms
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone."""
+        view = view_of(self)
+        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
+        view.text = self.text and self.text.stage(names_below("text", names))
+        view.runs_heads = "features" in names
+        return view
