@@ -178,17 +178,33 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baselines", action="store_true", help="also what gzip -9 and xz -9 need for the same text"
     )
+    parser.add_argument(
+        "--images",
+        type=int,
+        nargs="?",
+        const=12,
+        default=0,
+        metavar="N",
+        help="of a run on images, also draw what the model does with N examples (12), for `megatfm report`",
+    )
     add_trust_argument(parser)
 
 
 def evaluate_command(args: argparse.Namespace) -> int:
-    """Evaluate the newest checkpoint; prints a table, and leaves RUN/evaluation.json (and baselines.json)."""
+    """Evaluate the newest checkpoint; prints a table, and leaves RUN/evaluation.json (and baselines.json, of images
+    confusion.json and pictures.json)."""
     from rich.table import Table
 
     from megatfm.inference.evaluate import evaluate_run
 
+    if args.images < 0:
+        raise UsageError(f"--images {args.images}: give a number of examples, at least 1")
     evaluated = evaluate_run(
-        Path(args.run_dir), _sets(args.validation), args.baselines, trust_plugins=args.trust_plugins
+        Path(args.run_dir),
+        _sets(args.validation),
+        args.baselines,
+        trust_plugins=args.trust_plugins,
+        n_images=args.images,
     )
     if evaluated is None:
         return 0
