@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
@@ -14,28 +14,29 @@ from megatfm.layers.attention.dot_product import DotProductAttention
 
 
 @contextmanager
-def record_attention(model: nn.Module) -> Iterator[list[Tensor]]:
+def record_attention(model: Any) -> Iterator[list[Tensor]]:
     """Record each layer's attention [B, T, T], the mean over its heads, of a forward pass inside the block.
 
-    The layer's own kernel computes it: with the identity as values it returns its weights. Raises UsageError in the
-    pass for a layer that doesn't attend from all tokens to all.
+    The layer's own kernel computes it: with the identity as values it returns its weights. Raises UsageError for a
+    model whose layers don't have the same tokens, or some of which attend in another way.
     """
+    config = model.config
+    cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
+    if config.family != "encoder" or len(cores) != config.n_layers:
+        raise UsageError(
+            "attention rollout multiplies dot-product attention of layers that have the same tokens: "
+            f"model.family = {config.family!r} with model.attention.name = {config.attention.name!r} "
+            "has other layers"
+        )
     maps: list[Tensor] = []
 
     def record(core: DotProductAttention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        q_BNTH, k_BKSH, v_BKSH, *others = args
-        n_tokens = k_BKSH.shape[-2]
-        if q_BNTH.shape[-2] != n_tokens or v_BKSH.shape[-2] != n_tokens or q_BNTH.shape[0] != v_BKSH.shape[0]:
-            raise UsageError(
-                f"attention rollout needs layers in which all tokens of an image meet: {core.pattern_name} has "
-                f"{q_BNTH.shape[-2]} queries and {n_tokens} keys"
-            )
-        identity = torch.eye(n_tokens, dtype=v_BKSH.dtype, device=v_BKSH.device)
-        values = identity.expand(*v_BKSH.shape[:2], -1, -1).contiguous()
-        weights_BNTT = core.forward(q_BNTH, k_BKSH, values, *others, **options)
+        q_BNTH, k_BKTH, v_BKTH, *others = args
+        identity = torch.eye(v_BKTH.shape[-2], dtype=v_BKTH.dtype, device=v_BKTH.device)
+        values = identity.expand(*v_BKTH.shape[:2], -1, -1).contiguous()
+        weights_BNTT = core.forward(q_BNTH, k_BKTH, values, *others, **options)
         maps.append(weights_BNTT.to(torch.promote_types(weights_BNTT.dtype, torch.float32)).mean(1))
 
-    cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
     hooks = [core.register_forward_pre_hook(record, with_kwargs=True) for core in cores]
     try:
         yield maps

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from megatfm.config import Config
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.sequences import IGNORE_INDEX
-from megatfm.errors import UsageError
 from megatfm.files import atomic_write
 from megatfm.inference.attention_rollout import record_attention, rollout
 from megatfm.inference.image_classes import Mistake, Pixels, pixels_at, tokens_of_image
@@ -61,13 +60,8 @@ def rollout_gallery(
     """Show where the model looks: each image beside itself times the rollout, as in figure 6 of the ViT paper.
 
     From the class token, or the mean over patches where the classifier reads no class token. Raises UsageError for a
-    model whose layers see parts of an image.
+    model that `record_attention` refuses.
     """
-    if config.model.family != "encoder":
-        raise UsageError(
-            f"attention rollout needs layers in which all tokens of an image meet: model.family = "
-            f"{config.model.family!r} has others"
-        )
     head: Any = config.model.extra_heads.get("classifier")
     by_class_token = head is not None and "class" in head.pool
     pictures = []

@@ -260,7 +260,7 @@ def text_errors(run: Run, name: str) -> list[TextError]:
         label = label_text(row.get(task.get("label", "label")))
         if label == predicted:
             continue
-        parts = (row.get(task.get(key) or "") for key in ("text", "text_pair"))
+        parts = (row.get(column) for column in (task.get("text", "text"), task.get("text_pair")) if column)
         text = " ⏵ ".join(str(part) for part in parts if part is not None)
         text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …"
         probability = line.get("probability")
