@@ -20,6 +20,7 @@ from megatfm.files import atomic_write
 from megatfm.inference.attention_rollout import record_attention, rollout
 from megatfm.inference.image_classes import Mistake, Pixels, pixels_at, tokens_of_image
 from megatfm.layers.patch_embedding import normalisation
+from megatfm.models.masked_autoencoder import VARIANCE_EPS
 
 PICTURES, FOLDER = "pictures.json", "pictures"
 SMALLEST, LARGEST, GAP = 112, 224, 4
@@ -128,7 +129,8 @@ def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor
     scale_K, shift_K = normalisation(config.model.embedding, predicted_TK.device, torch.float64)  # type: ignore[arg-type]
     if getattr(config.model.pixel_decoder, "normalize_targets", False):
         pixels_TK = patches_TK.double() * scale_K + shift_K
-        predicted_TK = predicted_TK * pixels_TK.std(-1, keepdim=True) + pixels_TK.mean(-1, keepdim=True)
+        deviation_T1 = (pixels_TK.var(-1, keepdim=True) + VARIANCE_EPS).sqrt()
+        predicted_TK = predicted_TK * deviation_T1 + pixels_TK.mean(-1, keepdim=True)
     return ((predicted_TK - shift_K) / scale_K).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -26,15 +26,25 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     curve = training_curve(run)
     assert curve[-1]["loss"] < curve[0]["loss"]
     in_training = curve[-1]["evaluation"]["validation"]
-    table = megatfm("evaluate", run, output=said, cwd=tmp_path)
+    table = megatfm("evaluate", run, "--images", 3, output=said, cwd=tmp_path)
     assert "top1" in table
     assert "bits" not in table
     evaluated = json.loads((run / "evaluation.json").read_text())["sets"]["validation"]
     assert evaluated["metrics"] == pytest.approx(in_training["metrics"], abs=1 / 599)
     assert 0.1 < evaluated["metrics"]["top1"] < evaluated["metrics"]["top5"] <= 1
     assert evaluated["tokens"] == 599
+    counts = np.array(json.loads((run / "confusion.json").read_text())["sets"]["validation"]["counts"])
+    assert counts[:, 2].sum() == 599
+    n_right = counts[counts[:, 0] == counts[:, 1], 2].sum()
+    assert n_right / 599 == pytest.approx(evaluated["metrics"]["top1"])
+    galleries = json.loads((run / "pictures.json").read_text())["galleries"]
+    assert [len(gallery["pictures"]) for gallery in galleries] == [3, 3]
+    assert [gallery["title"] for gallery in galleries] == ["Attention rollout", "Surest mistakes, validation"]
     megatfm("report", run, output=said, cwd=tmp_path)
-    assert "Top-5 accuracy" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "Top-5 accuracy" in page
+    assert "Confusion matrix" in page
+    assert page.count("data:image/png") == 6
     drawn = megatfm(
         "data", "show", "corpora/quickstart-vision/train", "--config", "quickstart-vision", "--images", "seen.png",
         "--count", 10, output=said, cwd=tmp_path,
@@ -90,3 +100,36 @@ def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
     result = training_curve(tmp_path / "run")[-1]["evaluation"]["photos"]
     assert result["metrics"]["top1"] > 0.8
     assert result["tokens"] > result["rows"]  # images, of which rows hold several
+
+
+MASKED = [
+    "model.family=masked_autoencoder", 'model.position={name="sinusoidal_2d"}', "model.extra_heads={}",
+    "model.pixel_decoder={d_model=16,n_layers=1,n_heads=2,d_ff=32}", 'objective={name="masked_image"}',
+    "data.sequence_length=4", "data.target_length=16",
+]  # fmt: skip
+
+
+def test_a_masked_autoencoder_shows_what_it_reconstructs(tmp_path: Path) -> None:
+    """Rows that an image fills; after it a classifier starts from the encoder."""
+    said, run = tmp_path / "said", tmp_path / "runs/mae"
+    megatfm("prep", "quickstart-vision-data", output=said, cwd=tmp_path)
+    small = [word for word in SMALL if "mixup" not in word]
+    megatfm("train", "quickstart-vision", "name=mae", *small, *MASKED, output=said, cwd=tmp_path)
+    curve = training_curve(run)
+    assert curve[-1]["loss"] < 0.8 * curve[0]["loss"]
+    megatfm("evaluate", run, "--images", 2, output=said, cwd=tmp_path)
+    (gallery,) = json.loads((run / "pictures.json").read_text())["galleries"]
+    assert not (run / "confusion.json").exists()
+    with Image.open(run / gallery["pictures"][1]["file"]) as picture:
+        assert picture.size == (3 * 112 + 2 * 4, 112)
+        grey = np.asarray(picture.convert("RGBA"))[..., 0].astype(int)
+    masked, filled, original = (grey[:, left : left + 112] for left in (0, 116, 232))
+    squares = [(slice(y, y + 28), slice(x, x + 28)) for y in range(0, 112, 28) for x in range(0, 112, 28)]
+    visible = [square for square in squares if not (masked[square] == 128).all()]
+    assert len(visible) == 4
+    for square in visible:
+        np.testing.assert_array_equal(masked[square], original[square])
+        np.testing.assert_array_equal(filled[square], original[square])
+    assert (filled != original).any()
+    megatfm("report", run, output=said, cwd=tmp_path)
+    assert "mean squared error of masked pixels" in (run / "report.html").read_text()
