@@ -196,6 +196,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from megatfm.inference.evaluate import evaluate_run
+    from megatfm.report.run_charts import LOSS_UNITS
 
     if args.images < 0:
         raise UsageError(f"--images {args.images}: give a number of examples, at least 1")
@@ -212,9 +213,9 @@ def evaluate_command(args: argparse.Namespace) -> int:
     table = Table(title=f"{args.run_dir}, step {results['step']}")
     terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
     metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
-    unit = "" if metrics else " (nats per token)"
-    text = ["bits per byte", "bytes"] if not metrics else []
-    for heading in ("set", f"loss{unit}", *terms, *metrics, *text):
+    unit = LOSS_UNITS.get(results["objective"], "" if metrics else "nats per token")
+    text = [] if metrics or results["objective"] in LOSS_UNITS else ["bits per byte", "bytes"]
+    for heading in ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text):
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name, result in results["sets"].items():
         parts = [f"{result['terms'][term]:.4f}" for term in terms]

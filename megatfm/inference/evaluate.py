@@ -73,7 +73,7 @@ def evaluate_run(
                 )
     if not rank.is_main:
         return None
-    evaluation = {"step": state["step"], "sets": results}
+    evaluation = {"step": state["step"], "objective": config.objective.name, "sets": results}
     baselines = {}
     if with_compressors and tokenizer:
         folders = config.data.validation.items()

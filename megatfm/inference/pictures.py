@@ -100,20 +100,23 @@ def shade(image: Pixels, weights: NDArray[np.floating[Any]]) -> Pixels:
 def reconstruction_gallery(
     model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device
 ) -> Gallery:
-    """Show what a masked autoencoder sees, what it makes of that, and the image, as in figure 2 of the MAE paper."""
+    """Show what a model of masked images sees, what it makes of that, and the image, as in figure 2 of the MAE paper."""
+    targets = "target_patches" if config.objective.name == "simmim" else "patches"
     pictures = []
     for batch in batches:
-        inputs = {name: values.to(device) for name, values in batch.items() if name != "patches"}
-        predicted_TK = model(**inputs).logits[0].cpu()
-        is_masked_T = batch["source"][0] < 0
-        visible_TK = batch["patches"].masked_fill(is_masked_T[None, :, None], GREY)
-        filled_TK = torch.where(
-            is_masked_T[:, None], to_bytes(predicted_TK, batch["patches"][0], config), batch["patches"][0]
-        )
+        inputs = {name: values.to(device) for name, values in batch.items() if name != targets}
+        output, image_TK = model(**inputs), batch[targets][0]
+        if targets == "patches":
+            predicted_TK, is_masked_T1 = output.logits[0].cpu(), batch["source"][0, :, None] < 0
+        else:
+            predicted_TK = output.predictions["pixels"][0].cpu()
+            is_masked_T1 = batch["masked"][0, :, None] > 0
+        visible_TK = image_TK.masked_fill(is_masked_T1, GREY)
+        filled_TK = torch.where(is_masked_T1, to_bytes(predicted_TK, image_TK, config), image_TK)
         for token in _first_tokens(batch):
             panels = [
-                pixels_at({**batch, "patches": patches}, 0, token, _patch_size(config))
-                for patches in (visible_TK, filled_TK[None], batch["patches"])
+                pixels_at({**batch, "patches": patches_TK[None]}, 0, token, _patch_size(config))
+                for patches_TK in (visible_TK, filled_TK, image_TK)
             ]
             pictures.append(Picture(panels, ""))
     note = "What the model sees, what it makes of that, and the image."
@@ -195,7 +198,7 @@ def make_galleries(
 
     @torch.no_grad()
     def galleries_of(model: nn.Module) -> list[Gallery]:
-        if config.objective.name == "masked_image":
+        if config.objective.name in ("masked_image", "simmim"):
             return [reconstruction_gallery(model, config, batches, device)]
         if config.model.family != "encoder":
             return []

@@ -61,6 +61,7 @@ LOSS_UNITS = {
     "image_classification": "nats per image",
     "text_classification": "mean over labelled examples",
     "masked_image": "mean squared error of masked pixels",
+    "simmim": "mean absolute error of masked pixels",
 }
 COLUMNS = 160
 """Stretches of steps, at most."""

@@ -46,6 +46,7 @@ class PassThroughObjective:
         "boundary": "span_left",
         "discriminator": "documents",
         "classifier": "labels",
+        "pixels": "masked",
     }
 
     def __init__(self, terms: list[str], passed: Iterable[str] = ()) -> None:
@@ -66,7 +67,7 @@ class PassThroughObjective:
 
     def _counted(self, name: str, batch: Mapping[str, Tensor]) -> Tensor:
         values = batch[self.fields[name]]
-        return values > 0 if name == "boundary" else values >= 0
+        return values > 0 if name in ("boundary", "pixels") else values >= 0
 
 
 def image_batch(config: ModelConfig) -> dict[str, Tensor]:

@@ -49,8 +49,8 @@ CLASSIFIER = {
 }
 
 
-def run_config(model: ModelConfig) -> SimpleNamespace:
-    return SimpleNamespace(model=model)
+def run_config(model: ModelConfig, objective: str = "masked_image") -> SimpleNamespace:
+    return SimpleNamespace(model=model, objective=SimpleNamespace(name=objective))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
