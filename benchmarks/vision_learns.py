@@ -86,13 +86,13 @@ def prepare(plan: Plan) -> dict[str, int]:
         prepare_corpus(plan, name, samples)
         if name == "train":
             for seed in range(3):
-                counts[f"few-{seed}"] = prepare_corpus(plan, f"few-{seed}", few(samples, plan.per_class, seed))
+                counts[f"few-{seed}"] = prepare_corpus(
+                    plan, f"few-{seed}", few(samples, plan.per_class, seed)
+                )
     return counts
 
 
-def few(
-    samples: list[tuple[str, bytes, bytes]], per_class: int, seed: int
-) -> list[tuple[str, bytes, bytes]]:
+def few(samples: list[tuple[str, bytes, bytes]], per_class: int, seed: int) -> list[tuple[str, bytes, bytes]]:
     """So many samples of each class."""
     shuffled = random.Random(seed).sample(samples, len(samples))
     counts: dict[bytes, int] = defaultdict(int)
@@ -203,7 +203,9 @@ def report(
         seconds = statistics.mean(run["cpu_seconds"] for run in runs[name])
         figures = " ".join(f"{100 * value:.1f}" for value in values)
         mean = f"{100 * statistics.mean(values):.1f}"
-        rows.append(f"| {title} | {labels} | {runs[name][0]['steps']:,} | {seconds:.0f} | {figures} | {mean} |")
+        rows.append(
+            f"| {title} | {labels} | {runs[name][0]['steps']:,} | {seconds:.0f} | {figures} | {mean} |"
+        )
     pretraining = runs["mae"][0]["cpu_seconds"]
     return "\n".join([
         f"# Small models of images, {common.today()}",
@@ -213,8 +215,8 @@ def report(
         "machine.",
         f"{counts['train']:,} training and {counts['test']:,} test images. Rows of 64 images a step. Top-1 accuracy on "
         "the test images, a figure for each seed.",
-        f"Pretraining without labels: {args.pretraining_steps:,} steps once, {pretraining} CPU seconds. The seeds after it "
-        "differ in labelled images, classifier and order.",
+        f"Pretraining without labels: {args.pretraining_steps:,} steps once, {pretraining} CPU seconds. The seeds "
+        "after it differ in labelled images, classifier and order.",
         "",
         "| Model | Labels | Steps | CPU s | Top-1, % | Mean |",
         "|---|---|---|---|---|---|",

@@ -49,7 +49,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHERE",
         help="the shards hold images, whose classes are in cls, txt or json:FIELD beside them",
     )
-    index.add_argument("--classes", metavar="FILE", help="names of the classes, one a line (alphabetical order)")
+    index.add_argument(
+        "--classes", metavar="FILE", help="names of the classes, one a line (alphabetical order)"
+    )
     index.add_argument("--to", metavar="FOLDER", help="write the samples again there, as a corpus of our own")
 
 

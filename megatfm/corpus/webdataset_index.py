@@ -108,6 +108,7 @@ def check_index_names(paths: list[Path]) -> None:
 
 
 def index_name(path: Path) -> str:
+    """Return the name of a foreign shard's index, beside it."""
     return re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
 
 
@@ -280,6 +281,7 @@ def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
 
 
 def file_hash(path: Path) -> str:
+    """Return the BLAKE3 hash of a file."""
     fingerprint = blake3()
     with open_regular_file(path) as file:
         while chunk := file.read(2**20):

@@ -100,7 +100,7 @@ def shade(image: Pixels, weights: NDArray[np.floating[Any]]) -> Pixels:
 def reconstruction_gallery(
     model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device
 ) -> Gallery:
-    """Show what a model of masked images sees, what it makes of that, and the image, as in figure 2 of the MAE paper."""
+    """Show what a model of masked images sees, what it makes of that, and the image (as figure 2 of the MAE paper)."""
     targets = "target_patches" if config.objective.name == "simmim" else "patches"
     pictures = []
     for batch in batches:
@@ -127,7 +127,7 @@ def reconstruction_gallery(
 
 
 def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor:
-    """Return predicted pixels [T, K] as bytes; where targets are normalised, by the mean and deviation of each patch."""
+    """Return predicted pixels [T, K] as bytes; of normalised targets, by the mean and deviation of each patch."""
     predicted_TK = predicted_TK.double()
     scale_K, shift_K = normalisation(config.model.embedding, predicted_TK.device, torch.float64)  # type: ignore[arg-type]
     if getattr(config.model.pixel_decoder, "normalize_targets", False):
@@ -148,7 +148,10 @@ def mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], name: st
         for mistake in mistakes
     ]
     return Gallery(
-        f"mistakes-{name}", f"Surest mistakes, {name}", "With the probability of the predicted class.", pictures
+        f"mistakes-{name}",
+        f"Surest mistakes, {name}",
+        "With the probability of the predicted class.",
+        pictures,
     )
 
 
@@ -176,9 +179,7 @@ def to_png(panels: Sequence[Pixels]) -> bytes:
         longest = max(image.size)
         scale = -(-SMALLEST // longest) if longest < SMALLEST else min(1.0, LARGEST / longest)
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-        images.append(
-            image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC)
-        )
+        images.append(image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC))
     width = sum(image.width for image in images) + GAP * (len(images) - 1)
     joined = Image.new("RGBA", (width, max(image.height for image in images)))
     left = 0

@@ -1,7 +1,7 @@
 """Training objectives: which inputs, targets and terms of the loss are made of documents. Importing registers them."""
 
-from megatfm.objectives import image_classification as image_classification
 from megatfm.objectives import denoising as denoising
+from megatfm.objectives import image_classification as image_classification
 from megatfm.objectives import masked as masked
 from megatfm.objectives import masked_image as masked_image
 from megatfm.objectives import permutation as permutation

@@ -55,14 +55,12 @@ class SimMIM(Objective):
                 f"model.extra_heads.{HEAD}.stride = {stride}: a token stands for its patch: choose "
                 f"model.extra_heads.{HEAD}.stride = {model.embedding.patch_size}"  # type: ignore[union-attr]
             )
-        self.reader: ImageReader = image_reader(
-            images, model, config.name, row_lengths[0], training=training
-        )
+        self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
         layout, side = self.reader.layout, config.mask_size
         if side % layout.patch_size or images.size % side:
             raise UsageError(
-                f"objective.mask_size = {side}: masked squares are whole patches of {layout.patch_size} pixels and fill "
-                f"images of data.images.size = {images.size}: choose a multiple of the one that divides the other"
+                f"objective.mask_size = {side}: masked squares are whole patches of {layout.patch_size} pixels and "
+                f"fill images of data.images.size = {images.size}: choose a multiple of the one that divides the other"
             )
         self.per_side, self.patches_a_side = images.size // side, side // layout.patch_size
         self.n_masked = math.ceil(self.per_side**2 * config.mask_ratio)

@@ -21,7 +21,14 @@ from megatfm.files import atomic_write
 from megatfm.report.charts import format_number
 from megatfm.report.predictions import class_results, galleries
 from megatfm.report.run import Run, flatten, non_default_settings, sections, unique_names
-from megatfm.report.run_charts import baselines, charts, expert_load_maps, loss_unit, metric_title, time_shares
+from megatfm.report.run_charts import (
+    baselines,
+    charts,
+    expert_load_maps,
+    loss_unit,
+    metric_title,
+    time_shares,
+)
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24

@@ -122,7 +122,11 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
         source_chart(run),
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
         *(
-            chart(metric_title(metric), METRICS.get(metric, ("", "held-out examples"))[1], evaluated("metrics", metric))
+            chart(
+                metric_title(metric),
+                METRICS.get(metric, ("", "held-out examples"))[1],
+                evaluated("metrics", metric),
+            )
             for metric in run.metrics
         ),
         *position_charts(run),

@@ -53,7 +53,11 @@ def timm(folder: Path) -> list[dict[str, bytes]]:
     for shard, numbers in enumerate((range(14), range(14, 23))):
         with wds.TarWriter(str(folder / f"imagenet1k-train-{shard:04d}.tar")) as writer:
             for n in numbers:
-                files = {"jpg": picture(n, "JPEG"), "cls": b"%d" % (n % 10), "json": b'{"label": %d}' % (n % 10)}
+                files = {
+                    "jpg": picture(n, "JPEG"),
+                    "cls": b"%d" % (n % 10),
+                    "json": b'{"label": %d}' % (n % 10),
+                }
                 writer.write({"__key__": f"n{n % 3:03d}/im.{n}".replace(".", "_"), **files})
                 written.append(files)
     return written
@@ -65,7 +69,12 @@ def img2dataset(folder: Path) -> None:
     with wds.TarWriter(str(folder / "00000.tar")) as writer:
         for n in range(23):
             label = {"caption": f"a {n}", "meta": {"label": NAMES[n % 3]}}
-            sample = {"webp": picture(n, "WEBP"), "txt": NAMES[n % 3], "json": label, "thumb.npy": np.zeros(3)}
+            sample = {
+                "webp": picture(n, "WEBP"),
+                "txt": NAMES[n % 3],
+                "json": label,
+                "thumb.npy": np.zeros(3),
+            }
             writer.write({"__key__": f"{n:09d}", **sample})
 
 
@@ -126,7 +135,9 @@ def batches(folder: Path, rank: int, ranks: int, position: int = 0, end: int = 6
 
 def joined(folder: Path, ranks: int, position: int = 0) -> dict[str, np.ndarray]:
     parts = [batches(folder, rank, ranks, position) for rank in range(ranks)]
-    steps = [np.concatenate([p[name] for p in step]) for name in ("patches",) for step in zip(*parts, strict=True)]
+    steps = [
+        np.concatenate([p[name] for p in step]) for name in ("patches",) for step in zip(*parts, strict=True)
+    ]
     labels = [np.concatenate([p["labels"] for p in step]) for step in zip(*parts, strict=True)]
     return {"patches": np.concatenate(steps), "labels": np.concatenate(labels)}
 
@@ -176,7 +187,11 @@ def test_tars_that_are_refused(kind: str, tmp_path: Path) -> None:
 
 def test_labels_that_are_missing_or_unknown(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(tar(*GOOD, member("a.json", json.dumps({"label": ["no"]}).encode())))
-    for rule, place in (("txt", "its .txt"), ("json:label", "the field 'label'"), ("json:a.b", "the field 'a.b'")):
+    for rule, place in (
+        ("txt", "its .txt"),
+        ("json:label", "the field 'label'"),
+        ("json:a.b", "the field 'a.b'"),
+    ):
         with pytest.raises(UsageError, match=f"x.tar: sample 'a' has no label in {place}"):
             index_images(tmp_path, LabelRule.parse(rule))
     (tmp_path / "x.tar").write_bytes(tar(*GOOD, member("a.txt", b"dog")))
@@ -213,5 +228,7 @@ def test_a_bit_that_flips_later_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     corpus = Corpus.open(tmp_path / "theirs")
     corpus.read_sample(0)
-    with pytest.raises(MegatfmError, match=r"imagenet1k-train-0001.tar: samples 14 to .* its hash is not the"):
+    with pytest.raises(
+        MegatfmError, match=r"imagenet1k-train-0001.tar: samples 14 to .* its hash is not the"
+    ):
         corpus.read_sample(14)

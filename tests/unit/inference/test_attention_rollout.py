@@ -106,6 +106,6 @@ def test_layers_that_see_parts_are_refused() -> None:
             "lm_head.name": "none",
         }
     )
-    with pytest.raises(UsageError, match="'hierarchical' with model.attention.name = 'windowed'"):
-        with record_attention(build(config)):
-            pytest.fail("should have refused")
+    message = r"'hierarchical' with model\.attention\.name = 'windowed'"
+    with pytest.raises(UsageError, match=message), record_attention(build(config)):
+        pytest.fail("should have refused")

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import ViTConfig, ViTForMaskedImageModeling
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
 from megatfm.models import build
 from tests.support.images import to_batch
@@ -33,7 +34,9 @@ def masks_of(count: int) -> Tensor:
     return squares.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
-def masked_rows(images: list[Tensor], masks: Tensor, rows: list[list[int]], n_special: int = 0) -> dict[str, Tensor]:
+def masked_rows(
+    images: list[Tensor], masks: Tensor, rows: list[list[int]], n_special: int = 0
+) -> dict[str, Tensor]:
     """A batch whose masked patches are zero, with their pixels as targets."""
     batch = to_batch(images, PATCH, n_special, rows)
     batch["masked"] = torch.zeros(batch["patches"].shape[:2], dtype=torch.uint8)
@@ -110,7 +113,10 @@ def test_vit_is_transformers() -> None:
     theirs = dict(reference.named_parameters())
     names = {name: vit_name(name) for name, _ in actual.named_parameters()}
     position = theirs.pop("vit.embeddings.position_embeddings")
-    places = {"encoder.embedding.positions.special": position[0, :1], "encoder.embedding.positions.weight": position[0, 1:]}
+    places = {
+        "encoder.embedding.positions.special": position[0, :1],
+        "encoder.embedding.positions.weight": position[0, 1:],
+    }
     for name, parameter in actual.named_parameters():
         source = places[name] if name in places else theirs[names[name]]
         parameter.data = source.detach().reshape(parameter.shape).clone()
@@ -170,3 +176,19 @@ def test_maps_that_squares_do_not_fill_are_refused() -> None:
 def test_another_stride_is_refused() -> None:
     with pytest.raises(ValueError, match=r"choose extra_heads.pixels.stride = 8"):
         ModelConfig.from_dotted(**(SWIN | {"extra_heads": {"pixels": {"name": "pixels", "stride": 4}}}))
+
+
+def test_the_preset_has_as_many_parameters_as_transformers() -> None:
+    config = load_config("simmim-swin-b").model
+    options = transformers.SwinConfig(
+        image_size=192, embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], window_size=6,
+        encoder_stride=32,
+    )  # fmt: skip
+    with torch.device("meta"):
+        counts = [
+            sum(parameter.numel() for parameter in model.parameters())
+            for model in (build(config), transformers.SwinForMaskedImageModeling(options))
+        ]
+    assert counts[0] == counts[1]
+    header = find_config("simmim-swin-b")[0].read_text(encoding="utf-8").partition("\nextends")[0]
+    assert f"{counts[0]:,} parameters" in header

@@ -48,7 +48,9 @@ def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
     assert (squares == squares[:, :1, :, :1]).all()
     assert squares[:, 0, :, 0].sum() == n_masked
     assert (fields["target_patches"][1:] > 0).all()
-    np.testing.assert_array_equal(fields["patches"] == 0, np.where(masked[:, None], True, fields["target_patches"] == 0))
+    np.testing.assert_array_equal(
+        fields["patches"] == 0, np.where(masked[:, None], True, fields["target_patches"] == 0)
+    )
     visible = masked == 0
     np.testing.assert_array_equal(fields["patches"][visible], fields["target_patches"][visible])
 
@@ -80,5 +82,5 @@ def test_models_that_lack_a_part() -> None:
     for lacking in (model(**{"embedding.mask_token": False}), headless):
         with pytest.raises(UsageError, match="a mask token and a head for pixels"):
             objective(lacking)
-    with pytest.raises(UsageError, match="choose model.extra_heads.pixels.stride = 4"):
+    with pytest.raises(UsageError, match=r"choose model\.extra_heads\.pixels\.stride = 4"):
         objective(model(**{"extra_heads.pixels": {"stride": 8}}))
