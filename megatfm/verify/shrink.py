@@ -18,12 +18,10 @@ from megatfm.config import (
     Config,
     FixedPatternConfig,
     GQAAttentionConfig,
-    LearnedPosition2dConfig,
     LinformerAttentionConfig,
     LongformerPatternConfig,
     MLAAttentionConfig,
     ModelConfig,
-    PatchEmbeddingConfig,
     StridedPatternConfig,
     WindowPatternConfig,
     invalid,
@@ -36,6 +34,7 @@ from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD, axis_sizes
+from megatfm.verify.shrink_images import shrunk_patches, smaller_images, smaller_masks
 from megatfm.verify.shrink_stages import shrunk_rows, shrunk_stages
 
 MAX_RANKS = 16
@@ -100,10 +99,11 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     small = config.model_copy(
         update={
             "model": model,
+            "objective": smaller_masks(config, model),
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),
-            "data": config.data.model_copy(update=lengths | (images or _smaller_images(config, model))),
+            "data": config.data.model_copy(update=lengths | (images or smaller_images(config, model))),
             "train": config.train.model_copy(
                 update={
                     "micro_batch": MICRO_BATCH,
@@ -168,7 +168,7 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
             "d_ff": _shrunk_size(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
-    changes |= _patches(model)
+    changes |= shrunk_patches(model)
     if (decoder := model.pixel_decoder) is not None:
         n_heads = min(decoder.n_heads, 2 * heads_over)
         width = min(decoder.d_model // decoder.n_heads, HEAD_DIM)
@@ -180,37 +180,6 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         changes["pixel_decoder"] = {**smaller, "n_layers": min(decoder.n_layers, layers)}
     changes["layer_type"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.layer_type}
     return model.with_changes(changes)
-
-
-PLAIN_FAMILIES = ("encoder", "masked_autoencoder")
-"""Families that read images of any size."""
-PATCH_SIZE, PATCHES = 4, 4
-"""Sides of a small patch, in pixels, and of a small image, in patches: a row holds several images."""
-
-
-def _patches(model: ModelConfig) -> dict[str, Any]:
-    """Sizes of an encoder's patches and of its table of positions, which is interpolated to images of `PATCHES`."""
-    if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
-        return {}
-    changes: dict[str, Any] = {
-        "vocab_size": None,
-        "embedding.patch_size": min(model.embedding.patch_size, PATCH_SIZE),
-    }
-    if isinstance(model.position, LearnedPosition2dConfig):
-        rows, columns = model.position.grid
-        changes["position.grid"] = (min(rows, PATCHES - 1), min(columns, PATCHES + 1))
-    return changes
-
-
-def _smaller_images(config: Config, model: ModelConfig) -> dict[str, Any]:
-    """The section of images, of `PATCHES` patches a side of the small model."""
-    if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
-        return {}
-    size = min(config.data.images.size // getattr(config.model.embedding, "patch_size", 1), PATCHES)
-    sizes = {"size": size * model.embedding.patch_size}
-    if (most := config.data.images.max_patches) is not None:
-        sizes["max_patches"] = min(most, PATCHES**2)
-    return {"images": config.data.images.model_copy(update=sizes)}
 
 
 def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
