@@ -211,9 +211,9 @@ def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> Shard:
 def _image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
     n_images = sum(extension in IMAGES for extension in files)
     if n_images != 1:
-        found = ", ".join(f".{extension}" for extension in files) or "none that is known"
+        listed = ", ".join(f".{extension}" for extension in files) or "none that is known"
         raise MegatfmError(
-            f"{where} has {n_images} images (files: {found}), not one: "
+            f"{where} has {n_images} images (files: {listed}), not one: "
             "make a corpus without such samples by `megatfm prep … read.on_error=skip`"
         )
     if size is None:

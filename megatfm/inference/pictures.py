@@ -182,10 +182,10 @@ def to_png(panels: Sequence[Pixels]) -> bytes:
         images.append(image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC))
     width = sum(image.width for image in images) + GAP * (len(images) - 1)
     joined = Image.new("RGBA", (width, max(image.height for image in images)))
-    left = 0
+    begin = 0
     for image in images:
-        joined.paste(image, (left, 0))
-        left += image.width + GAP
+        joined.paste(image, (begin, 0))
+        begin += image.width + GAP
     out = io.BytesIO()
     joined.save(out, "PNG", optimize=True)
     return out.getvalue()

@@ -178,7 +178,9 @@ class ClassifierHead(nn.Module):
                 self.on_classes(logits_MC, labels_M)
             return {self.term: loss, **n_right(logits_MC, labels_M)}
         weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
-        losses = (self._cross_entropy(logits_MC, each.flatten()[at_M]) for each in (labels_BT, mixed_labels))
+        losses = (
+            self._cross_entropy(logits_MC, one_BT.flatten()[at_M]) for one_BT in (labels_BT, mixed_labels)
+        )
         first_M, second_M = losses
         return (weights_M * first_M + (1 - weights_M) * second_M).sum()
 

@@ -35,12 +35,12 @@ class MapSequence(SequenceMetadata):
     @classmethod
     def of(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
         """Return the same tokens, as images of a size."""
-        made = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
-        made.grid, made.masked = sequence.grid, sequence.masked
-        if made.documents is None and made.images_per_row > 1:
-            numbers_T = torch.arange(made.length, device=made.positions.device) // prod(size)
-            made.documents = numbers_T.expand(made.positions.shape)
-        return made
+        maps = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
+        maps.grid, maps.masked = sequence.grid, sequence.masked
+        if maps.documents is None and maps.images_per_row > 1:
+            numbers_T = torch.arange(maps.length, device=maps.positions.device) // prod(size)
+            maps.documents = numbers_T.expand(maps.positions.shape)
+        return maps
 
     def shrunk(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
         """Return that of smaller maps of the same images; a token's document is that of its first larger one.

@@ -140,8 +140,8 @@ class Model(nn.Module):
             elif getattr(head, "predicts", False) and not has_targets:
                 predictions[name] = head(hidden_BTD, **options)
         handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
-        kept = dict(losses) if losses and has_targets else None
-        return Output(hidden_BTD, logits, kept, predictions or None, handed_on or None)
+        shown = dict(losses) if losses and has_targets else None
+        return Output(hidden_BTD, logits, shown, predictions or None, handed_on or None)
 
 
 def needed(batch: Mapping[str, Tensor], name: str) -> Tensor:

@@ -34,15 +34,15 @@ class PyramidStack(nn.Module):
         self.stages = stages_of(config)
         self.embedding: InputEmbedding | None = embedding
         configs = [config.stage_config(stage) for stage in range(len(self.stages.layers))]
-        self.widths = [each.d_model for each in configs]
+        self.widths = [stage_config.d_model for stage_config in configs]
         self.stage_of = [stage for stage, layers in enumerate(self.stages.layers) for _ in range(layers)]
         self.pools = isinstance(config.attention, PooledAttentionConfig)
         blocks = pooled_blocks(config) if self.pools else plain_blocks(config)
         self.layers = nn.ModuleDict({str(depth): block for depth, block in enumerate(blocks)})
         self.merges = nn.ModuleDict()
-        for stage, each in enumerate(() if self.pools else configs[:-1]):
+        for stage, stage_config in enumerate(() if self.pools else configs[:-1]):
             norm = self.stages.merging_norm
-            self.merges[str(stage)] = PatchMerging(each, norm=norm, share=0.25**stage)
+            self.merges[str(stage)] = PatchMerging(stage_config, norm=norm, share=0.25**stage)
         self.skip_rates = [
             config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)
         ]
@@ -117,9 +117,9 @@ class PyramidStack(nn.Module):
 def plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
     """Yield the blocks of all stages, which patch merging connects."""
     for stage in range(len(stages_of(config).layers)):
-        each = config.stage_config(stage)
-        for depth in range(each.n_layers):
-            yield StageBlock(each, depth, 0.25**stage)
+        stage_config = config.stage_config(stage)
+        for depth in range(stage_config.n_layers):
+            yield StageBlock(stage_config, depth, 0.25**stage)
 
 
 def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
@@ -128,16 +128,18 @@ def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
     stages = stages_of(config)
     d_in, kv_stride = config.d_model, options.kv_stride
     for stage in range(len(stages.layers)):
-        each = config.stage_config(stage)
+        stage_config = config.stage_config(stage)
         kv_stride = max(kv_stride // 2, 1) if stage else kv_stride
-        for depth in range(each.n_layers):
+        for depth in range(stage_config.n_layers):
             pools = bool(stage) and not depth
             widens = (
-                options.widening == "ffn" and depth + 1 == each.n_layers and stage + 1 < len(stages.layers)
+                options.widening == "ffn"
+                and depth + 1 == stage_config.n_layers
+                and stage + 1 < len(stages.layers)
             )
-            d_out = each.d_model * (2 if widens else 1)
+            d_out = stage_config.d_model * (2 if widens else 1)
             yield PooledBlock(
-                each, d_in=d_in, d_out=d_out, stride=2 if pools else 1, kv_stride=kv_stride,
+                stage_config, d_in=d_in, d_out=d_out, stride=2 if pools else 1, kv_stride=kv_stride,
                 size=stages.map_at(stage - pools), share=0.25**stage,
             )  # fmt: skip
             d_in = d_out

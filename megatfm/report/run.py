@@ -271,9 +271,9 @@ def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         read = Config.model_validate(config)
     except ValidationError:
         return None
-    kept = read.model_dump(mode="json", exclude_defaults=True)
-    _restore_names(kept, read.model_dump(mode="json"))
-    return kept
+    differing = read.model_dump(mode="json", exclude_defaults=True)
+    _restore_names(differing, read.model_dump(mode="json"))
+    return differing
 
 
 def _restore_names(kept: dict[str, Any], full: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ GRID, WINDOW, LAYERS = 10, 3, 2
 
 def small_grid(model: ModelConfig, stages: StagesConfig) -> int:
     """Return the side of the first map: even in every stage where a head predicts the pixels below each token."""
-    whole = any(isinstance(head, PixelsHeadConfig) for head in model.extra_heads.values())
-    return 2 ** len(stages.layers) if whole else GRID
+    predicts_pixels = any(isinstance(head, PixelsHeadConfig) for head in model.extra_heads.values())
+    return 2 ** len(stages.layers) if predicts_pixels else GRID
 
 
 def shrunk_stages(model: ModelConfig, heads_over: int, head_dim: int) -> dict[str, Any]:

@@ -70,12 +70,12 @@ def test_transformers_attention() -> None:
     values = torch.stack([(image.double() / 255 - mean) / std for image in images])
     with torch.no_grad(), doubled(torch.float64, modeling_vit):
         expected = both.theirs(pixel_values=values, output_attentions=True)
-    wanted = product(expected.attentions)
+    expected_rollout = product(expected.attentions)
     reached, logits = recorded(both.ours, to_batch(images, SIDE, 1, [[0, 1], [2]]))
     for number, (row, begin) in enumerate([(0, 0), (0, 17), (1, 0)]):
         block = reached[row, begin : begin + 17]
         torch.testing.assert_close(
-            block[:, begin : begin + 17], torch.from_numpy(wanted[number]), rtol=1e-9, atol=1e-11
+            block[:, begin : begin + 17], torch.from_numpy(expected_rollout[number]), rtol=1e-9, atol=1e-11
         )
         assert block.sum(-1) == pytest.approx(torch.ones(17).tolist())
     assert (reached[0, :17, 17:] == 0).all()

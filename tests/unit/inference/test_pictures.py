@@ -78,7 +78,7 @@ def test_a_perfect_model_gives_the_image_back(normalize: bool) -> None:
     )  # fmt: skip
     gallery = reconstruction_gallery(perfect, config, [batch], torch.device("cpu"))  # type: ignore[arg-type]
     assert ("mean and deviation" in gallery.note) == normalize
-    for image, picture, kept in zip(images, gallery.pictures, (2, 0), strict=True):
+    for image, picture, visible in zip(images, gallery.pictures, (2, 0), strict=True):
         masked, filled, original = picture.panels
         expected = image.permute(1, 2, 0).numpy()
         np.testing.assert_array_equal(original, expected)
@@ -86,7 +86,7 @@ def test_a_perfect_model_gives_the_image_back(normalize: bool) -> None:
         for number in range(4):
             y, x = divmod(number, 2)
             square = np.s_[y * SIDE : (y + 1) * SIDE, x * SIDE : (x + 1) * SIDE]
-            assert (masked[square] == (expected[square] if number == kept else 128)).all()
+            assert (masked[square] == (expected[square] if number == visible else 128)).all()
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])

@@ -55,8 +55,8 @@ def compare(actual: Any, reference: Any, names: dict[str, str], batch: dict[str,
     expected = reference(pixel_values, bool_masked_pos=masks)
     n_pixels = masks.sum() * PATCH**2
     loss = actual(**batch).losses["pixels"] / masks.sum()
-    wanted = expected.loss * (n_pixels + 1e-5) / n_pixels
-    torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    expected_loss = expected.loss * (n_pixels + 1e-5) / n_pixels
+    torch.testing.assert_close(loss, expected_loss, rtol=TOLERANCE, atol=TOLERANCE)
     inputs = {name: values for name, values in batch.items() if name != "target_patches"}
     predicted = actual(**inputs).predictions["pixels"]
     tokens = predicted.reshape(len(images), -1, predicted.shape[-1])[:, n_special:]
@@ -65,12 +65,12 @@ def compare(actual: Any, reference: Any, names: dict[str, str], batch: dict[str,
         shown.reshape(expected.reconstruction.shape), expected.reconstruction, rtol=1e-9, atol=TOLERANCE
     )
     loss.backward()
-    wanted.backward()
-    theirs = dict(reference.named_parameters())
+    expected_loss.backward()
+    parameters_of_reference = dict(reference.named_parameters())
     assert len(names) > 20
-    largest = max(float(parameter.grad.norm()) for parameter in theirs.values())
+    largest = max(float(parameter.grad.norm()) for parameter in parameters_of_reference.values())
     for name, parameter in actual.named_parameters():
-        reference_gradient = theirs[names[name]].grad.reshape(parameter.shape)
+        reference_gradient = parameters_of_reference[names[name]].grad.reshape(parameter.shape)
         norm = float(reference_gradient.norm())
         assert norm > 1e-6 * largest or "wk.bias" in name, f"nothing to compare for {name}"
         error = float((parameter.grad - reference_gradient).norm())
@@ -110,20 +110,20 @@ def test_vit_is_transformers() -> None:
     generator = torch.Generator().manual_seed(2)
     for parameter in reference.parameters():
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    theirs = dict(reference.named_parameters())
+    parameters_of_reference = dict(reference.named_parameters())
     names = {name: vit_name(name) for name, _ in actual.named_parameters()}
-    position = theirs.pop("vit.embeddings.position_embeddings")
+    position = parameters_of_reference.pop("vit.embeddings.position_embeddings")
     places = {
         "encoder.embedding.positions.special": position[0, :1],
         "encoder.embedding.positions.weight": position[0, 1:],
     }
     for name, parameter in actual.named_parameters():
-        source = places[name] if name in places else theirs[names[name]]
+        source = places[name] if name in places else parameters_of_reference[names[name]]
         parameter.data = source.detach().reshape(parameter.shape).clone()
     images, pixel_values = images_of((SIZE, SIZE), 3)
     masks = masks_of(3)
     batch = masked_rows(images, masks, [[0], [1], [2]], n_special=1)
-    for name in places:  # one parameter of theirs: compared below
+    for name in places:  # one parameter of the reference, compared below
         del names[name]
     parameters = dict(actual.named_parameters())
     compare(_Without(actual, places), reference, names, batch, images, pixel_values, masks, 1)
@@ -145,7 +145,7 @@ class _Without:
 
 
 def vit_name(name: str) -> str:
-    for ours, theirs in (
+    for actual, expected in (
         ("pixels.prediction", "decoder.0"), ("encoder.embedding.mask_tokens.weight", "vit.embeddings.mask_token"),
         ("encoder.embedding.patches.projection", "vit.embeddings.patch_embeddings.projection"),
         ("encoder.embedding.patches.special", "vit.embeddings.cls_token"), ("encoder.norm", "vit.layernorm"),
@@ -153,7 +153,7 @@ def vit_name(name: str) -> str:
         ("attn.wv", "attention.v_proj"), ("attn.wo", "attention.o_proj"), ("attn_residual.norm", "layernorm_before"),
         ("ffn_residual.norm", "layernorm_after"), ("ffn.w_up", "mlp.fc1"), ("ffn.w_down", "mlp.fc2"),
     ):  # fmt: skip
-        name = name.replace(ours, theirs)
+        name = name.replace(actual, expected)
     return name
 
 
