@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatfm.commands.arguments import add_config_and_overrides
 from megatfm.data_prep.cli import DASK_HELP, TASK_HELP, cli
+from megatfm.errors import UsageError
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +41,17 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="text: .jsonl, .jsonl.zst, .parquet; Megatron-LM's ids: .bin; else, or with a / at its end: a folder of "
         "plain .tar shards",
     )
-    index = actions.add_parser("index", help="make WebDataset shards of token ids a corpus")
+    index = actions.add_parser("index", help="make WebDataset shards of token ids or images a corpus")
     index.add_argument("dir", metavar="DIR", help="a folder of .tar or .tar.zst")
-    index.add_argument("--tokenizer", metavar="FILE", required=True, help="the one that made the ids")
+    index.add_argument("--tokenizer", metavar="FILE", help="the one that made the ids")
+    index.add_argument(
+        "--labels",
+        metavar="WHERE",
+        help="the shards hold images, whose classes are in cls, txt or json:FIELD beside them",
+    )
+    index.add_argument(
+        "--classes", metavar="FILE", help="names of the classes, one a line (alphabetical order)"
+    )
     index.add_argument("--to", metavar="FOLDER", help="write the samples again there, as a corpus of our own")
 
 
@@ -59,6 +68,13 @@ def data_command(args: argparse.Namespace) -> int:
         print(check(args.dir))
         return 0
     if args.action == "index":
+        if args.labels:
+            print(_index_images(args))
+            return 0
+        if not args.tokenizer or args.classes:
+            raise UsageError(
+                "data index: give --tokenizer for shards of token ids, or --labels for images, such as --labels cls"
+            )
         tokenizer = tokenizers.load(args.tokenizer)
         print(index_folder(Path(args.dir), tokenizer.hash, Path(args.to) if args.to else None))
         return 0
@@ -98,11 +114,22 @@ def data_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def _index_images(args: argparse.Namespace) -> str:
+    """Index tars of images where they are; returns a line that says so."""
+    from megatfm.corpus.webdataset_images import LabelRule, index_images
+
+    if args.to or args.tokenizer:
+        raise UsageError(
+            "--labels: images are indexed where they are: leave out --tokenizer and --to, or use `megatfm prep`"
+        )
+    rule = LabelRule.parse(args.labels)
+    return str(index_images(Path(args.dir), rule, Path(args.classes) if args.classes else None))
+
+
 def _draw_images(args: argparse.Namespace) -> str:
     """Draw the first images of training on a corpus, as the model sees them; returns a line that says so."""
     from megatfm.config import load_config
     from megatfm.corpus.corpus import Corpus
-    from megatfm.errors import UsageError
     from megatfm.files import atomic_write
     from megatfm.train.corpora import open_corpora, open_tokenizer
 

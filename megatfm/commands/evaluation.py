@@ -35,6 +35,15 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baselines", action="store_true", help="also what gzip -9 and xz -9 need for the same text"
     )
+    parser.add_argument(
+        "--images",
+        type=int,
+        nargs="?",
+        const=12,
+        default=0,
+        metavar="N",
+        help="of a run on images, also draw what the model does with N examples (12), for `megatfm report`",
+    )
     add_trust_argument(parser)
     tasks = parser.add_argument_group("tasks, without training")
     tasks.add_argument(
@@ -94,7 +103,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
             args, TASK_OPTIONS, "are for tasks: give --task FILE or --harness NAME, or leave them out"
         )
         return _evaluate_sets(args)
-    if args.validation or args.baselines:
+    if args.validation or args.baselines or args.images:
         raise UsageError(
             "--task, --harness: evaluate tasks alone: evaluate validation sets by a second command"
         )
@@ -163,13 +172,21 @@ def _print_tasks(title: str, evaluated: "Mapping[str, EvaluatedTask]") -> None:
 
 
 def _evaluate_sets(args: argparse.Namespace) -> int:
-    """Evaluate the newest checkpoint on validation sets; leaves RUN/evaluation.json (and baselines.json)."""
+    """Evaluate the newest checkpoint on validation sets; leaves RUN/evaluation.json (and baselines.json, of images
+    confusion.json and pictures.json)."""
     from rich.table import Table
 
     from megatfm.inference.evaluate import evaluate_run
+    from megatfm.report.run_charts import LOSS_UNITS
 
+    if args.images < 0:
+        raise UsageError(f"--images {args.images}: give a number of examples, at least 1")
     evaluated = evaluate_run(
-        Path(args.run_dir), _sets(args.validation), args.baselines, trust_plugins=args.trust_plugins
+        Path(args.run_dir),
+        _sets(args.validation),
+        args.baselines,
+        trust_plugins=args.trust_plugins,
+        n_images=args.images,
     )
     if evaluated is None:
         return 0
@@ -177,9 +194,9 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     table = Table(title=f"{args.run_dir}, step {results['step']}")
     terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
     metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
-    unit = "" if metrics else " (nats per token)"
-    text = ["bits per byte", "bytes"] if not metrics else []
-    for heading in ("set", f"loss{unit}", *terms, *metrics, *text):
+    unit = LOSS_UNITS.get(results["objective"], "" if metrics else "nats per token")
+    text = [] if metrics or results["objective"] in LOSS_UNITS else ["bits per byte", "bytes"]
+    for heading in ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text):
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name, result in results["sets"].items():
         parts = [f"{result['terms'][term]:.4f}" for term in terms]

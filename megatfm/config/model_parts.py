@@ -133,6 +133,8 @@ class PatchEmbeddingConfig(EmbeddingSection):
     """Standard deviation of each channel, by which pixels are divided then."""
     bias: bool = True
     """A bias in the projection of patches."""
+    mask_token: bool = False
+    """A learned vector in place of masked patches, for `objective.name = "simmim"` (Xie et al. 2022)."""
 
     @property
     def n_special_tokens(self) -> int:
@@ -364,6 +366,14 @@ class ClassifierHeadConfig(Section):
     """A bias for each class."""
 
 
+class PixelsHeadConfig(Section):
+    """Pixels under each token of the last map, by one linear layer (SimMIM; Xie et al. 2022)."""
+
+    name: Literal["pixels"] = "pixels"
+    stride: PositiveInt = Field(default=32, le=MAX_WIDTH)
+    """Side of the square that a token stands for, in pixels: the patch's, twice as long with each further stage."""
+
+
 class PluginHeadConfig(Section):
     """A head that a package in `plugins` registers, with its own keys."""
 
@@ -386,6 +396,7 @@ HeadSection = Annotated[
     SentenceHeadConfig
     | BoundaryHeadConfig
     | ClassifierHeadConfig
+    | PixelsHeadConfig
     | TextClassifierHeadConfig
     | SpanExtractionHeadConfig
     | MultipleChoiceHeadConfig

@@ -220,6 +220,16 @@ class ContrastiveObjective(ImageObjective):
     rows hold as many captions as fit."""
 
 
+class SimMIMObjective(ImageObjective):
+    """Predict the pixels of masked squares, which the model sees as mask tokens (SimMIM; Xie et al. 2022)."""
+
+    name: Literal["simmim"] = "simmim"
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    """Share of the squares that is masked, rounded up."""
+    mask_size: PositiveInt = 32
+    """Side of a square, in pixels."""
+
+
 class PluginObjective(Section):
     """An objective that a package in `plugins` registers, with its own keys."""
 
@@ -247,6 +257,7 @@ ObjectiveConfig = Annotated[
     | ImageClassificationObjective
     | MaskedImageObjective
     | ContrastiveObjective
+    | SimMIMObjective
     | PluginObjective,
     ByName(),
 ]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatfm.config.model import ModelConfig
     from megatfm.config.root import Config
 
-IMAGE_OBJECTIVES = ("image_classification", "masked_image")
+IMAGE_OBJECTIVES = ("image_classification", "masked_image", "simmim")
 """Objectives whose images are of `data.images.size`."""
 
 

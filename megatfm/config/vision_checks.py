@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from megatfm.config.image_text import check_two_towers
-from megatfm.config.model_parts import ClassifierHeadConfig, PatchEmbeddingConfig
+from megatfm.config.model_parts import ClassifierHeadConfig, PatchEmbeddingConfig, PixelsHeadConfig
 from megatfm.config.position import GRID_POSITIONS
 from megatfm.config.section import nearest_divisor
 
@@ -31,6 +31,8 @@ def check_image_parts(model: "ModelConfig") -> None:
             f"{width + 4 - width % 4}"
         )
     for name, head in model.extra_heads.items():
+        if isinstance(head, PixelsHeadConfig):
+            _check_stride(model, name, head)
         if not isinstance(head, ClassifierHeadConfig) or "class" not in head.pool:
             continue
         if isinstance(embedding, PatchEmbeddingConfig) and not embedding.n_class_tokens:
@@ -38,6 +40,22 @@ def check_image_parts(model: "ModelConfig") -> None:
                 f"extra_heads.{name}.pool = {head.pool!r} reads a class token, and embedding.n_class_tokens = 0: "
                 "choose pool = 'mean', or n_class_tokens = 1"
             )
+
+
+def _check_stride(model: "ModelConfig", name: str, head: PixelsHeadConfig) -> None:
+    patch_size = getattr(model.embedding, "patch_size", None)
+    if patch_size is None or model.embedding.name != "patches":
+        raise ValueError(
+            f"extra_heads.{name} predicts pixels of patches: set embedding.name = 'patches', or leave it out"
+        )
+    if model.stages is None and head.stride % patch_size == 0:
+        return  # perhaps a stage of a model
+    stride = patch_size * 2 ** (len(model.stages.layers) - 1 if model.stages else 0)
+    if head.stride != stride:
+        raise ValueError(
+            f"extra_heads.{name}.stride = {head.stride}: a token of the last map stands for a square of {stride} "
+            f"pixels: choose extra_heads.{name}.stride = {stride}"
+        )
 
 
 def _check_autoencoder(model: "ModelConfig") -> None:

@@ -25,6 +25,7 @@ from megatfm.corpus.shard_format import (
 )
 from megatfm.corpus.shard_index import NPY_HEADER_BYTES, frame_hash
 from megatfm.corpus.storage import CachedRemoteStorage, ShardCacheConfig, ShardStorage, open_storage
+from megatfm.corpus.webdataset_images import LabelRule, read_image_files
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -51,6 +52,7 @@ class Corpus:
         self.indexes = open_indexes(store, manifest, cache)
         self._first_blocks, self.blocks = self.indexes.first_blocks, self.indexes.blocks
         self._verified = np.zeros(self.n_blocks, np.bool_)
+        self._labels = LabelRule.of(manifest.provenance)
 
     def __getstate__(self) -> dict[str, Any]:
         # The indexes have them, and may map them.
@@ -230,6 +232,9 @@ class Corpus:
             key = entry["key"].decode("ascii", "replace")
             tokens = arrays[len(samples)]
             try:
+                if shard_entry.files_only:
+                    samples.append(self._image_sample(number, len(samples), shard, frame, data, tokens))
+                    continue
                 if shard_entry.foreign:
                     name = check_external_sample(data, int(entry["offset"]), len(tokens), dtype)
                     source = f"{shard_entry.file}/{name}"
@@ -247,6 +252,18 @@ class Corpus:
         if not shard_entry.foreign:
             self._check_end(shard, frame, data, at)
         return samples
+
+    def _image_sample(
+        self, number: int, at: int, shard: int, frame: int, data: bytes, tokens: NDArray[Any]
+    ) -> Sample:
+        """A sample of a tar of images: its files, with the number of its class by the manifest's rule."""
+        index = self.indexes.complete(shard)
+        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        begins = [*(entries["offset"][at : at + 2].astype(np.int64) - PAYLOAD_OFFSET).tolist(), len(data)]
+        key = entries["key"][at].decode("ascii", "replace")
+        read = read_image_files(data, begins[0], begins[1], self._path(shard))
+        source = f"{self.manifest.shards[shard].file}/{read.key}"
+        return Sample(int(self.blocks[number]) + at, key, source, 0, tokens, self._labels.apply(read.files))
 
     def _decode_packed_frame(
         self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
@@ -337,6 +354,8 @@ class Corpus:
             raise self._damage_error(shard, frame, "its hash is not the index's")
         first, end = index.first_samples[frame : frame + 2].tolist()
         entries = index.samples[first:end]
+        if self.manifest.shards[shard].files_only:
+            return  # the hash is enough
         if index.is_packed_frame(frame, dtype.itemsize):
             counts = entries["tokens"].astype(np.int64)
             starts = PAYLOAD_OFFSET + (np.cumsum(counts) - counts) * dtype.itemsize

@@ -30,6 +30,8 @@ INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
 FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
 FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
 
+NO_TOKENIZER = "none"
+"""Stands for a tokenizer's hash where there is none."""
 MAX_SAMPLES_PER_BYTE = 64
 """Samples that may lie in a byte of a shard: many documents share a member, which is compressed."""
 
@@ -68,6 +70,8 @@ class Shard(_Strict):
     index: IndexFile
     foreign: bool = False
     """Not written by `ShardWriter`, but indexed as it is."""
+    files_only: bool = False
+    """Samples are files alone, without an array of token ids."""
     frame_bytes: Annotated[int, Field(gt=0, lt=2**53)] = DEFAULT_FRAME_BYTES
     """Bytes after which a frame of a plain tar ends: nothing in the tar itself says where."""
 
@@ -85,7 +89,7 @@ class Shard(_Strict):
     @model_serializer(mode="wrap")
     def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        defaults = {"foreign": False, "frame_bytes": DEFAULT_FRAME_BYTES}
+        defaults = {"foreign": False, "files_only": False, "frame_bytes": DEFAULT_FRAME_BYTES}
         return {
             name: value for name, value in fields.items() if name not in defaults or value != defaults[name]
         }
@@ -125,7 +129,9 @@ class Manifest(_Strict):
             shard.blake3 if shard.frame_bytes == DEFAULT_FRAME_BYTES else [shard.blake3, shard.frame_bytes]
             for shard in self.shards
         ]
-        facts = [self.token_dtype, self.tokenizer_hash, shards]
+        facts: list[Any] = [self.token_dtype, self.tokenizer_hash, shards]
+        if any(shard.files_only for shard in self.shards):  # whose classes follow from a rule
+            facts.append([self.provenance.get("labels"), self.provenance.get("classes")])
         return blake3(json.dumps(facts).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:

@@ -61,7 +61,7 @@ def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
 def iter_tar_samples(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[TokenArray]:
     """The samples of an uncompressed tar. require_end_marker: whether its mark of the end must come."""
     sample: _Sample | None = None
-    for member, data in _members(file, path, require_end_marker):
+    for member, data in tar_members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
         key = f"{directory}/{base.partition('.')[0]}"
         if sample is None or key != sample.key:
@@ -111,7 +111,7 @@ class _Sample:
         )
 
 
-def _members(
+def tar_members(
     file: IO[bytes], path: Path, require_end_marker: bool
 ) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """Every member with its data, once it is known to be a plain file of a plain name and a possible size.

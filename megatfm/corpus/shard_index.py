@@ -120,12 +120,12 @@ class ShardIndex:
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
             at = content.index(b"\n") + 1
             counts = json.loads(content[:at])
-            known_versions = (2,) if shard.foreign else (1, 3, 4)
+            known_versions = ((4,) if shard.files_only else (2,)) if shard.foreign else (1, 3, 4)
             if (packs := counts["schema_version"]) not in known_versions:
                 raise MegatfmError(
-                    f"schema version {packs!r} is not known here, only 1, 3 and 4 (2: foreign)"
+                    f"schema version {packs!r} is not known here, only 1, 3 and 4 (foreign: 2 and 4)"
                 )
-            hashed = shard.is_raw if packs in (3, 4) else shard.foreign
+            hashed = shard.foreign or (shard.is_raw and packs in (3, 4))
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")

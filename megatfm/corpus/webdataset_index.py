@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 import zstandard
@@ -61,16 +61,11 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     Raises a UsageError if there are none, if they hold no tokens, or if they can't be read at random where they are; a
     MegatfmError that names the shard, the member and its place for what is damaged or hostile.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
-    if (folder / MANIFEST).exists():
-        raise UsageError(
-            f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`"
-        )
+    check_not_indexed(folder)
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
     if not paths:
         raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
-    _check_names(paths)
+    check_index_names(paths)
     if out is not None:
         return IndexReport(_rewrite(paths, tokenizer_hash, out), out, True)
     shards, dtypes = [], set()
@@ -90,11 +85,21 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     return IndexReport(manifest, folder, False)
 
 
-def _check_names(paths: list[Path]) -> None:
+def check_not_indexed(folder: Path) -> None:
+    """Raise a UsageError for a folder that is none, or that is a corpus already."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    if (folder / MANIFEST).exists():
+        raise UsageError(
+            f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`"
+        )
+
+
+def check_index_names(paths: list[Path]) -> None:
     """Raise a UsageError if two shards would have one index."""
     owners: dict[str, Path] = {}
     for path in paths:
-        owner = owners.setdefault(_index_name(path), path)
+        owner = owners.setdefault(index_name(path), path)
         if owner != path:
             raise UsageError(
                 f"{path}: {owner.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
@@ -102,7 +107,8 @@ def _check_names(paths: list[Path]) -> None:
             )
 
 
-def _index_name(path: Path) -> str:
+def index_name(path: Path) -> str:
+    """Return the name of a foreign shard's index, beside it."""
     return re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
 
 
@@ -112,7 +118,7 @@ def _index(path: Path) -> tuple[Shard, str]:
     rows: list[tuple[int, int, int, bytes]] = []
     hashes: list[int] = []
     dtypes, keys = set[str](), set[str]()
-    for compressed, data, arrays in _raw_frames(path) if path.name.endswith(".tar") else _zstd_frames(path):
+    for compressed, data, arrays in _frames(path):
         for array in _check_unique_keys(arrays, keys, path):
             if not array.has_native_layout:
                 raise _needs_rewrite_error(
@@ -127,13 +133,13 @@ def _index(path: Path) -> tuple[Shard, str]:
         raise _needs_rewrite_error(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
     samples = np.array(rows, sample_dtype(max(len(row[3]) for row in rows)))
     index = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8"))
-    name = _index_name(path)
+    name = index_name(path)
     encoded = index.encode()
     write_whole(path.with_name(name), encoded)
     shard = Shard(
         file=path.name,
         bytes=regular_file_size(path),
-        blake3=_file_hash(path),
+        blake3=file_hash(path),
         samples=len(rows),
         tokens=int(samples["tokens"].sum(dtype=np.int64)),
         text_bytes=0,
@@ -144,23 +150,50 @@ def _index(path: Path) -> tuple[Shard, str]:
     return shard, dtypes.pop()
 
 
+def _frames(path: Path) -> Iterator["Frame"]:
+    """Compressed size, content and samples of each frame of a shard of token ids."""
+    if not path.name.endswith(".tar"):
+        yield from _zstd_frames(path)
+        return
+    for data, arrays in raw_frames(path, iter_shard_samples(path)):
+        yield len(data), data, arrays
+
+
 Frame = tuple[int, bytes, list[TokenArray]]
 
 
-def _raw_frames(path: Path) -> Iterator[Frame]:
-    """Runs of samples of a plain tar, of about `FRAME_BYTES` or one sample; between them they hold every byte."""
-    begin, run, size = 0, list[TokenArray](), regular_file_size(path)
+class Placed(Protocol):
+    """A sample that knows where its first member begins, and the payload of one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def payload(self) -> int: ...
+    def _replace(self, *, begin: int, payload: int) -> Any: ...
+
+
+S = TypeVar("S", bound=Placed)
+
+
+def raw_frames(path: Path, samples: Iterable[S]) -> Iterator[tuple[bytes, list[S]]]:
+    """Runs of samples of a plain tar, of about `FRAME_BYTES` or one sample; between them they hold every byte.
+
+    Places of samples are measured from their frame's begin.
+    """
+    begin, run, size = 0, list[S](), regular_file_size(path)
     with open_regular_file(path) as file:
-        for array in iter_shard_samples(path):
-            if run and array.begin - begin >= FRAME_BYTES:
-                yield _raw_frame(file, path, begin, array.begin, run)
-                begin, run = array.begin, []
-            run.append(array)
+        for sample in samples:
+            if run and sample.begin - begin >= FRAME_BYTES:
+                yield _raw_frame(file, path, begin, sample.begin, run)
+                begin, run = sample.begin, []
+            run.append(sample)
         if run:
             yield _raw_frame(file, path, begin, size, run)
 
 
-def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[TokenArray]) -> Frame:
+def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[S]) -> tuple[bytes, list[S]]:
     if end - begin > MAX_FRAME_BYTES:
         raise _needs_rewrite_error(
             path,
@@ -168,12 +201,9 @@ def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[Toke
         )
     file.seek(begin)
     data = file.read(end - begin)
-    return len(data), data, [_relative_to(array, begin) for array in run]
-
-
-def _relative_to(array: TokenArray, begin: int) -> TokenArray:
-    """Return the sample with its places measured from `begin`."""
-    return array._replace(begin=array.begin - begin, payload=array.payload - begin)
+    return data, [
+        sample._replace(begin=sample.begin - begin, payload=sample.payload - begin) for sample in run
+    ]
 
 
 def _zstd_frames(path: Path) -> Iterator[Frame]:
@@ -250,7 +280,8 @@ def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
     return UsageError(f"{path}: {reason}: write it again with `megatfm data index {folder} --to FOLDER`")
 
 
-def _file_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """Return the BLAKE3 hash of a file."""
     fingerprint = blake3()
     with open_regular_file(path) as file:
         while chunk := file.read(2**20):

@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatfm import checkpoint
 from megatfm.config import ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.inference.image_evaluation import image_evaluation
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
@@ -24,12 +26,17 @@ from megatfm.train.init_from import load_weights
 
 
 def evaluate_run(
-    run_dir: Path, sets: Mapping[str, str | Path], with_compressors: bool, *, trust_plugins: bool = False
+    run_dir: Path,
+    sets: Mapping[str, str | Path],
+    with_compressors: bool,
+    *,
+    trust_plugins: bool = False,
+    n_images: int = 0,
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
     """Return the results of each set, and of the compressors; both are written into the run directory as well.
 
     sets: folders or URLs of corpora besides the run's own, by name. trust_plugins: import the packages that the run's
-    config names.
+    config names. n_images: of a run on images, how many examples to draw for its report.
     Under several processes all take part, and rank 0 has the results.
     """
     if not (run_dir / "config.toml").is_file():
@@ -54,25 +61,27 @@ def evaluate_run(
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
-        results = {
-            name: evaluate(
-                engine,
-                rows,
-                corpora.objective.for_evaluation(),
-                corpora.byte_lengths,
-                micro_batch=config.train.micro_batch,
-            )
-            for name, rows in corpora.validation.items()
-        }
+        images, results = image_evaluation(config, engine, n_images), {}
+        for name, rows in corpora.validation.items():
+            with images.of_set(name, rows) if images else nullcontext():
+                results[name] = evaluate(
+                    engine,
+                    rows,
+                    corpora.objective.for_evaluation(),
+                    corpora.byte_lengths,
+                    micro_batch=config.train.micro_batch,
+                )
     if not rank.is_main:
         return None
-    evaluation = {"step": state["step"], "sets": results}
+    evaluation = {"step": state["step"], "objective": config.objective.name, "sets": results}
     baselines = {}
     if with_compressors and tokenizer:
         folders = config.data.validation.items()
         baselines = {name: compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
     run = RunDirectory(run_dir, rank.rank)
     run.write("evaluation.json", json.dumps(evaluation, indent=2) + "\n")
+    if images:
+        images.write(run_dir, int(state["step"]))
     if baselines:
         run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
     return evaluation, baselines

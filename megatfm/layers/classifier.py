@@ -1,5 +1,6 @@
 """Classes of images: pools over an image's tokens, and the head that classifies what they give."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,6 +102,8 @@ def _image_index(sequence: SequenceMetadata, at_M: Tensor) -> Tensor:
     return row_M * sequence.max_documents_per_row + _documents(sequence).flatten()[at_M]
 
 
+OnClasses = Callable[[Tensor, Tensor], None]
+"""Receives logits [M, C] and labels [M] of a micro-batch's images in evaluation, in the order of rows."""
 METRICS = (1, 5)
 """An image counts as right in the k-th of these where its label is among the k likeliest classes."""
 
@@ -133,6 +136,8 @@ class ClassifierHead(nn.Module):
             width, section.n_classes, initial("dense", width, section.n_classes), bias=section.bias
         )
         self.label_smoothing = float(section.label_smoothing)
+        self.on_classes: OnClasses | None = None
+        """Set while an evaluation collects predictions."""
 
     @property
     def cp_plan(self) -> str | None:
@@ -169,7 +174,11 @@ class ClassifierHead(nn.Module):
         if mixed_labels is None or label_weights is None:
             labels_M = labels_BT.flatten()[at_M]
             loss = self._cross_entropy(logits_MC, labels_M).sum()
-            return loss if self.training else {self.term: loss, **n_right(logits_MC, labels_M)}
+            if self.training:
+                return loss
+            if self.on_classes is not None:
+                self.on_classes(logits_MC, labels_M)
+            return {self.term: loss, **n_right(logits_MC, labels_M)}
         weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
         losses = (
             self._cross_entropy(logits_MC, labels.flatten()[at_M]) for labels in (labels_BT, mixed_labels)

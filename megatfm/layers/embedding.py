@@ -35,6 +35,32 @@ def tokens(config: ModelConfig, initial: Initialiser) -> Embedding:
     return Embedding(config.vocab_size, width, initial("embedding", config.vocab_size, width))
 
 
+class MaskTokens(nn.Module):
+    """A learned vector at masked patches, 0 elsewhere, [B, T, E] (Xie et al. 2022)."""
+
+    def __init__(self, width: int, initial: Initialiser) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, width))
+        self.initial, self.roles = {"weight": initial("embedding", 1, width)}, {"weight": "embedding"}
+
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
+        return needed_mask(sequence)[..., None] * self.weight
+
+
+class VisiblePatches(nn.Module):
+    """1 at visible tokens and 0 at masked patches, [B, T, 1]."""
+
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
+        return ~needed_mask(sequence)[..., None]
+
+
+def needed_mask(sequence: SequenceMetadata) -> Tensor:
+    """Return bool [B, T], which patches are masked. Raises TypeError for a batch that doesn't say."""
+    if sequence.masked is None:
+        raise TypeError("an embedding with a mask token needs masked")
+    return sequence.masked > 0
+
+
 class InputEmbedding(nn.Module):
     """Sum of an embedded field, positions and segments; then, as configured, norm, dropout and projection from E to D.
 
@@ -46,6 +72,8 @@ class InputEmbedding(nn.Module):
         ("tokens", "vocab_parallel_embedding"),
         ("positions", "split_output"),
         ("segments", "split_output"),
+        ("mask_tokens", "split_output"),
+        ("visible_patches", "split_output"),
         ("norm", "sequence_parallel"),
         ("dropout", "local_token_dropout"),
         ("projection", "sequence_parallel"),
@@ -76,6 +104,9 @@ class InputEmbedding(nn.Module):
             Embedding(n_segments, width, initial("segment", n_segments, width)) if n_segments else None
         )
         self.norm = make_norm(config, width) if config.embedding.norm else None
+        self.mask_tokens: nn.Module | None = None
+        if getattr(config.embedding, "mask_token", False):
+            self.mask_tokens, self.visible_patches = MaskTokens(width, initial), VisiblePatches()
         self.dropout = Dropout(config.dropout, "embedding")
         wider = width != config.d_model
         self.projection = (
@@ -113,6 +144,9 @@ class InputEmbedding(nn.Module):
         x_BTE = first(inputs_BT, sequence) if getattr(first, "takes_sequence", False) else first(inputs_BT)
         if self.scale != 1.0:
             x_BTE = x_BTE * self.scale
+        masks_last = self.norm is not None and self.positions is None
+        if self.mask_tokens is not None and not masks_last:
+            x_BTE = self._mask(x_BTE, sequence)
         if self.positions is not None:
             x_BTE = x_BTE + self.positions(sequence).to(x_BTE.dtype)
         if self.segments is not None:
@@ -121,5 +155,13 @@ class InputEmbedding(nn.Module):
             )
         if self.norm is not None:
             x_BTE = self.norm(x_BTE)
+        if self.mask_tokens is not None and masks_last:
+            x_BTE = self._mask(x_BTE, sequence)
         x_BTE = self.dropout(x_BTE, sequence)
         return x_BTE if self.projection is None else self.projection(x_BTE)
+
+    def _mask(self, x_BTE: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """Return vectors with the mask token in place of masked patches: before positions are added, and after the norm
+        of an embedding without these, as in transformers."""
+        assert self.mask_tokens is not None
+        return x_BTE * self.visible_patches(sequence) + self.mask_tokens(sequence).to(x_BTE.dtype)

@@ -23,7 +23,7 @@ class MapSequence(SequenceMetadata):
         self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None
     ) -> None:
         super().__init__(positions, documents, rng_keys=rng_keys)
-        self.size = self.previous_size = size
+        self.size = self.previous_size = self.first_size = size
         tokens, area = positions.shape[1], prod(size)
         if tokens % area:
             raise UsageError(
@@ -36,7 +36,7 @@ class MapSequence(SequenceMetadata):
     def of(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
         """Return the same tokens, as images of a size."""
         token_map = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
-        token_map.grid = sequence.grid
+        token_map.grid, token_map.masked = sequence.grid, sequence.masked
         if token_map.documents is None and token_map.images_per_row > 1:
             numbers_T = torch.arange(token_map.length, device=token_map.positions.device) // prod(size)
             token_map.documents = numbers_T.expand(token_map.positions.shape)
@@ -52,7 +52,7 @@ class MapSequence(SequenceMetadata):
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
         documents = None if self.documents is None else self.documents[:, index_S]
         smaller = type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
-        smaller.previous_size = previous or self.size
+        smaller.previous_size, smaller.first_size = previous or self.size, self.first_size
         return smaller
 
     def shrunk_index(self, size: MapSize) -> Tensor:

@@ -36,7 +36,8 @@ class SequenceMetadata:
     these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32,
     where documents begin in rows laid end to end (`megatfm.ops.attention.cu_seqlens_from_documents`), for kernels
     that ask for it. grid: int32 [B, T, 4] or None, row, column, height and width of a patch in its image's grid of
-    patches; of special tokens the row is −1 and the column their number.
+    patches; of special tokens the row is −1 and the column their number. masked: bool [B, T] or None, patches for which
+    the embedding puts its mask token.
 
     Tokens of one document stand next to one another, so that distances in a document are distances in the row.
     """
@@ -58,6 +59,7 @@ class SequenceMetadata:
         self.positions, self.documents, self.prefix = positions, documents, prefix
         self._rng_keys, self._depth = rng_keys, -1
         self.cached_length, self.cached_documents, self.memory = past, past_documents, memory
+        self.masked: Tensor | None = None
         self.skip_rate: Tensor | None = None
         """The layer's drop path rate, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
         self.n_evicted = 0

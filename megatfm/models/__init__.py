@@ -6,6 +6,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers import classifier as classifier  # registers itself among the heads
 from megatfm.layers import overlapping_patches as overlapping_patches
 from megatfm.layers import patch_embedding as patch_embedding  # among the embeddings
+from megatfm.layers import pixel_head as pixel_head
 from megatfm.layers import position_2d as position_2d  # among the positions
 from megatfm.layers.lora import add_lora
 from megatfm.models import electra as electra

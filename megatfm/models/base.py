@@ -161,10 +161,12 @@ def targets_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def sequence_fields(config: ModelConfig) -> tuple[str, ...]:
-    """Return the fields that say where tokens stand: also segments, if the embedding has some, and patches' grid."""
+    """Return the fields that say where tokens stand: also segments, if the embedding has some, patches' grid, and which
+    of these are masked, if it has a mask token."""
     segments = ["segments"] if config.embedding.n_segments else []
     grid = ["grid"] if isinstance(config.embedding, PatchEmbeddingConfig) else []
-    return ("positions", "documents", "cu_seqlens", *segments, *grid)
+    masked = ["masked"] if getattr(config.embedding, "mask_token", False) else []
+    return ("positions", "documents", "cu_seqlens", *segments, *grid, *masked)
 
 
 def side_of(field: str) -> str:

@@ -203,7 +203,12 @@ class Hierarchical(Model):
     def _at_last_stage(self, batch: Mapping[str, Tensor], maps: list[MapSequence]) -> dict[str, Tensor]:
         """Return a batch whose fields that heads read are those of the last map's tokens."""
         heads: list[Any] = [getattr(self, name) for name in self.extra_heads]
-        names = {name for head in heads for name in (*head.reads, *getattr(head, "may_read", ()))}
+        names = {
+            name
+            for head in heads
+            if not getattr(head, "reads_first_map", False)
+            for name in (*head.reads, *getattr(head, "may_read", ()))
+        }
         index_S, (rows, length) = maps[0].shrunk_index(maps[-1].size), maps[0].positions.shape
         return {
             name: values[:, index_S] if name in names and values.shape[:2] == (rows, length) else values

@@ -208,6 +208,7 @@ def make_sequence(
         starts=batch.get(f"{side}cu_seqlens"),
         grid=batch.get(f"{side}grid"),
     )
+    sequence.masked = batch.get(f"{side}masked")
     return _with_tokens(sequence, inputs_BT)
 
 

@@ -84,4 +84,5 @@ class MaskedImage(Objective):
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {"reconstruction": ((batch["source"] < 0) & (batch["documents"] >= 0)).sum()}
+        is_masked, documents = batch["source"] < 0, batch.get("documents")  # none where each row is one image
+        return {"reconstruction": (is_masked if documents is None else is_masked & (documents >= 0)).sum()}

@@ -19,8 +19,16 @@ from markupsafe import Markup
 from megatfm.errors import MegatfmError
 from megatfm.files import atomic_write
 from megatfm.report.charts import format_number
+from megatfm.report.predictions import class_results, galleries
 from megatfm.report.run import Run, flatten, non_default_settings, sections, unique_names
-from megatfm.report.run_charts import baselines, charts, expert_load_maps, time_shares
+from megatfm.report.run_charts import (
+    baselines,
+    charts,
+    expert_load_maps,
+    loss_unit,
+    metric_title,
+    time_shares,
+)
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24
@@ -56,6 +64,7 @@ def write_report(folder: str | Path, compared: Sequence[str | Path] = ()) -> Pat
 def render(run: Run, compared: Sequence[Run] = ()) -> str:
     """The page of a run as text."""
     differing = non_default_settings(run.config)
+    classes, pictures = class_results(run), galleries(run)
     _, *names = unique_names([run.folder, *(other.folder for other in compared)])
     behind = dict(zip(names, compared, strict=True))
     notes = [*run.notes, *(f"{name}: {note}" for name, other in behind.items() for note in other.notes)]
@@ -70,6 +79,9 @@ def render(run: Run, compared: Sequence[Run] = ()) -> str:
         times=time_shares(run),
         maps=expert_load_maps(run),
         samples=group_by_prompt(run.samples[-MAX_SAMPLES:]),
+        classes=classes,
+        galleries=pictures,
+        evaluated_step=run.confusion.get("step", run.task_results.get("step", run.pictures.get("step"))),
         corpora=run.corpora(),
         preps=[
             (name, prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
@@ -156,7 +168,12 @@ def headline(run: Run) -> list[Headline]:
             note = f"{best.name}: {best.value:.2f}" if best else "held-out text"
             facts.append(Headline(f"Bits per byte{which}", f"{bits[-1]:.3f}", note))
         if loss:
-            facts.append(Headline(f"Held-out loss{which}", f"{loss[-1]:.3f}", "nats per token"))
+            facts.append(Headline(f"Held-out loss{which}", f"{loss[-1]:.3f}", loss_unit(run)))
+        facts += [
+            Headline(f"{metric_title(metric)}{which}", f"{100 * values[-1]:.2f} %", "of the last evaluation")
+            for metric in ("top1", "accuracy")
+            if (values := run.curve("evaluation", name, "metrics", metric).values)
+        ]
     losses = run.curve("loss").finite
     if losses:
         last = losses[-max(1, len(losses) // 50) :]

@@ -59,10 +59,13 @@ class Run:
         self.config = self._config()
         self.samples: list[dict[str, Any]] = []
         self.curves = self._curves()
-        self.events = list(self._lines("events.jsonl"))
-        self.samples += self._lines("samples.jsonl")
+        self.events = list(self.lines("events.jsonl"))
+        self.samples += self.lines("samples.jsonl")
         self.environment = self._table("environment.json")
         self.baselines = self._table("baselines.json")
+        self.confusion = self._table("confusion.json")
+        self.task_results = self._table("task.json")
+        self.pictures = self._table("pictures.json")
         self.plan = self._text("plan.txt")
 
     @property
@@ -79,6 +82,15 @@ class Run:
         """The names of the validation sets that have results, in order of appearance."""
         return list(
             dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation")
+        )
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics of evaluations, in order of appearance."""
+        return list(
+            dict.fromkeys(
+                path[3] for path in self.curves if len(path) == 4 and path[::2] == ("evaluation", "metrics")
+            )
         )
 
     @property
@@ -140,7 +152,7 @@ class Run:
             return {}
         return table
 
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+    def lines(self, name: str) -> Iterator[dict[str, Any]]:
         """The objects of a JSON-lines file. A run that is writing, or was killed, may leave a torn last line."""
         path, torn = self.folder / name, 0
         if not path.exists():
@@ -162,7 +174,7 @@ class Run:
         """Every number of `metrics.jsonl` as a curve, in arrays, since a run may have a million steps; the samples that
         stand there are added to `samples`."""
         columns: dict[tuple[str, ...], tuple[array[int], array[float]]] = {}
-        for record in self._lines("metrics.jsonl"):
+        for record in self.lines("metrics.jsonl"):
             step = record.get("step")
             if not isinstance(step, int):
                 continue
@@ -259,9 +271,9 @@ def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         read = Config.model_validate(config)
     except ValidationError:
         return None
-    kept = read.model_dump(mode="json", exclude_defaults=True)
-    _restore_names(kept, read.model_dump(mode="json"))
-    return kept
+    differing = read.model_dump(mode="json", exclude_defaults=True)
+    _restore_names(differing, read.model_dump(mode="json"))
+    return differing
 
 
 def _restore_names(kept: dict[str, Any], full: Mapping[str, Any]) -> None:

@@ -52,6 +52,18 @@ KINDS = {
     "dropped": ("Choices dropped by capacity", "share of all"),
     "entropy": ("Router's entropy", "nats a token"),
 }
+METRICS = {
+    "top1": ("Accuracy", "share of held-out images"),
+    "top5": ("Top-5 accuracy", "share of held-out images"),
+    "accuracy": ("Accuracy", "share of held-out examples"),
+}
+"""Metric → its title and unit; others are called by their names."""
+LOSS_UNITS = {
+    "image_classification": "nats per image",
+    "text_classification": "mean over labelled examples",
+    "masked_image": "mean squared error of masked pixels",
+    "simmim": "mean absolute error of masked pixels",
+}
 COLUMNS = 160
 """Stretches of steps, at most."""
 COLOUR_STOPS = (
@@ -106,12 +118,18 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
     terms = [Line(name, smooth(run.curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
     levels = [level for name in run.evaluated for level in baselines(run, name)]
     drawn = (
-        chart("Loss", "nats per token", [*smoothed("training", "loss"), *evaluated("loss")]),
+        chart("Loss", loss_unit(run), [*smoothed("training", "loss"), *evaluated("loss")]),
         chart("Terms of the loss", "mean over their targets", terms),
         source_chart(run),
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
-        chart("Accuracy", "share of held-out images", evaluated("metrics", "top1")),
-        chart("Top-5 accuracy", "share of held-out images", evaluated("metrics", "top5")),
+        *(
+            chart(
+                metric_title(metric),
+                METRICS.get(metric, ("", "held-out examples"))[1],
+                evaluated("metrics", metric),
+            )
+            for metric in run.metrics
+        ),
         *task_charts(run, compared),
         *position_charts(run),
         chart("Gradient norm", "before clipping", smoothed("gradient norm", "grad_norm")),
@@ -132,6 +150,17 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
         *layer_charts(run),
     )
     return [replace(drawing, events=event_lines(run, *drawing.steps)) for drawing in drawn if drawing]
+
+
+def loss_unit(run: Run) -> str:
+    """Unit of the loss, which follows from the objective."""
+    objective = run.config.get("objective") or {}
+    return LOSS_UNITS.get(objective.get("name", ""), "nats per token")
+
+
+def metric_title(metric: str) -> str:
+    """Title of a metric's chart."""
+    return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").capitalize()
 
 
 def event_lines(run: Run, first: int, last: int) -> list[EventLine]:

@@ -12,6 +12,7 @@ from megatfm import tokenizers
 from megatfm.config import Config
 from megatfm.config.objective import ImageObjective
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.manifest import NO_TOKENIZER
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
@@ -26,8 +27,6 @@ from megatfm.version import __version__
 
 FEW_STREAMS = 16
 """Fewest streams with which batches are varied."""
-NO_TOKENIZER = "none"
-"""Placeholder for a tokenizer's hash if there is none."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from megatfm.parallel.mesh import SHARD, axis_sizes
 from megatfm.verify.shrink_images import (
     shrunk_features,
     shrunk_images,
+    shrunk_masks,
     shrunk_patches,
     shrunk_second_stack,
 )
@@ -104,6 +105,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     small = config.model_copy(
         update={
             "model": model,
+            "objective": shrunk_masks(config, model),
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),

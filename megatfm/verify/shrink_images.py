@@ -1,9 +1,17 @@
-"""Models of images made small: patches, tables of positions, an autoencoder's decoder, a text tower."""
+"""Models and objectives of images made small: patches, positions, masked squares, a decoder, a text tower."""
 
 from collections.abc import Callable
 from typing import Any
 
-from megatfm.config import Config, LearnedPosition2dConfig, ModelConfig, PatchEmbeddingConfig
+from megatfm.config import (
+    Config,
+    LearnedPosition2dConfig,
+    ModelConfig,
+    PatchEmbeddingConfig,
+    SimMIMObjective,
+)
+from megatfm.config.model_parts import PixelsHeadConfig
+from megatfm.config.objective import ObjectiveConfig
 
 PLAIN_FAMILIES = ("encoder", "masked_autoencoder", "two_towers")
 """Families that read images of any size."""
@@ -25,7 +33,18 @@ def shrunk_patches(model: ModelConfig) -> dict[str, Any]:
     if isinstance(model.position, LearnedPosition2dConfig):
         rows, columns = model.position.grid
         changes["position.grid"] = (min(rows, PATCHES - 1), min(columns, PATCHES + 1))
+    for name, head in model.extra_heads.items():
+        if isinstance(head, PixelsHeadConfig):
+            changes[f"extra_heads.{name}.stride"] = changes["embedding.patch_size"]
     return changes
+
+
+def shrunk_masks(config: Config, model: ModelConfig) -> ObjectiveConfig:
+    """Return the objective, whose masked squares are of two patches a side, or of one where an image has few."""
+    if not isinstance(config.objective, SimMIMObjective):
+        return config.objective
+    side = getattr(model.embedding, "patch_size", 1) * (2 if model.stages else 1)
+    return config.objective.model_copy(update={"mask_size": side})
 
 
 def shrunk_images(config: Config, model: ModelConfig) -> dict[str, Any]:

@@ -3,10 +3,17 @@
 from typing import Any
 
 from megatfm.config import Config, ModelConfig, Windows2dPatternConfig
+from megatfm.config.model_parts import PixelsHeadConfig
 from megatfm.config.stages import StagesConfig
 
 GRID, WINDOW, LAYERS = 10, 3, 2
 """Maps of 10 × 10 (padded to 12), 5 × 5 (padded to 6, and merged with padding), 3 × 3 (one window) and 2 × 2 tokens."""
+
+
+def small_grid(model: ModelConfig, stages: StagesConfig) -> int:
+    """Return the side of the first map: even in every stage where a head predicts the pixels below each token."""
+    predicts_pixels = any(isinstance(head, PixelsHeadConfig) for head in model.extra_heads.values())
+    return 2 ** len(stages.layers) if predicts_pixels else GRID
 
 
 def shrunk_stages(model: ModelConfig, heads_over: int, head_dim: int) -> dict[str, Any]:
@@ -25,7 +32,7 @@ def shrunk_stages(model: ModelConfig, heads_over: int, head_dim: int) -> dict[st
             **stages.model_dump(),
             "layers": layers,
             "heads": [first * n // stages.heads[0] for n in stages.heads],
-            "grid": (GRID, GRID),
+            "grid": (small_grid(model, stages),) * 2,
         },
     }
 
@@ -37,4 +44,5 @@ def shrunk_rows(config: Config, stages: StagesConfig) -> tuple[int, int]:
     images = min(config.data.sequence_length // (rows * columns), 2)
     if parallel.sequence_parallel and parallel.tp > 1:
         images = parallel.tp
-    return images * GRID**2, GRID * int(getattr(config.model.embedding, "patch_size", 1))
+    side = small_grid(config.model, stages)
+    return images * side**2, side * int(getattr(config.model.embedding, "patch_size", 1))

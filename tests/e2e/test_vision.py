@@ -18,7 +18,7 @@ SMALL = [
 
 
 def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None:
-    output = tmp_path / "said"
+    output = tmp_path / "output"
     prepared = megatfm("prep", "quickstart-vision-data", output=output, cwd=tmp_path)
     assert "1,198" in prepared
     megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
@@ -26,15 +26,25 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     curve = training_curve(run)
     assert curve[-1]["loss"] < curve[0]["loss"]
     in_training = curve[-1]["evaluation"]["validation"]
-    table = megatfm("evaluate", run, output=output, cwd=tmp_path)
+    table = megatfm("evaluate", run, "--images", 3, output=output, cwd=tmp_path)
     assert "top1" in table
     assert "bits" not in table
     evaluated = json.loads((run / "evaluation.json").read_text())["sets"]["validation"]
     assert evaluated["metrics"] == pytest.approx(in_training["metrics"], abs=1 / 599)
     assert 0.1 < evaluated["metrics"]["top1"] < evaluated["metrics"]["top5"] <= 1
     assert evaluated["tokens"] == 599
+    counts = np.array(json.loads((run / "confusion.json").read_text())["sets"]["validation"]["counts"])
+    assert counts[:, 2].sum() == 599
+    n_right = counts[counts[:, 0] == counts[:, 1], 2].sum()
+    assert n_right / 599 == pytest.approx(evaluated["metrics"]["top1"])
+    galleries = json.loads((run / "pictures.json").read_text())["galleries"]
+    assert [len(gallery["pictures"]) for gallery in galleries] == [3, 3]
+    assert [gallery["title"] for gallery in galleries] == ["Attention rollout", "Surest mistakes, validation"]
     megatfm("report", run, output=output, cwd=tmp_path)
-    assert "Top-5 accuracy" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "Top-5 accuracy" in page
+    assert "Confusion matrix" in page
+    assert page.count("data:image/png") == 6
     drawn = megatfm(
         "data", "show", "corpora/quickstart-vision/train", "--config", "quickstart-vision", "--images", "seen.png",
         "--count", 10, output=output, cwd=tmp_path,
@@ -61,9 +71,9 @@ def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
         Image.fromarray(pixels).save(out, "WEBP", lossless=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(out.getvalue())
-    said = tmp_path / "said"
+    output_file = tmp_path / "output_file"
     words = ["read.folder=photos", "read.labels.by=folder", "split.validation_files=", "split.validation=0.3"]
-    megatfm("prep", "quickstart-vision-data", *words, "out=corpora/photos", output=said, cwd=tmp_path)
+    megatfm("prep", "quickstart-vision-data", *words, "out=corpora/photos", output=output_file, cwd=tmp_path)
     (tmp_path / "photos.toml").write_text(
         """
         extends = "quickstart-vision"
@@ -85,8 +95,48 @@ def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
         """
     )
     shape = [word for word in SMALL if "mixup" not in word] + ["train.global_batch=8", "train.micro_batch=4"]
-    output = megatfm("train", "photos.toml", *shape, "run_dir=run", output=said, cwd=tmp_path)
+    output = megatfm("train", "photos.toml", *shape, "run_dir=run", output=output_file, cwd=tmp_path)
     assert "Traceback" not in output
     result = training_curve(tmp_path / "run")[-1]["evaluation"]["photos"]
     assert result["metrics"]["top1"] > 0.8
     assert result["tokens"] > result["rows"]  # images, of which rows hold several
+
+
+MAE = [
+    "model.family=masked_autoencoder", 'model.position={name="sinusoidal_2d"}', "model.extra_heads={}",
+    "model.pixel_decoder={d_model=16,n_layers=1,n_heads=2,d_ff=32}", 'objective={name="masked_image"}',
+    "data.sequence_length=4", "data.target_length=16",
+]  # fmt: skip
+SIMMIM = [
+    "model.family=hierarchical", "model.stages={layers=[1,1],heads=[2,4],grid=[4,4]}", "model.embedding.norm=true",
+    'model.attention={name="windowed",pattern={name="windows_2d",window=2}}', 'model.position={name="relative_2d"}',
+    "model.embedding.mask_token=true", "model.extra_heads={pixels={name='pixels',stride=4}}",
+    'objective={name="simmim",mask_size=2,mask_ratio=0.75}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [MAE, SIMMIM], ids=["mae", "simmim"])
+def test_models_of_masked_images_show_what_they_reconstruct(words: list[str], tmp_path: Path) -> None:
+    """Rows that an image fills."""
+    output_file, run = tmp_path / "output_file", tmp_path / "runs/mae"
+    megatfm("prep", "quickstart-vision-data", output=output_file, cwd=tmp_path)
+    small = [word for word in SMALL if "mixup" not in word]
+    megatfm("train", "quickstart-vision", "name=mae", *small, *words, output=output_file, cwd=tmp_path)
+    curve = training_curve(run)
+    assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
+    megatfm("evaluate", run, "--images", 2, output=output_file, cwd=tmp_path)
+    (gallery,) = json.loads((run / "pictures.json").read_text())["galleries"]
+    assert not (run / "confusion.json").exists()
+    with Image.open(run / gallery["pictures"][1]["file"]) as picture:
+        assert picture.size == (3 * 112 + 2 * 4, 112)
+        grey = np.asarray(picture.convert("RGBA"))[..., 0].astype(int)
+    masked, filled, original = (grey[:, x : x + 112] for x in (0, 116, 232))
+    squares = [(slice(y, y + 28), slice(x, x + 28)) for y in range(0, 112, 28) for x in range(0, 112, 28)]
+    visible = [square for square in squares if not (masked[square] == 128).all()]
+    assert len(visible) == 4
+    for square in visible:
+        np.testing.assert_array_equal(masked[square], original[square])
+        np.testing.assert_array_equal(filled[square], original[square])
+    assert (filled != original).any()
+    megatfm("report", run, output=output_file, cwd=tmp_path)
+    assert "error of masked pixels" in (run / "report.html").read_text()

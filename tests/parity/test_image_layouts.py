@@ -30,7 +30,7 @@ LAYOUTS = {
     },
     4: {"tp2 × cp2": ParallelConfig(tp=2, cp=2)},
 }
-WITHOUT_CONTEXT = ("attention", "mae")
+WITHOUT_CONTEXT = ("attention", "mae", "simmim", "simmim swin")
 """Models whose parts need whole rows."""
 
 

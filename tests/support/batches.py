@@ -48,6 +48,7 @@ class PassThroughObjective:
         "classifier": "labels",
         "answer_span": "examples",
         "choice": "choice_targets",
+        "pixels": "masked",
     }
 
     def __init__(self, terms: list[str], passed: Iterable[str] = ()) -> None:
@@ -68,7 +69,7 @@ class PassThroughObjective:
 
     def _counted(self, name: str, batch: Mapping[str, Tensor]) -> Tensor:
         values = batch[self.fields[name]]
-        return values > 0 if name == "boundary" else values >= 0
+        return values > 0 if name in ("boundary", "pixels") else values >= 0
 
 
 def image_batch(config: ModelConfig) -> dict[str, Tensor]:

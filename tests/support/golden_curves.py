@@ -24,6 +24,7 @@ from megatfm.optim.lr_schedules import schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
+from tests.support.golden_images import image_files
 from tests.support.workers import Workers
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -64,12 +65,17 @@ def document(number: int, length: int) -> NDArray[np.int64]:
 
 
 def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Tensor]:
-    """A global batch: packed rows of documents that no other step has."""
+    """A global batch: packed rows of documents that no other step has, or of an image each."""
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
     rows: list[dict[str, NDArray[Any]]] = []
     first = step * 10_000
     for number in range(config.train.global_batch):
         start = first + 10 * number
+        if objective.needs_files:
+            how = PackingConfig(objective, lengths[: len(objective.field_prefixes)], seed=0)
+            members = [image_files(start)]
+            rows.append(pack_in_memory([np.zeros(0, np.uint16)], how, first=start, members=members).row(0))
+            continue
         documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
         across = config.data.attend_across_documents
         how = PackingConfig(
@@ -93,7 +99,7 @@ def curves(
     config = Config.model_validate(values)
     engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
-    objective = build_objective(config.objective, config.model, SPECIAL, lengths)
+    objective = build_objective(config.objective, config.model, SPECIAL, lengths, config.data.images)
     mixtures = [module for module in engine.model.modules() if isinstance(module, MoE)]
     actual: Curves = {}
     if config.model.family == "electra":

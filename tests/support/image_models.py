@@ -8,7 +8,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from tests.support.batches import PassThroughObjective
 from tests.support.images import masked_batch, pixels, to_batch
-from tests.support.models import LENGTH, ROWS
+from tests.support.models import LENGTH, PYRAMID_OPTIONS, ROWS, SWIN_MODEL
 
 SIDE = 4
 COMMON: dict[str, Any] = {
@@ -46,6 +46,16 @@ IMAGE_MODELS = {
         COMMON | {"family": "masked_autoencoder", "pixel_decoder.d_model": 12, "pixel_decoder.n_layers": 2,
                   "pixel_decoder.n_heads": 6, "pixel_decoder.d_ff": 24}
     ),
+    "simmim": ModelConfig.from_dotted(
+        COMMON | {"embedding.mask_token": True, "extra_heads": {"pixels": {"name": "pixels", "stride": SIDE}}}
+    ),
+    "simmim swin": ModelConfig.from_dotted(
+        SWIN_MODEL | PYRAMID_OPTIONS
+        | {"stages.grid": (4, 6), "stages.heads": (6, 12), "d_model": 24, "ffn.d_ff": 36,
+           "embedding": SWIN_MODEL["embedding"] | {"mask_token": True},
+           "extra_heads.classifier": {"n_classes": 5, "pool": "mean"},
+           "extra_heads.pixels": {"name": "pixels", "stride": 2 * SIDE}}
+    ),
 }  # fmt: skip
 SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
 """Heights and widths in patches; two of any fit a row but for the padding."""
@@ -68,9 +78,24 @@ def image_model_batch(name: str) -> dict[str, Tensor]:
         rows = [[row % n, (row + 1) % n] if row % n not in (1, 2) else [row % n] for row in range(ROWS)]
         kept = [[0, 2], [1, 3], [0, 3, 5], [2, 4], [0]]
         batch = masked_batch(images, SIDE, 1, rows, kept, (LENGTH, LENGTH))
+    elif name == "simmim swin":
+        images = [pixels(4 * SIDE, 6 * SIDE, seed=seed) for seed in range(5)]
+        rows = [[row % 5, (row + 2) % 5][: 1 + (row < ROWS - 1)] for row in range(ROWS)]
+        batch = mask_patches(to_batch(images, SIDE, 0, rows, labels=[4, 0, 2, 1, 3], row_length=48))
+    elif name == "simmim":
+        rows = [[row % n, 4] if row % n in (2, 3) else [row % n, 0] for row in range(ROWS)]
+        batch = mask_patches(to_batch(images, SIDE, 1, rows, row_length=LENGTH))
     else:
         n_special = config.embedding.n_special_tokens  # type: ignore[union-attr]
         rows = [[row % n, 4] if row % n in (2, 3) else [row % n, 0] for row in range(ROWS)]
         batch = to_batch(images, SIDE, n_special, rows, labels=[4, 0, 2, 1, 3], row_length=LENGTH)
     batch["keys"] = torch.arange(ROWS) * 7919 + 3
     return batch
+
+
+def mask_patches(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Mask every third patch, never padding, and make the patches' pixels targets."""
+    is_patch = (batch["grid"][..., 0] >= 0) & (batch["documents"] >= 0)
+    masked = is_patch & (torch.arange(is_patch.numel()).view(is_patch.shape) % 3 == 0)
+    visible = batch["patches"].masked_fill(masked[..., None], 0)
+    return {**batch, "patches": visible, "masked": masked.to(torch.uint8), "target_patches": batch["patches"]}

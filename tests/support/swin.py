@@ -46,18 +46,24 @@ def make_ours(options: dict[str, Any] | None = None) -> nn.Module:
     return build(ModelConfig.from_dotted(**(SWIN_MODEL | (options or {})))).double().eval()
 
 
-def make_theirs(config: ModelConfig, size: tuple[int, int], seed: int = 0) -> Any:
+def make_theirs(
+    config: ModelConfig,
+    size: int | tuple[int, int],
+    seed: int = 0,
+    kind: str = "ForImageClassification",
+    **others: Any,
+) -> Any:
     """A model of transformers in float64 for images of one size, every parameter perturbed."""
     assert config.stages is not None
     is_v2 = config.position.name == "log_relative_2d"
     name, windows = "Swinv2" if is_v2 else "Swin", getattr(config.position, "pretrained_windows", None)
-    more = {"pretrained_window_sizes": windows} if windows else {}
+    more = others | ({"pretrained_window_sizes": windows} if windows else {})
     options = getattr(transformers, f"{name}Config")(
         image_size=size, patch_size=4, embed_dim=config.d_model, depths=list(config.stages.layers),
         num_heads=list(config.stages.heads), window_size=config.attention.pattern.window, num_labels=5,
         mlp_ratio=config.ffn.d_ff / config.d_model, attn_implementation="eager" if is_v2 else "sdpa", **more,
     )  # fmt: skip
-    model = getattr(transformers, f"{name}ForImageClassification")(options).double().eval()
+    model = getattr(transformers, f"{name}{kind}")(options).double().eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -69,7 +75,10 @@ def their_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
     """The name in transformers' model of a parameter of ours."""
     if actual.startswith("classifier."):
         return actual.replace("classifier.classifier", "classifier")
-    name = actual.replace("encoder.embedding.patches.projection", "embeddings.patch_embeddings.projection")
+    if actual.startswith("pixels."):
+        return actual.replace("pixels.prediction", "decoder.0")
+    name = actual.replace("encoder.embedding.mask_tokens.weight", "embeddings.mask_token")
+    name = name.replace("encoder.embedding.patches.projection", "embeddings.patch_embeddings.projection")
     name = name.replace("encoder.embedding.norm", "embeddings.norm").replace("encoder.norm", "layernorm")
     name = re.sub(r"encoder\.merges\.(\d+)", r"encoder.layers.\1.downsample", name)
     if match := re.match(r"encoder\.layers\.(\d+)\.(?!downsample)(.*)", name):

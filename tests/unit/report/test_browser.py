@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from megatfm.report import write_report
 from tests.support.reported_runs import CHROMIUM
@@ -96,6 +97,26 @@ def labels(plot: str, kind: str) -> dict[str, float]:
         text: float(at)
         for at, text in re.findall(rf'<span class="{kind}" style="\w+: ([\d.]+)%;">([^<]*)<', plot)
     }
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+def test_matrices_and_pictures_are_drawn(run: Path, tmp_path: Path) -> None:
+    """Of 20 classes the matrix is a picture, which the page's own policy lets through, and so are galleries."""
+    counts = [[label, (label + 1) % 20 if label % 4 == 0 else label, 3] for label in range(20)]
+    (run / "confusion.json").write_text(
+        json.dumps({"step": 1, "sets": {"held out": {"labels": [], "counts": counts}}})
+    )
+    (run / "pictures").mkdir()
+    Image.new("RGB", (5, 4), "red").save(run / "pictures" / "a-00.png")
+    gallery = {
+        "title": "Shown",
+        "note": "",
+        "pictures": [{"file": "pictures/a-00.png", "caption": "caption"}],
+    }
+    (run / "pictures.json").write_text(json.dumps({"step": 1, "galleries": [gallery]}))
+    dom = draw(write_report(run), tmp_path)
+    assert dom.count('<img src="data:image/png') == 2
+    assert "75.00 % of 60 right" in dom
 
 
 def draw(page: Path, folder: Path) -> str:

@@ -1,0 +1,229 @@
+"""Do small models of images learn in CPU minutes, and does a masked autoencoder help where labels are few?
+
+    python benchmarks/vision_learns.py IMAGES --work runs/vision-learns --out benchmarks/results
+
+IMAGES: a folder with train.tar, validation.tar and test.tar of square grey images, 32 pixels a side, with a .cls each,
+as the webdataset library writes them. A ViT and a Swin transformer learn all training images. Then a masked autoencoder
+learns without labels, once, and its encoder and a new one are trained on a few images of each class, with the same
+recipe, over several seeds.
+Each run is `megatfm train` on one thread, its figure top-1 accuracy on test.tar. Runs that the work folder holds are
+not repeated. CPU seconds are those of the whole command, evaluation included.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+
+SIZE = 32
+CLASSIFIER = (
+    "data.images.size=32", 'data.images.transforms=[{name="random_crop",padding=2}]', "train.micro_batch=64",
+    "evaluate.every=1000000", "checkpoint.every=1000000", "log.every=50",
+)  # fmt: skip
+WIDE = ("model.d_model=128", "model.ffn.d_ff=512")
+VIT_8 = (*WIDE, "model.embedding.patch_size=8", "data.sequence_length=16")
+VIT_4 = (
+    *WIDE, "model.embedding.patch_size=4", 'model.position={name="sinusoidal_2d"}', "data.sequence_length=64",
+)  # fmt: skip
+SWIN = (
+    "model.family=hierarchical", "model.d_model=64", "model.ffn.d_ff=256", "model.embedding.patch_size=4",
+    "model.stages={layers=[2,2],heads=[2,4],grid=[8,8]}", "model.embedding.norm=true", "data.sequence_length=64",
+    'model.attention={name="windowed",pattern={name="windows_2d",window=4}}', 'model.position={name="relative_2d"}',
+)  # fmt: skip
+MAE = (
+    *VIT_4, "model.family=masked_autoencoder", 'objective={name="masked_image"}', "data.sequence_length=16",
+    "data.target_length=64", "model.extra_heads={}", "data.validation={}",
+    "model.pixel_decoder={d_model=64,n_layers=2,n_heads=4,d_ff=256}",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Folders, and how long runs are."""
+
+    work: Path
+    images: Path
+    steps: int
+    pretraining_steps: int
+    few_steps: int
+    per_class: int
+
+    def corpus(self, name: str) -> str:
+        return str((self.work / "corpora" / name).absolute())
+
+
+def read_samples(path: Path) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield key, image and label of each sample."""
+    files: dict[str, dict[str, bytes]] = defaultdict(dict)
+    with tarfile.open(path) as tar:
+        for member in tar:
+            key, _, extension = member.name.partition(".")
+            if extension in ("png", "cls") and (content := tar.extractfile(member)):
+                files[key][extension] = content.read()
+    yield from ((key, parts["png"], parts["cls"]) for key, parts in files.items())
+
+
+def prepare(plan: Plan) -> dict[str, int]:
+    """Prepare three corpora in random order, and of each seed one with a few images of each class; return counts."""
+    counts = {}
+    for name in ("train", "validation", "test"):
+        samples = list(read_samples(plan.images / f"{name}.tar"))
+        random.Random(0).shuffle(samples)
+        counts[name] = len(samples)
+        prepare_corpus(plan, name, samples)
+        if name == "train":
+            for seed in range(3):
+                counts[f"few-{seed}"] = prepare_corpus(
+                    plan, f"few-{seed}", few(samples, plan.per_class, seed)
+                )
+    return counts
+
+
+def few(samples: list[tuple[str, bytes, bytes]], per_class: int, seed: int) -> list[tuple[str, bytes, bytes]]:
+    """So many samples of each class."""
+    shuffled = random.Random(seed).sample(samples, len(samples))
+    counts: dict[bytes, int] = defaultdict(int)
+    chosen = []
+    for sample in shuffled:
+        counts[sample[2]] += 1
+        if counts[sample[2]] <= per_class:
+            chosen.append(sample)
+    return chosen
+
+
+def prepare_corpus(plan: Plan, name: str, samples: list[tuple[str, bytes, bytes]]) -> int:
+    """Write samples as a tar and prepare it, unless that was done before; returns how many."""
+    folder = plan.work / "tars" / name
+    if not (plan.work / "corpora" / name / "prep.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(folder / "images.tar", "w") as tar:
+            for key, image, label in samples:
+                for extension, content in (("png", image), ("cls", label)):
+                    header = tarfile.TarInfo(f"{key}.{extension}")
+                    header.size = len(content)
+                    tar.addfile(header, io.BytesIO(content))
+        words = (f"read.folder={folder}", "split.validation_files=", "split.validation=0")
+        command("prep", "quickstart-vision-data", *words, f"out={plan.work / 'corpora' / name}")
+    return len(samples)
+
+
+def command(*words: str) -> float:
+    """Run a command on one thread; returns its CPU seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatfm", *words],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"megatfm {' '.join(words)}\n{done.stderr}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str) -> dict[str, Any]:
+    """Train once; returns top-1 accuracy on the test images, or the loss where there is none, and CPU seconds."""
+    folder = plan.work / f"{name}-{seed}"
+    result = folder / "learned.json"
+    if not result.exists():
+        n_classes = len({label for _, _, label in read_samples(plan.images / "validation.tar")})
+        changes = [
+            f"name={folder.name}", f"run_dir={folder}", f"train.seed={seed}", f"train.steps={steps}",
+            f"data.train={plan.corpus(corpus)}/train", *CLASSIFIER,
+            f"data.validation={{test='{plan.corpus('test')}/train'}}",
+            f'model.extra_heads={{classifier={{name="classifier",n_classes={n_classes},pool="mean"}}}}', *words,
+        ]  # fmt: skip
+        by_key = {word.partition("=")[0]: word for word in changes}  # a later word wins
+        seconds = command("train", "quickstart-vision", *by_key.values())
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        test = lines[-1].get("evaluation", {}).get("test", {})
+        figures = {"top1": test["metrics"]["top1"]} if test else {"loss": lines[-1]["loss"]}
+        result.write_text(json.dumps({**figures, "cpu_seconds": round(seconds), "steps": steps}))
+    figures = json.loads(result.read_text())
+    print(name, seed, figures, flush=True)
+    return dict(figures)
+
+
+def main() -> None:
+    """Train all models, one after the other, and write the table."""
+    parser = common.make_parser(__doc__)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("runs/vision-learns"))
+    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--pretraining-steps", type=int, default=1000)
+    parser.add_argument("--few-steps", type=int, default=200)
+    parser.add_argument("--per-class", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=3, help="of the comparison with few labels (3)")
+    parser.add_argument("--supervised-seeds", type=int, default=2)
+    args = parser.parse_args()
+    plan = Plan(args.work, args.images, args.steps, args.pretraining_steps, args.few_steps, args.per_class)
+    counts = prepare(plan)
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    runs["mae"].append(train(plan, "mae", "train", plan.pretraining_steps, 0, *MAE))
+    start = (f"train.init_from={plan.work / 'mae-0'}", "train.init_include=encoder.*")
+    for seed in range(args.seeds):
+        for name, words in {"scratch": (), "pretrained": start}.items():
+            runs[name].append(train(plan, name, f"few-{seed}", plan.few_steps, seed, *VIT_4, *words))
+    for seed in range(args.supervised_seeds):
+        runs["vit"].append(train(plan, "vit", "train", plan.steps, seed, *VIT_8))
+        runs["swin"].append(train(plan, "swin", "train", plan.steps, seed, *SWIN))
+    text = report(args, counts, runs)
+    print(text)
+    common.write_text(common.dated(args.out, "vision-learns.md"), text)
+
+
+def report(
+    args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]
+) -> str:
+    """The table."""
+    titles = {
+        "vit": ("ViT, patches of 8, 4 layers, d_model 128", "all labels"),
+        "swin": ("Swin, patches of 4, stages of 2 and 2 layers, d_model 64 and 128", "all labels"),
+        "scratch": ("ViT, patches of 4, from scratch", f"{args.per_class} images of each class"),
+        "pretrained": ("ViT, patches of 4, from the masked autoencoder", f"{args.per_class} images of each class"),
+    }  # fmt: skip
+    rows = []
+    for name, (title, labels) in titles.items():
+        values = [run["top1"] for run in runs[name]]
+        if not values:
+            continue
+        seconds = statistics.mean(run["cpu_seconds"] for run in runs[name])
+        figures = " ".join(f"{100 * value:.1f}" for value in values)
+        mean = f"{100 * statistics.mean(values):.1f}"
+        rows.append(
+            f"| {title} | {labels} | {runs[name][0]['steps']:,} | {seconds:.0f} | {figures} | {mean} |"
+        )
+    pretraining = runs["mae"][0]["cpu_seconds"]
+    return "\n".join([
+        f"# Small models of images, {common.today()}",
+        "",
+        f"`python benchmarks/vision_learns.py IMAGES --steps {args.steps} --pretraining-steps "
+        f"{args.pretraining_steps} --few-steps {args.few_steps} --per-class {args.per_class}`, one thread of a shared "
+        "machine.",
+        f"{counts['train']:,} training and {counts['test']:,} test images. Rows of 64 images a step. Top-1 accuracy on "
+        "the test images, a figure for each seed.",
+        f"Pretraining without labels: {args.pretraining_steps:,} steps once, {pretraining} CPU seconds. The seeds "
+        "after it differ in labelled images, classifier and order.",
+        "",
+        "| Model | Labels | Steps | CPU s | Top-1, % | Mean |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Tars of images that others wrote, as webdataset, img2dataset and timm lay them: indexed where they are.
+
+A sample is an image (`.jpg`, `.jpeg`, `.png`, `.webp`) with a `.cls`, `.json` or `.txt` beside it; members of other
+kinds are left alone. Its class is the number in the `.cls`, or follows from a rule that the manifest holds, so that
+each read gives the same `.cls` as shards of our own have.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from megatfm.corpus.files import open_regular_file, regular_file_size, write_whole
+from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, IndexFile, Manifest, Shard
+from megatfm.corpus.safe_tar import tar_members
+from megatfm.corpus.shard_format import KEY, PAYLOAD_OFFSET
+from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, frame_hash, sample_dtype
+from megatfm.corpus.webdataset_index import (
+    FRAME_BYTES,
+    IndexReport,
+    check_index_names,
+    check_not_indexed,
+    file_hash,
+    index_name,
+    raw_frames,
+)
+from megatfm.errors import MegatfmError, UsageError
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+EXTENSIONS = (*IMAGES, "cls", "json", "txt")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+class ImageFiles(NamedTuple):
+    """One sample of a tar: its key, where its first member begins, and its files by extension."""
+
+    key: str
+    begin: int
+    payload: int
+    files: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """Where the class of an image comes from: its `.cls`, a field `key` of its `.json`, or its `.txt`.
+
+    names: of the classes by number; none where labels are numbers.
+    """
+
+    by: str = "cls"
+    key: str = ""
+    names: Sequence[str] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "LabelRule":
+        """Read "cls", "txt" or "json:FIELD". Raises UsageError for another."""
+        by, _, key = text.partition(":")
+        if text not in ("cls", "txt") and (by != "json" or not key):
+            raise UsageError(f"--labels {text}: choose cls, txt or json:FIELD, for example json:label")
+        return cls(by, key)
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> "LabelRule":
+        """Return the rule that a manifest holds."""
+        rule, names = provenance.get("labels"), provenance.get("classes", [])
+        if not isinstance(rule, Mapping):
+            return cls()
+        return cls(str(rule.get("by")), str(rule.get("key", "")), tuple(map(str, names)))
+
+    def label(self, files: Mapping[str, bytes]) -> str | None:
+        """The label as it is written beside an image; None where there is none."""
+        data = files.get(self.by)
+        if data is None:
+            return None
+        if self.by != "json":
+            return data.decode("utf-8", "replace").strip() or None
+        try:
+            value: Any = json.loads(data)
+            for part in self.key.split("."):
+                value = value[part]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return None if value is None or isinstance(value, dict | list | bool) else str(value)
+
+    def apply(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the files with the number of the class as `.cls`; without one where the rule finds none."""
+        if self.by == "cls":
+            return dict(files)
+        label = self.label(files)
+        number = self._number(label) if label is not None else None
+        others = {extension: data for extension, data in files.items() if extension != "cls"}
+        return others if number is None else {**others, "cls": b"%d" % number}
+
+    def _number(self, label: str) -> int | None:
+        if self.names:
+            return self.names.index(label) if label in self.names else None
+        return int(label) if _NUMBER.fullmatch(label) else None
+
+
+def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageFiles]:
+    """The samples of an uncompressed tar, as a stream. Raises MegatfmError for one with a member twice."""
+    sample: ImageFiles | None = None
+    for member, data in tar_members(file, path, require_end_marker):
+        directory, _, base = member.name.rpartition("/")
+        stem, _, extension = base.partition(".")
+        key, extension = f"{directory}/{stem}".lstrip("/"), extension.lower()
+        if sample is None or key != sample.key:
+            if sample is not None:
+                yield sample
+            sample = ImageFiles(key, member.offset, member.offset + PAYLOAD_OFFSET, {})
+        if extension not in EXTENSIONS:
+            continue
+        if extension in sample.files:
+            raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
+        sample.files[extension] = data
+    if sample is not None:
+        yield sample
+
+
+def read_image_files(frame: bytes, begin: int, end: int, path: Path) -> ImageFiles:
+    """The sample that takes bytes `begin` to `end` of a frame. Raises MegatfmError for other samples."""
+    samples = list(iter_images(io.BytesIO(frame[begin:end]), path, require_end_marker=False))
+    if len(samples) != 1:
+        raise MegatfmError(f"{len(samples)} samples lie where the index says one")
+    return samples[0]
+
+
+def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> IndexReport:
+    """Make the tars of images in a folder a corpus there. classes: a file with the name of a class in each line.
+
+    Without it labels that are no numbers are numbered in alphabetical order. Raises UsageError or MegatfmError that
+    names shard and sample.
+    """
+    check_not_indexed(folder)
+    paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
+    if not paths:
+        raise UsageError(f"{folder}: has no shards (.tar)")
+    if compressed := [path for path in paths if not path.name.endswith(".tar")]:
+        raise UsageError(
+            f"{compressed[0]}: only plain tars of images are read in place: make a corpus with `megatfm prep`"
+        )
+    check_index_names(paths)
+    names = _read_names(classes) if classes else []
+    labels, shards = dict[str, str](), []
+    for path in paths:
+        shards.append(_index(path, LabelRule(rule.by, rule.key, names), labels))
+    if not names and not all(_NUMBER.fullmatch(label) for label in labels):
+        names = sorted(labels)
+    if rule.by == "cls" and names and not classes:
+        first = next(label for label in labels if not _NUMBER.fullmatch(label))
+        raise UsageError(f"{labels[first]}: its .cls says {first!r}, no number: give --labels or mend it")
+    provenance: dict[str, Any] = {"indexed": "megatfm data index"}
+    if rule.by != "cls":
+        provenance["labels"] = {"by": rule.by, "key": rule.key}
+    if names:
+        provenance["classes"] = names
+    manifest = Manifest(
+        token_dtype="uint16", tokenizer_hash=NO_TOKENIZER, shards=tuple(shards), provenance=provenance
+    )
+    manifest.save(folder)
+    return IndexReport(manifest, folder, False)
+
+
+def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> Shard:
+    """Write the index of a tar; returns its entry in a manifest. labels: those that were met → where first."""
+    from megatfm.corpus.image_size import upright_size
+
+    frames: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int, bytes, int, int]] = []
+    hashes: list[int] = []
+    keys = set[str]()
+    with open_regular_file(path) as file:
+        for data, samples in raw_frames(path, iter_images(file, path, require_end_marker=True)):
+            for sample in samples:
+                where = f"{path}: sample {sample.key!r}"
+                if sample.key in keys:
+                    raise MegatfmError(f"{where} is there twice: refused")
+                keys.add(sample.key)
+                height, width = _image_size(upright_size(sample.files), sample.files, where)
+                _note_label(rule, sample.files, labels, where)
+                key = sample.key if KEY.fullmatch(sample.key) else f"{len(rows):09d}"
+                rows.append((sample.payload, 0, 0, key.encode(), height, width))
+            frames.append((len(data), len(data), len(samples)))
+            hashes.append(frame_hash(data))
+    if not rows:
+        raise UsageError(f"{path}: holds no samples")
+    samples_table = np.array(rows, sample_dtype(max(len(row[3]) for row in rows), has_image_sizes=True))
+    encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples_table, np.array(hashes, "<u8")).encode()
+    name = index_name(path)
+    write_whole(path.with_name(name), encoded)
+    return Shard(
+        file=path.name,
+        bytes=regular_file_size(path),
+        blake3=file_hash(path),
+        samples=len(rows),
+        tokens=0,
+        text_bytes=0,
+        index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
+        foreign=True,
+        files_only=True,
+        frame_bytes=FRAME_BYTES,
+    )
+
+
+def _image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
+    n_images = sum(extension in IMAGES for extension in files)
+    if n_images != 1:
+        listed = ", ".join(f".{extension}" for extension in files) or "none that is known"
+        raise MegatfmError(
+            f"{where} has {n_images} images (files: {listed}), not one: "
+            "make a corpus without such samples by `megatfm prep … read.on_error=skip`"
+        )
+    if size is None:
+        raise MegatfmError(
+            f"{where} has an image whose header can't be read: "
+            "make a corpus without such samples by `megatfm prep … read.on_error=skip`"
+        )
+    return size
+
+
+def _note_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str, str], where: str) -> None:
+    """Note a sample's label. Raises UsageError where the rule finds none, or none of the classes."""
+    label = rule.label(files)
+    if label is None:
+        if rule.by == "cls":
+            return  # as for masked autoencoders; a classifier says which sample has none
+        place = f"the field {rule.key!r} of its .json" if rule.by == "json" else "its .txt"
+        raise UsageError(f"{where} has no label in {place}: mend it, or choose other --labels")
+    if rule.by != "cls" and rule.names and label not in rule.names:
+        raise UsageError(
+            f"{where} has the label {label!r}, which is none of the {len(rule.names)} of --classes"
+        )
+    labels.setdefault(label, where)
+
+
+def _read_names(path: Path) -> list[str]:
+    try:
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--classes {path}: can't be read ({error})") from error
+    while names and not names[-1]:
+        names.pop()
+    if not names or len(set(names)) < len(names) or "" in names:
+        raise UsageError(f"--classes {path}: give one name a line, none twice; the first is class 0")
+    return names

@@ -1,0 +1,224 @@
+"""Pictures of what a model of images does, for its report: attention rollout, reconstructions and mistakes."""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from megatfm.config import Config
+from megatfm.data.dataset import SizedRowDataset
+from megatfm.data.sequences import IGNORE_INDEX
+from megatfm.files import atomic_write
+from megatfm.inference.attention_rollout import record_attention, rollout
+from megatfm.inference.image_classes import Mistake, Pixels, pixels_at, tokens_of_image
+from megatfm.layers.patch_embedding import normalisation
+from megatfm.models.masked_autoencoder import VARIANCE_EPS
+
+PICTURES, FOLDER = "pictures.json", "pictures"
+SMALLEST, LARGEST, GAP = 112, 224, 4
+"""Pixels of a panel's longer side, at least and at most, and between two panels."""
+GREY = 128
+"""Colour of masked patches."""
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels [H, W, C] side by side, and a line below."""
+
+    panels: Sequence[Pixels]
+    caption: str
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures of one kind."""
+
+    name: str
+    title: str
+    note: str
+    pictures: Sequence[Picture]
+
+
+def example_batches(rows: SizedRowDataset, count: int) -> Iterator[Batch]:
+    """Yield so many rows, evenly spread over a set, each as a batch of one."""
+    for number in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
+        fields = rows.rows([number])
+        yield {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
+
+
+def rollout_gallery(
+    model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device, names: Sequence[str]
+) -> Gallery:
+    """Show where the model looks: each image beside itself times the rollout, as in figure 6 of the ViT paper.
+
+    From the class token, or the mean over patches where the classifier reads no class token. Raises UsageError for a
+    model that `record_attention` refuses.
+    """
+    head: Any = config.model.extra_heads.get("classifier")
+    by_class_token = head is not None and "class" in head.pool
+    pictures = []
+    for batch in batches:
+        inputs = {name: values.to(device) for name, values in batch.items() if name != "labels"}
+        with record_attention(model) as maps:
+            output = model(**inputs)
+        reached_TT = rollout(maps)[0].cpu()
+        logits = (output.predictions or {}).get("classifier")
+        for number, token in enumerate(_first_tokens(batch)):
+            at = tokens_of_image(batch, 0, token)
+            is_patch = batch["grid"][0, at, 0].numpy() >= 0
+            from_TT = reached_TT[at][:, at[is_patch]]
+            weights = (from_TT[0] if by_class_token else from_TT[torch.from_numpy(is_patch)].mean(0)).numpy()
+            image = pixels_at(batch, 0, token, _patch_size(config))
+            label = int(batch["labels"][0, token])
+            caption = "" if label == IGNORE_INDEX else f"label {_name(names, label)}"
+            if logits is not None:
+                p, predicted = logits[number].double().softmax(-1).max(-1)
+                caption += f", predicted {_name(names, int(predicted))} ({float(p):.2f})"
+            grid = tuple(batch["grid"][0, token, 2:].tolist())
+            pictures.append(Picture([image, shade(image, weights.reshape(grid))], caption))
+    note = "Each image, and the image times the attention that reaches its patches (Abnar & Zuidema 2020)."
+    return Gallery("rollout", "Attention rollout", note, pictures)
+
+
+def shade(image: Pixels, weights: NDArray[np.floating[Any]]) -> Pixels:
+    """Return an image [H, W, C] times weights [h, w], scaled to the greatest and interpolated bilinearly."""
+    scaled = Image.fromarray((weights / max(float(weights.max()), 1e-12)).astype(np.float32))
+    factors = np.asarray(scaled.resize((image.shape[1], image.shape[0]), Image.Resampling.BILINEAR))
+    shaded: Pixels = (image * factors[..., None]).round().astype(np.uint8)
+    return shaded
+
+
+def reconstruction_gallery(
+    model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device
+) -> Gallery:
+    """Show what a model of masked images sees, what it makes of that, and the image (as figure 2 of the MAE paper)."""
+    targets = "target_patches" if config.objective.name == "simmim" else "patches"
+    pictures = []
+    for batch in batches:
+        inputs = {name: values.to(device) for name, values in batch.items() if name != targets}
+        output, image_TK = model(**inputs), batch[targets][0]
+        if targets == "patches":
+            predicted_TK, is_masked_T1 = output.logits[0].cpu(), batch["source"][0, :, None] < 0
+        else:
+            predicted_TK = output.predictions["pixels"][0].cpu()
+            is_masked_T1 = batch["masked"][0, :, None] > 0
+        visible_TK = image_TK.masked_fill(is_masked_T1, GREY)
+        filled_TK = torch.where(is_masked_T1, to_bytes(predicted_TK, image_TK, config), image_TK)
+        for token in _first_tokens(batch):
+            panels = [
+                pixels_at({**batch, "patches": patches_TK[None]}, 0, token, _patch_size(config))
+                for patches_TK in (visible_TK, filled_TK, image_TK)
+            ]
+            pictures.append(Picture(panels, ""))
+    note = "What the model sees, what it makes of that, and the image."
+    pixel_decoder = config.model.pixel_decoder
+    if pixel_decoder is not None and getattr(pixel_decoder, "normalize_targets", False):
+        note += " Predicted patches have the image's own mean and deviation, which the model doesn't predict."
+    return Gallery("reconstructions", "Reconstructions", note, pictures)
+
+
+def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor:
+    """Return predicted pixels [T, K] as bytes; of normalised targets, by the mean and deviation of each patch."""
+    predicted_TK = predicted_TK.double()
+    scale_K, shift_K = normalisation(config.model.embedding, predicted_TK.device, torch.float64)  # type: ignore[arg-type]
+    if getattr(config.model.pixel_decoder, "normalize_targets", False):
+        pixels_TK = patches_TK.double() * scale_K + shift_K
+        deviation_T1 = (pixels_TK.var(-1, keepdim=True) + VARIANCE_EPS).sqrt()
+        predicted_TK = predicted_TK * deviation_T1 + pixels_TK.mean(-1, keepdim=True)
+    return ((predicted_TK - shift_K) / scale_K).round().clamp(0, 255).to(torch.uint8)
+
+
+def mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], name: str) -> Gallery:
+    """Show the surest mistakes of an evaluation. name: the validation set's."""
+    pictures = [
+        Picture(
+            [mistake.pixels],
+            f"label {_name(names, mistake.label)}, predicted {_name(names, mistake.predicted)} "
+            f"({mistake.probability:.2f})",
+        )
+        for mistake in mistakes
+    ]
+    return Gallery(
+        f"mistakes-{name}",
+        f"Surest mistakes, {name}",
+        "With the probability of the predicted class.",
+        pictures,
+    )
+
+
+def write_pictures(run_dir: Path, step: int, galleries: Sequence[Gallery]) -> int:
+    """Write galleries as PNG files, and the index that names them; returns how many pictures there are."""
+    index: list[Mapping[str, Any]] = []
+    for gallery in galleries:
+        entries = []
+        for number, picture in enumerate(gallery.pictures):
+            file = Path(FOLDER) / f"{gallery.name}-{number:02d}.png"
+            (run_dir / FOLDER).mkdir(exist_ok=True)
+            atomic_write(run_dir / file, to_png(picture.panels))
+            entries.append({"file": str(file), "caption": picture.caption})
+        index.append({"title": gallery.title, "note": gallery.note, "pictures": entries})
+    content = {"step": step, "galleries": index}
+    atomic_write(run_dir / PICTURES, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return sum(len(gallery.pictures) for gallery in galleries)
+
+
+def to_png(panels: Sequence[Pixels]) -> bytes:
+    """Return panels side by side as a PNG file, with transparent gaps. Enlarged pixels stay visible as such."""
+    images = []
+    for panel in panels:
+        image = Image.fromarray(panel if panel.shape[2] == 3 else panel[..., 0]).convert("RGBA")
+        longest = max(image.size)
+        scale = -(-SMALLEST // longest) if longest < SMALLEST else min(1.0, LARGEST / longest)
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+        images.append(image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC))
+    width = sum(image.width for image in images) + GAP * (len(images) - 1)
+    joined = Image.new("RGBA", (width, max(image.height for image in images)))
+    begin = 0
+    for image in images:
+        joined.paste(image, (begin, 0))
+        begin += image.width + GAP
+    out = io.BytesIO()
+    joined.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+def make_galleries(
+    config: Config, rows: SizedRowDataset, count: int, device: torch.device, names: Sequence[str]
+) -> Callable[[nn.Module], list[Gallery]]:
+    """Return a function of the model in evaluation mode that makes the galleries of its objective."""
+    batches = list(example_batches(rows, count))
+
+    @torch.no_grad()
+    def galleries_of(model: nn.Module) -> list[Gallery]:
+        if config.objective.name in ("masked_image", "simmim"):
+            return [reconstruction_gallery(model, config, batches, device)]
+        if config.model.family != "encoder":
+            return []
+        return [rollout_gallery(model, config, batches, device, names)]
+
+    return galleries_of
+
+
+def _first_tokens(batch: Batch) -> list[int]:
+    """Indices of the first token of each image of a row, without padding."""
+    is_first = batch["positions"][0] == 0
+    if "documents" in batch:
+        is_first = is_first & (batch["documents"][0] >= 0)
+    return [int(token) for token in is_first.nonzero()[:, 0]]
+
+
+def _patch_size(config: Config) -> int:
+    return int(config.model.embedding.patch_size)  # type: ignore[union-attr]
+
+
+def _name(names: Sequence[str], number: int) -> str:
+    return names[number] if number < len(names) else str(number)

@@ -1,0 +1,101 @@
+"""Masked image modelling on whole rows, with mask tokens and a linear head (SimMIM; Xie et al. 2022)."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatfm import rng
+from megatfm.config import ImagesConfig, ModelConfig, SimMIMObjective
+from megatfm.data.sequences import DocumentChunk, Field
+from megatfm.errors import UsageError
+from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
+from megatfm.objectives.images import ONE_PIECE, image_reader, random_image_files
+from megatfm.rng import PieceKey
+
+if TYPE_CHECKING:
+    from megatfm.data.images import ImageReader
+
+HEAD = "pixels"
+
+
+@OBJECTIVES.register("simmim")
+class SimMIM(Objective):
+    """Masked squares of an image: zeros in `patches`, their pixels in `target_patches`, and `masked` says which."""
+
+    model_families = ("encoder", "hierarchical")
+    reads_text, needs_files = False, True
+    loss_weights: Mapping[str, float] = MappingProxyType({HEAD: 1.0})
+    max_tokens = ONE_PIECE
+
+    def __init__(
+        self,
+        special: SpecialTokens | None,
+        config: SimMIMObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+        images: ImagesConfig,
+        *,
+        training: bool = True,
+    ) -> None:
+        if HEAD not in model.extra_heads or not getattr(model.embedding, "mask_token", False):
+            raise UsageError(
+                "objective.name = 'simmim' needs a model with a mask token and a head for pixels: set "
+                f"model.embedding.mask_token = true and add [model.extra_heads.{HEAD}]"
+            )
+        stride = getattr(model.extra_heads[HEAD], "stride", 0)
+        if model.stages is None and stride != getattr(model.embedding, "patch_size", stride):
+            raise UsageError(
+                f"model.extra_heads.{HEAD}.stride = {stride}: a token stands for its patch: choose "
+                f"model.extra_heads.{HEAD}.stride = {model.embedding.patch_size}"  # type: ignore[union-attr]
+            )
+        self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
+        layout, side = self.reader.layout, config.mask_size
+        if side % layout.patch_size or images.size % side:
+            raise UsageError(
+                f"objective.mask_size = {side}: masked squares are whole patches of {layout.patch_size} pixels and "
+                f"fill images of data.images.size = {images.size}: choose a multiple of the one that divides the other"
+            )
+        self.per_side, self.patches_a_side = images.size // side, side // layout.patch_size
+        self.n_masked = math.ceil(self.per_side**2 * config.mask_ratio)
+        if self.n_masked == self.per_side**2:
+            raise UsageError(
+                f"objective.mask_ratio = {config.mask_ratio:g} masks all {self.n_masked} squares of an image: choose "
+                "less, or a smaller objective.mask_size"
+            )
+        self.fields = {
+            **layout.fields,
+            "masked": Field("uint8"),
+            "target_patches": Field("uint8", (layout.patch_values,)),
+        }
+        self._for_evaluation = partial(  # which worker processes can be sent
+            SimMIM, special, config, model, row_lengths, images, training=False
+        )
+
+    def for_evaluation(self) -> Objective:
+        return self._for_evaluation()
+
+    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return np.full(len(n_tokens), self.reader.n_tokens)
+
+    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+        fields, n_special = self.reader.build(piece.files, key), self.reader.layout.n_special
+        squares = np.zeros(self.per_side**2, np.uint8)
+        squares[rng.permutation(self.per_side**2, *key, "mask")[: self.n_masked]] = 1
+        square = np.ones((self.patches_a_side, self.patches_a_side), np.uint8)
+        masked = np.zeros(len(fields["grid"]), np.uint8)
+        masked[n_special:] = np.kron(squares.reshape(self.per_side, -1), square).flatten()
+        visible = np.where(masked[:, None], np.uint8(0), fields["patches"])
+        return {**fields, "patches": visible, "masked": masked, "target_patches": fields["patches"]}
+
+    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+        files = random_image_files(random, self.reader)
+        return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
+
+    def target_counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {HEAD: (batch["masked"] > 0).sum()}

@@ -1,0 +1,313 @@
+"""Predictions of a run's last evaluation: confusion matrices, scores of classes, errors, and pictures of images."""
+
+import base64
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatfm.errors import MegatfmError
+from megatfm.report.charts import Tick
+from megatfm.report.run import Run
+from megatfm.report.run_charts import png
+from megatfm.tasks.files import read_rows
+from megatfm.tasks.forms import label_text
+
+MAX_CELLS = 16
+"""Classes up to which the matrix is a table of counts; a picture of shares above."""
+MAX_CLASSES, N_WORST, MAX_CONFUSIONS, MAX_ERRORS = 16, 10, 10, 20
+"""Rows of the table of classes, at most, and of the worst ones where there are more; of confusions; of texts."""
+MAX_NAMED = 32
+"""Names at each side of a picture, at most."""
+MAX_PICTURES, MAX_PICTURE_BYTES = 96, 2**20
+MAX_TEXT = 400
+"""Characters that are shown of a text."""
+RIGHT, WRONG = (47, 107, 216), (217, 115, 13)
+
+Counts = Mapping[tuple[int, int], int]
+"""(label, predicted class) → examples."""
+
+
+@dataclass(frozen=True)
+class ClassScores:
+    """Scores of one class."""
+
+    name: str
+    examples: int
+    precision: float
+    recall: float
+
+    @property
+    def f1(self) -> float:
+        """Harmonic mean of precision and recall; 0 where no example of the class is right."""
+        total = self.precision + self.recall
+        return 2 * self.precision * self.recall / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of the matrix, and how strongly it is coloured, from 0 to 1."""
+
+    count: int
+    share: float
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class TextError:
+    """A text whose class was not predicted."""
+
+    row: int
+    text: str
+    label: str
+    predicted: str
+    probability: float | None
+
+
+@dataclass(frozen=True)
+class ClassResults:
+    """All that the template needs to show of a set's classes."""
+
+    name: str
+    accuracy: float
+    examples: int
+    scores: Sequence[ClassScores]
+    cells: Sequence[tuple[str, Sequence[Cell]]]
+    """Rows of a small matrix; none of a large one, which is `picture`."""
+    picture: str
+    ticks: Sequence[tuple[Tick, str]]
+    confusions: Sequence[tuple[str, str, int, float]]
+    """Label, predicted class, examples, and their share of the label's."""
+    errors: Sequence[TextError] = ()
+
+    @property
+    def worst(self) -> Sequence[ClassScores]:
+        """The classes with the lowest F1, if there are too many to show them all."""
+        if len(self.scores) <= MAX_CLASSES:
+            return ()
+        return sorted(self.scores, key=lambda scores: scores.f1)[:N_WORST]
+
+
+@dataclass(frozen=True)
+class ShownGallery:
+    """Pictures of one kind, as data URIs with captions."""
+
+    title: str
+    note: str
+    pictures: Sequence[tuple[str, str]]
+
+
+def class_results(run: Run) -> list[ClassResults]:
+    """Results of each set, of a run on images or a fine-tuning run; what can't be read is noted."""
+    results = []
+    for name, table in _sets(run.confusion).items():
+        counts = _counts(table.get("counts"))
+        if counts:
+            results.append(summarize(name, counts, _labels(table.get("labels"), counts)))
+    labels = run.task_results.get("labels")
+    for name, table in _sets(run.task_results).items():
+        rows = table.get("confusion")
+        counts = _counts(_triples(rows)) if isinstance(rows, list) else {}
+        if counts:
+            names = _labels(labels, counts)
+            results.append(summarize(name, counts, names, text_errors(run, name)))
+    return results
+
+
+def _sets(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    sets = table.get("sets")
+    if not isinstance(sets, Mapping):
+        return {}
+    return {str(name): value for name, value in sets.items() if isinstance(value, Mapping)}
+
+
+def _triples(rows: Sequence[Any]) -> list[list[Any]]:
+    return [
+        [label, predicted, count]
+        for label, row in enumerate(rows)
+        if isinstance(row, list)
+        for predicted, count in enumerate(row)
+    ]
+
+
+def _counts(entries: Any) -> dict[tuple[int, int], int]:
+    """Counts above 0 of [label, predicted, count]; others than whole numbers are left out."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and n >= 0 for n in entry):
+            counts[entry[0], entry[1]] += entry[2]
+    return {pair: count for pair, count in counts.items() if count}
+
+
+def _labels(names: Any, counts: Counts) -> list[str]:
+    """Names of the classes by number, the number itself where there is none."""
+    known = [str(name) for name in names] if isinstance(names, list) else []
+    n_classes = max(len(known), 1 + max(max(pair) for pair in counts))
+    return known + [str(number) for number in range(len(known), n_classes)]
+
+
+def summarize(
+    name: str, counts: Counts, labels: Sequence[str], errors: Sequence[TextError] = ()
+) -> ClassResults:
+    """Scores, matrix and the most frequent confusions of a set. labels: the classes' names, by number."""
+    of_label, of_predicted = Counter[int](), Counter[int]()
+    for (label, predicted), count in counts.items():
+        of_label[label] += count
+        of_predicted[predicted] += count
+    total, n_right = sum(counts.values()), sum(counts.get((c, c), 0) for c in range(len(labels)))
+    scores = [
+        ClassScores(
+            class_name,
+            of_label[number],
+            counts.get((number, number), 0) / max(of_predicted[number], 1),
+            counts.get((number, number), 0) / max(of_label[number], 1),
+        )
+        for number, class_name in enumerate(labels)
+        if of_label[number] or of_predicted[number]
+    ]
+    wrong = sorted(
+        ((count, pair) for pair, count in counts.items() if pair[0] != pair[1]),
+        key=lambda entry: (-entry[0], entry[1]),
+    )
+    confusions = [
+        (labels[label], labels[predicted], count, count / of_label[label])
+        for count, (label, predicted) in wrong[:MAX_CONFUSIONS]
+    ]
+    is_small = len(labels) <= MAX_CELLS
+    return ClassResults(
+        name=name,
+        accuracy=n_right / total,
+        examples=total,
+        scores=scores,
+        cells=_cells(counts, labels, of_label) if is_small else (),
+        picture="" if is_small else _picture(counts, len(labels), of_label),
+        ticks=() if is_small else _ticks(labels),
+        confusions=confusions,
+        errors=errors,
+    )
+
+
+def _cells(
+    counts: Counts, labels: Sequence[str], of_label: Mapping[int, int]
+) -> list[tuple[str, list[Cell]]]:
+    numbers = range(len(labels))
+    return [
+        (labels[row], [_cell(counts.get((row, column), 0), of_label[row], row == column) for column in numbers])
+        for row in numbers
+    ]  # fmt: skip
+
+
+def _cell(count: int, of_label: int, is_right: bool) -> Cell:
+    return Cell(count, math.sqrt(count / of_label) if count else 0.0, is_right)
+
+
+def _picture(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str:
+    """A pixel for each pair of classes, as opaque as the root of its share of the label's examples, so that rare errors
+    can be seen."""
+    clear = (0, 0, 0, 0)
+    pixels = [[clear] * n_classes for _ in range(n_classes)]
+    for (label, predicted), count in counts.items():
+        opacity = max(24, round(255 * math.sqrt(count / of_label[label])))
+        pixels[label][predicted] = (*(RIGHT if label == predicted else WRONG), opacity)
+    return png(pixels)
+
+
+def _ticks(labels: Sequence[str]) -> list[tuple[Tick, str]]:
+    """Names of classes, or of some of many, with their full names."""
+    every = -(-len(labels) // MAX_NAMED)
+    return [
+        (Tick(100 * (number + 0.5) / len(labels), labels[number][:12]), labels[number])
+        for number in range(0, len(labels), every)
+    ]
+
+
+# --- errors of texts ------------------------------------------------------------------------------------------------
+
+
+def text_errors(run: Run, name: str) -> list[TextError]:
+    """The surest errors of a fine-tuning run on one class a text, of those that have a probability.
+
+    Predictions lie in the run; texts and labels are read from the task's own file, which may have moved or changed.
+    """
+    task = run.config.get("task")
+    if not isinstance(task, Mapping) or task.get("form", "classification") != "classification":
+        return []
+    path = task.get(name)
+    predictions = [
+        line
+        for line in run.lines(f"predictions/{name}.jsonl")
+        if type(line.get("row")) is int and "label" in line
+    ]
+    if not isinstance(path, str) or not predictions:
+        return []
+    try:
+        rows = read_rows(path)
+    except MegatfmError as error:
+        run.notes.append(f"errors on {name} are not shown: {error}")
+        return []
+    if len(rows) != len(predictions):
+        run.notes.append(
+            f"errors on {name} are not shown: {path} has {len(rows):,} rows, and {len(predictions):,} were predicted"
+        )
+        return []
+    errors = []
+    for line in predictions:
+        if not 1 <= line["row"] <= len(rows):
+            continue
+        row, predicted = rows[line["row"] - 1], str(line["label"])
+        label = label_text(row.get(task.get("label", "label")))
+        if label == predicted:
+            continue
+        parts = (row.get(column) for column in (task.get("text", "text"), task.get("text_pair")) if column)
+        text = " ⏵ ".join(str(part) for part in parts if part is not None)
+        text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …"
+        probability = line.get("probability")
+        sure = float(probability) if isinstance(probability, int | float) else None
+        errors.append(TextError(line["row"], text, label, predicted, sure))
+    errors.sort(key=lambda error: (-(error.probability or 0.0), error.row))
+    return errors[:MAX_ERRORS]
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+def galleries(run: Run) -> list[ShownGallery]:
+    """Pictures that `megatfm evaluate --images` left in the run; what can't be read is noted."""
+    entries = run.pictures.get("galleries")
+    shown: list[ShownGallery] = []
+    problems: dict[str, int] = defaultdict(int)
+    remaining = MAX_PICTURES
+    for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entry, Mapping):
+            continue
+        pictures = []
+        listed = entry.get("pictures")
+        for picture in (listed if isinstance(listed, list) else [])[:remaining]:
+            uri = _data_uri(run.folder, picture.get("file") if isinstance(picture, Mapping) else None)
+            if uri:
+                pictures.append((uri, str(picture.get("caption", ""))))
+            else:
+                problems["can't be read"] += 1
+        remaining -= len(pictures)
+        if pictures:
+            shown.append(ShownGallery(str(entry.get("title", "")), str(entry.get("note", "")), pictures))
+    run.notes += [f"{count} picture(s) left out that {problem}" for problem, count in problems.items()]
+    return shown
+
+
+def _data_uri(folder: Path, name: Any) -> str:
+    """A PNG file of the run's folder of pictures as a data URI; empty if it is no such file."""
+    if not isinstance(name, str) or Path(name).parent != Path("pictures"):
+        return ""
+    try:
+        path = folder / name
+        if path.is_symlink() or path.stat().st_size > MAX_PICTURE_BYTES:
+            return ""
+        content = path.read_bytes()
+    except (OSError, ValueError):
+        return ""
+    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return ""
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,234 @@
+"""Tars of images as webdataset, img2dataset and timm write them, read in place: files, classes, order, and damage."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset as wds
+from PIL import Image
+
+from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConfig
+from megatfm.corpus import webdataset_index
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import check, show
+from megatfm.corpus.webdataset_images import LabelRule, index_images
+from megatfm.data.dataset import PackedDataset
+from megatfm.data.loader import DataLoader
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.objectives import build_objective
+from tests.support.webdatasets import member, tar
+
+SIZES = [(8 + number % 3, 12 - number % 4) for number in range(23)]
+NAMES = ["Ärmel", "猫", "zebra"]
+MODEL = ModelConfig.from_dotted(
+    {
+        "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
+        "embedding.name": "patches", "embedding.patch_size": 4, "lm_head.name": "none",
+        "extra_heads.classifier": {"n_classes": 10},
+    }
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of one to three samples."""
+    monkeypatch.setattr(webdataset_index, "FRAME_BYTES", 5000)
+
+
+def picture(number: int, format_: str = "PNG") -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (*SIZES[number % 23], 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format_)
+    return out.getvalue()
+
+
+def timm(folder: Path) -> list[dict[str, bytes]]:
+    """Two shards with .cls and .json beside a JPEG, keys in folders, as timm's ImageNet; returns what they hold."""
+    folder.mkdir()
+    written = []
+    for shard, numbers in enumerate((range(14), range(14, 23))):
+        with wds.TarWriter(str(folder / f"imagenet1k-train-{shard:04d}.tar")) as writer:
+            for n in numbers:
+                files = {
+                    "jpg": picture(n, "JPEG"),
+                    "cls": b"%d" % (n % 10),
+                    "json": b'{"label": %d}' % (n % 10),
+                }
+                writer.write({"__key__": f"n{n % 3:03d}/im.{n}".replace(".", "_"), **files})
+                written.append(files)
+    return written
+
+
+def img2dataset(folder: Path) -> None:
+    """One shard with caption and metadata beside each image."""
+    folder.mkdir()
+    with wds.TarWriter(str(folder / "00000.tar")) as writer:
+        for n in range(23):
+            label = {"caption": f"a {n}", "meta": {"label": NAMES[n % 3]}}
+            sample = {
+                "webp": picture(n, "WEBP"),
+                "txt": NAMES[n % 3],
+                "json": label,
+                "thumb.npy": np.zeros(3),
+            }
+            writer.write({"__key__": f"{n:09d}", **sample})
+
+
+def labels_of(corpus: Corpus) -> list[int]:
+    return [int(corpus.read_sample(number).members["cls"]) for number in range(corpus.n_samples)]
+
+
+def test_timm_shards_are_read_where_they_lie(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    written = timm(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "2 shards with 23 samples" in str(index_images(folder, LabelRule()))
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    corpus = Corpus.open(folder)
+    assert corpus.n_blocks > 5
+    for number, files in enumerate(written):
+        sample = corpus.read_sample(number)
+        assert dict(sample.members) == files
+        assert len(sample.tokens) == 0
+    assert corpus.read_sample(4).source == "imagenet1k-train-0000.tar/n001/im_4"
+    np.testing.assert_array_equal(corpus.image_sizes(0, corpus.n_blocks), SIZES)
+    assert check(folder).samples == 23
+    assert "23" in show(folder)
+    with pytest.raises(UsageError, match="so it is indexed"):
+        index_images(folder, LabelRule())
+
+
+@pytest.mark.parametrize("rule", ["json:meta.label", "txt"])
+def test_classes_from_json_or_text(rule: str, tmp_path: Path) -> None:
+    """Alphabetical order by code points, or that of a file; members of other kinds are left alone."""
+    img2dataset(tmp_path / "theirs")
+    manifest = index_images(tmp_path / "theirs", LabelRule.parse(rule)).manifest
+    assert manifest.provenance["classes"] == sorted(NAMES)
+    numbers = {name: number for number, name in enumerate(sorted(NAMES))}
+    corpus = Corpus.open(tmp_path / "theirs")
+    assert labels_of(corpus) == [numbers[NAMES[n % 3]] for n in range(23)]
+    assert set(corpus.read_sample(3).members) == {"webp", "txt", "json", "cls"}
+    (tmp_path / "classes").write_text("\n".join(NAMES))
+    img2dataset(tmp_path / "others")
+    other = index_images(tmp_path / "others", LabelRule.parse(rule), tmp_path / "classes").manifest
+    assert labels_of(Corpus.open(tmp_path / "others")) == [n % 3 for n in range(23)]
+    assert other.fingerprint != manifest.fingerprint, "the same files with other classes are another corpus"
+
+
+def rows(folder: Path) -> PackedDataset:
+    images = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, "transforms": ["random_resized_crop"]})
+    objective = build_objective(ImageClassificationObjective(), MODEL, None, (5,), images)
+    return PackedDataset(Corpus.open(folder), objective, sequence_length=5, seed=3)
+
+
+def batches(folder: Path, rank: int, ranks: int, position: int = 0, end: int = 60) -> list[dict[str, Any]]:
+    with DataLoader(
+        rows(folder), global_batch=15, micro_batch=15 // ranks, data_rank=rank, data_ranks=ranks,
+        position=position, step=position // 15, end_position=end,
+    ) as loader:  # fmt: skip
+        return [batch for step in loader for batch in step]
+
+
+def joined(folder: Path, ranks: int, position: int = 0) -> dict[str, np.ndarray]:
+    parts = [batches(folder, rank, ranks, position) for rank in range(ranks)]
+    steps = [
+        np.concatenate([p[name] for p in step]) for name in ("patches",) for step in zip(*parts, strict=True)
+    ]
+    labels = [np.concatenate([p["labels"] for p in step]) for step in zip(*parts, strict=True)]
+    return {"patches": np.concatenate(steps), "labels": np.concatenate(labels)}
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_the_order_is_the_same_on_any_ranks_and_after_a_resume(ranks: int, tmp_path: Path) -> None:
+    """Over more than two epochs, with random crops."""
+    timm(tmp_path / "theirs")
+    index_images(tmp_path / "theirs", LabelRule())
+    one = joined(tmp_path / "theirs", 1)
+    assert len(one["labels"]) == 60
+    assert sorted(one["labels"][:23, 0]) == sorted(n % 10 for n in range(23))
+    several, resumed = joined(tmp_path / "theirs", ranks), joined(tmp_path / "theirs", ranks, position=30)
+    for name, values in one.items():
+        np.testing.assert_array_equal(several[name], values)
+        np.testing.assert_array_equal(resumed[name], values[30:])
+
+
+IMAGE, CLASS = picture(0), b"1"
+GOOD = (member("a.png", IMAGE), member("a.cls", CLASS))
+ENEMIES: dict[str, tuple[bytes, str]] = {
+    "two images": (tar(*GOOD, member("a.jpg", picture(1, "JPEG"))), "sample 'a' has 2 images"),
+    "no image": (tar(*GOOD, member("b.cls", CLASS)), r"sample 'b' has 0 images \(files: .cls\)"),
+    "the same name twice": (tar(*GOOD, member("a.PNG", IMAGE)), "'a.PNG' at byte .* is there twice"),
+    "the same key again": (tar(*GOOD, member("b.png", IMAGE), *GOOD), "sample 'a' is there twice"),
+    "no header": (tar(member("x.png", b"no picture")), "sample 'x' has an image whose header can't be read"),
+    "another format": (tar(member("x.jpg", IMAGE)), "sample 'x' has an image whose header can't be read"),
+    "a link": (tar(*GOOD, member("b.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is a link"),
+    "a way out": (tar(member("../a.png", IMAGE)), "leads out of the folder"),
+    "a pickle": (tar(*GOOD, member("a.pkl", b"x")), "is a pickle"),
+    "cut off": (tar(*GOOD)[:700], "not a whole tar|is cut off"),
+    "no end": (tar(*GOOD)[:-1024], "no mark of a tar's end"),
+    "nothing": (tar(), "holds no samples"),
+    "words as classes": (tar(GOOD[0], member("a.cls", b"cat")), "its .cls says 'cat', no number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENEMIES)
+def test_tars_that_are_refused(kind: str, tmp_path: Path) -> None:
+    data, message = ENEMIES[kind]
+    (tmp_path / "bad.tar").write_bytes(data)
+    with pytest.raises(MegatfmError, match=message) as caught:
+        index_images(tmp_path, LabelRule())
+    assert "bad.tar" in str(caught.value)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_labels_that_are_missing_or_unknown(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(tar(*GOOD, member("a.json", json.dumps({"label": ["no"]}).encode())))
+    for rule, place in (
+        ("txt", "its .txt"),
+        ("json:label", "the field 'label'"),
+        ("json:a.b", "the field 'a.b'"),
+    ):
+        with pytest.raises(UsageError, match=f"x.tar: sample 'a' has no label in {place}"):
+            index_images(tmp_path, LabelRule.parse(rule))
+    (tmp_path / "x.tar").write_bytes(tar(*GOOD, member("a.txt", b"dog")))
+    (tmp_path / "classes").write_text("cat\n")
+    with pytest.raises(UsageError, match="the label 'dog', which is none of the 1"):
+        index_images(tmp_path, LabelRule("txt"), tmp_path / "classes")
+    for text in ("json", "json:", "folder", ""):
+        with pytest.raises(UsageError, match="choose cls, txt or json:FIELD"):
+            LabelRule.parse(text)
+
+
+def test_long_names_and_links_beside(tmp_path: Path) -> None:
+    """Names in extended headers; an empty shard beside a good one is refused by name."""
+    long = "ordner/" + "ü" * 120
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for n in range(3):
+            for extension, data in (("png", picture(n)), ("cls", b"%d" % n)):
+                info, _ = member(f"{long}{n}.{extension}", data)
+                archive.addfile(info, io.BytesIO(data))
+    (tmp_path / "long.tar").write_bytes(out.getvalue())
+    index_images(tmp_path, LabelRule())
+    corpus = Corpus.open(tmp_path)
+    assert labels_of(corpus) == [0, 1, 2]
+    assert corpus.read_sample(2).members["png"] == picture(2)
+
+
+def test_a_bit_that_flips_later_is_named(tmp_path: Path) -> None:
+    timm(tmp_path / "theirs")
+    index_images(tmp_path / "theirs", LabelRule())
+    path = tmp_path / "theirs" / "imagenet1k-train-0001.tar"
+    data = bytearray(path.read_bytes())
+    data[3000] ^= 1
+    path.write_bytes(data)
+    corpus = Corpus.open(tmp_path / "theirs")
+    corpus.read_sample(0)
+    with pytest.raises(
+        MegatfmError, match=r"imagenet1k-train-0001.tar: samples 14 to .* its hash is not the"
+    ):
+        corpus.read_sample(14)
