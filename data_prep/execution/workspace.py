@@ -21,7 +21,6 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import disk_errors_as_megatfm_errors, write_whole
 from megatfm.corpus.manifest import INDEX_NAME, MANIFEST, SHARD_NAME
 from megatfm.data_prep.execution.config_identity import (
-    VERSION,
     config_identity,
     first_difference,
     omit_defaults,
@@ -130,7 +129,7 @@ class Workspace:
             )
         elif self._config.overwrite:
             self._clear()
-        elif result["config"]["version"] != VERSION:
+        elif result["config"]["version"] != self._identity["version"]:
             raise UsageError(
                 f"{self.place}: was prepared by another version of megatfm, which makes other splits: use it "
                 "as it is, choose another out, or replace it with overwrite=true"
