@@ -17,7 +17,7 @@ from megatfm.corpus.files import AtomicFile
 from megatfm.data_prep.documents import StepStats, format_drop_reasons, reason_key
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.data_prep.execution.stages import StageResult, StageRunner
-from megatfm.data_prep.execution.workspace import OTHER, folder_name
+from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
@@ -311,7 +311,7 @@ class ImageFiles:
         if self._split.partition_by is None:
             return ""
         name, values = self._labels.class_name(members), self._split.partition_values
-        return folder_name(name) if name and (not values or name in values) else OTHER
+        return to_folder_name(name) if name and (not values or name in values) else OTHER
 
     def _skip(self, path: str, reason: str, kind: str, counts: StepStats) -> None:
         self._listing.skip_bad(path, reason)

@@ -17,9 +17,9 @@ from blake3 import blake3
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.remote import RemoteFile, RemoteFolder
 from megatfm.data_prep.documents import Document, StepStats, reason_key
-from megatfm.data_prep.readers import check_format, format_of, reader
-from megatfm.data_prep.readers.record import Bad, BadFileError, spelled
-from megatfm.data_prep.readers.text import cut_text, texts
+from megatfm.data_prep.readers import check_format, format_of, get_reader
+from megatfm.data_prep.readers.record import Bad, BadFileError, replace_surrogates
+from megatfm.data_prep.readers.text import cut_text, read_text
 from megatfm.errors import MegatfmError, UsageError
 
 # The standard library, without tests and without installed packages, which lie in the same folder.
@@ -28,7 +28,9 @@ _IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "cls", "json", "txt", "tar", 
 USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
     "images": tuple(
-        f"*.{spelled}" for extension in _IMAGE_EXTENSIONS for spelled in (extension, extension.upper())
+        f"*.{replace_surrogates}"
+        for extension in _IMAGE_EXTENSIONS
+        for replace_surrogates in (extension, extension.upper())
     ),
 }
 # Files that Hugging Face `datasets` puts beside the data: descriptions and caches.
@@ -107,7 +109,7 @@ class InputFiles:
 
     def skip_bad(self, path: str, reason: str) -> None:
         """Record an unusable file. Raises MegatfmError unless such files are skipped."""
-        reason = spelled(reason)
+        reason = replace_surrogates(reason)
         if not self._skip_bad:
             raise MegatfmError(
                 f"{path}: {reason}; mend it, or skip and list all such files: read.on_error=skip"
@@ -293,7 +295,7 @@ class DocumentReader:
         """Yield the parts of a text file, or none if it is bad. The file is read twice, since a partly bad file must
         not be used, and a large one must not be held in memory."""
         try:
-            parts = sum(1 for _ in texts(path, self._limit))
+            parts = sum(1 for _ in read_text(path, self._limit))
         except (OSError, BadFileError) as error:
             reason = f"can't be read ({error.strerror})" if isinstance(error, OSError) else str(error)
             self._listing.skip_bad(file.path, reason)
@@ -301,7 +303,7 @@ class DocumentReader:
             return
         self.counts.changed += parts > 1
         try:
-            for part, text in enumerate(texts(path, self._limit)):
+            for part, text in enumerate(read_text(path, self._limit)):
                 if parts == 1:
                     yield Document(file.name, text)
                 else:
@@ -315,7 +317,7 @@ class DocumentReader:
         """Yield the records of a file. All unusable records are counted, and the first one is reported."""
         is_reported = False
         try:
-            for record in reader(name)(path, self._config):
+            for record in get_reader(name)(path, self._config):
                 source = f"{file.name}#{record.key}"
                 if isinstance(record, Bad):
                     if not is_reported:

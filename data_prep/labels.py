@@ -11,7 +11,7 @@ from blake3 import blake3
 from megatfm.config.prep import LabelsConfig
 from megatfm.data_prep.readers.images import ImageRecord
 from megatfm.data_prep.readers.record import Bad, get_nested
-from megatfm.data_prep.readers.text import records
+from megatfm.data_prep.readers.text import read_json_lines
 from megatfm.errors import UsageError
 
 MAX_SHOWN = 5
@@ -129,7 +129,7 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
         raise UsageError(f"read.labels.table = {str(path)!r}: no such file")
     rows: Iterable[tuple[int, Any]]
     if path.suffix in (".jsonl", ".ndjson"):
-        rows = records(path)
+        rows = read_json_lines(path)
     else:
         try:
             text = path.read_text(encoding="utf-8-sig")

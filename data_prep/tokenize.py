@@ -17,7 +17,7 @@ from megatfm.corpus.files import AtomicFile, write_whole
 from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents, read_parts
 from megatfm.data_prep.execution.progress import track_progress
 from megatfm.data_prep.execution.stages import StageResult, StageRunner
-from megatfm.data_prep.execution.workspace import OTHER, folder_name
+from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.data_prep.shards import NO_TOKENIZER, SplitWriter
 from megatfm.tokenizers import Tokenizer
@@ -204,7 +204,7 @@ class TokenizeStage:
             return ""
         value, values = document.get(self._by), self._config.split.partition_values
         name = "" if value is None else str(value)
-        return folder_name(name) if name and (not values or name in values) else OTHER
+        return to_folder_name(name) if name and (not values or name in values) else OTHER
 
 
 def tokens_path(folder: Path, name: str, part: int) -> Path:

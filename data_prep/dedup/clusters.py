@@ -25,9 +25,9 @@ from megatfm.data_prep.dedup.key_table import (
     Partitioning,
     PartitionsWriter,
     RowIndices,
+    find_slices,
     read_array,
     read_partition,
-    slices,
     write_keys,
 )
 from megatfm.data_prep.execution.progress import UpdateProgress
@@ -257,7 +257,7 @@ class _Search:
         parts = [
             Slice(self._index.path("sorted", chunk), chunk * partitioning.chunk_rows, begin, end)
             for chunk in range(partitioning.chunks)
-            for begin, end in slices(self._index.path("sorted", chunk), self._bands * ranges, number)
+            for begin, end in find_slices(self._index.path("sorted", chunk), self._bands * ranges, number)
         ]
         low, high = range_index * 2**64 // ranges, (range_index + 1) * 2**64 // ranges
         buckets = Buckets(

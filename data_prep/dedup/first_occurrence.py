@@ -26,9 +26,9 @@ from megatfm.data_prep.dedup.key_table import (
     Partitioning,
     PartitionsWriter,
     RowIndices,
+    find_slices,
     read_array,
     read_partition,
-    slices,
     write_keys,
 )
 from megatfm.data_prep.documents import EXAMPLES
@@ -87,7 +87,7 @@ class _Search:
         parts = [
             (chunk, begin, end)
             for chunk in range(partitioning.chunks)
-            for begin, end in slices(self._index.path("sorted", chunk), partitioning.ranges, number)
+            for begin, end in find_slices(self._index.path("sorted", chunk), partitioning.ranges, number)
         ]
         low, high = number * 2**64 // partitioning.ranges, (number + 1) * 2**64 // partitioning.ranges
         with PartitionsWriter(self._index.path("joined", number), partitioning.chunks) as writer:

@@ -198,7 +198,7 @@ def signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -
     return np.array(matrix.to_rows(), "<u4").reshape(len(texts), hashes)
 
 
-def with_signatures(
+def sign_documents(
     documents: Iterable[Document], n_grams: int, hashes: int
 ) -> Iterator[tuple[list[Document], Signatures]]:
     """All documents with their signatures, a few at a time."""

@@ -189,7 +189,7 @@ class PartitionsWriter:
         self._file.discard()
 
 
-def slices(path: Path, partitions: int, number: int) -> list[tuple[int, int]]:
+def find_slices(path: Path, partitions: int, number: int) -> list[tuple[int, int]]:
     """Return begin and end of the records of a partition in every batch that has some."""
     with open(path, "rb", buffering=0) as file:
         descriptor, end = file.fileno(), os.fstat(file.fileno()).st_size - _SIZE
@@ -202,7 +202,7 @@ def slices(path: Path, partitions: int, number: int) -> list[tuple[int, int]]:
 
 def read_partition(path: Path, dtype: np.dtype[Any], partitions: int, number: int) -> Iterator[NDArray[Any]]:
     """Yield the records of a partition, batch by batch."""
-    for begin, end in slices(path, partitions, number):
+    for begin, end in find_slices(path, partitions, number):
         yield read_array(path, dtype, begin, end - begin)
 
 

@@ -25,10 +25,10 @@ from megatfm.config.prep_steps import (
 )
 from megatfm.data_prep.dedup.clusters import mark_near_duplicates
 from megatfm.data_prep.dedup.first_occurrence import mark_repeats
-from megatfm.data_prep.dedup.hashing import Hashes, splitmix64, with_signatures, word_character_table
+from megatfm.data_prep.dedup.hashing import Hashes, sign_documents, splitmix64, word_character_table
 from megatfm.data_prep.dedup.key_table import DedupContext, Facts, KeyTable
 from megatfm.data_prep.documents import Document, StepStats
-from megatfm.data_prep.filters.base import example
+from megatfm.data_prep.filters.base import format_example
 
 
 class ExactDedup:
@@ -156,7 +156,7 @@ class ParagraphDedup(_TextUnitDedup):
 def emit_if_not_empty(document: Document, text: str, counts: StepStats) -> Iterator[Document]:
     """Yield the document with its remaining text, unless that is empty."""
     if not text.strip():
-        counts.count_dropped("empty", document.text_bytes, example(document))
+        counts.count_dropped("empty", document.text_bytes, format_example(document))
         return
     changed = text is not document.text
     counts.changed += changed
@@ -181,7 +181,7 @@ class MinhashDedup:
         self.row = ("<u4", self._hashes)
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
-        for _, signs in with_signatures(documents, self._config.n_grams, self._hashes):
+        for _, signs in sign_documents(documents, self._config.n_grams, self._hashes):
             yield signs
 
     def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
@@ -193,7 +193,7 @@ class MinhashDedup:
         for document, is_near in zip(documents, marks.tolist(), strict=True):
             counts.count_input(document.text_bytes)
             if is_near:
-                counts.count_dropped("minhash_duplicate", document.text_bytes, example(document))
+                counts.count_dropped("minhash_duplicate", document.text_bytes, format_example(document))
                 continue
             counts.count_kept(document.text_bytes)
             yield document

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatfm.config.prep import NearDuplicatesConfig
 from megatfm.corpus.files import AtomicFile
-from megatfm.data_prep.dedup.hashing import Signatures, band_hashes, with_signatures
+from megatfm.data_prep.dedup.hashing import Signatures, band_hashes, sign_documents
 from megatfm.data_prep.dedup.key_table import write_keys
 from megatfm.data_prep.documents import Document, StepStats
 
@@ -62,7 +62,7 @@ class ValidationNearDuplicates:
 
     def drop_near(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
         """Yield the documents that are near duplicates of no held-out one."""
-        for batch, signs in with_signatures(documents, self._config.n_grams, HASHES):
+        for batch, signs in sign_documents(documents, self._config.n_grams, HASHES):
             near_duplicates = self._nearest(signs)
             for number, document in enumerate(batch):
                 counts.count_input(document.text_bytes)
@@ -78,7 +78,7 @@ class ValidationNearDuplicates:
         """Yield the documents' signatures, and write their sources."""
         sources = AtomicFile(self._path(f"sources.{part:05d}"))
         try:
-            for batch, signs in with_signatures(documents, self._config.n_grams, HASHES):
+            for batch, signs in sign_documents(documents, self._config.n_grams, HASHES):
                 sources.write("".join(f"{json.dumps(document.id)}\n" for document in batch).encode())
                 yield signs
             sources.commit()

@@ -18,11 +18,15 @@ VERSION = 5
 # Omit settings at their defaults that came later than the first version, so that corpora of earlier versions still
 # compare equal.
 OMIT_IF_DEFAULT: tuple[tuple[str, type[Section], tuple[str, ...]], ...] = (
-    ("read", ReadConfig, ("format", "text_key", "url_key", "metadata_keys", "tokens", "fix_unicode")),
+    (
+        "read",
+        ReadConfig,
+        ("format", "text_key", "url_key", "metadata_keys", "tokens", "fix_unicode", "labels"),
+    ),
     ("split", SplitConfig, ("validation_files", "partition_by", "partition_values")),
     ("tokenizer", TokenizerConfig, ("kind", "file", "ul2_modes", "pretokenizer", "lowercase")),
 )
-LATER = {"plugins": [], "steps": [], "dedup": [], "compress": True}
+TOP_LEVEL_DEFAULTS = {"plugins": [], "steps": [], "dedup": [], "compress": True}
 EXCLUDED = {"out", "scratch", "overwrite", "tokenizer_threads", "task_bytes", "dedup_memory_bytes"}
 """Settings that don't change the result."""
 
@@ -37,7 +41,7 @@ def omit_defaults(values: dict[str, Any]) -> dict[str, Any]:
                 default = default.model_dump(mode="json")
             if key in table and table[key] == ([] if default == () else default):
                 del table[key]
-    for key, default in LATER.items():
+    for key, default in TOP_LEVEL_DEFAULTS.items():
         if values.get(key) == default:
             del values[key]
     return values

@@ -21,7 +21,6 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import disk_errors_as_megatfm_errors, write_whole
 from megatfm.corpus.manifest import INDEX_NAME, MANIFEST, SHARD_NAME
 from megatfm.data_prep.execution.config_identity import (
-    VERSION,
     config_identity,
     first_difference,
     omit_defaults,
@@ -36,13 +35,13 @@ _CORPUS_FILE = re.compile(rf"\.?({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)}
 OTHER = "other"
 
 
-def folder_name(value: str) -> str:
+def to_folder_name(value: str) -> str:
     """Turn a value into the name of a folder: characters that a path can't have, or would hide, become `%2F`."""
     name = quote(value, safe=" +,;=@()'")[:200]
     return f"%2E{name[1:]}" if name.startswith(".") else name
 
 
-def corpus_folders(result: Mapping[str, Any], split: str) -> list[str]:
+def list_corpus_folders(result: Mapping[str, Any], split: str) -> list[str]:
     """The folders, below `out`, of a split's corpora."""
     split_result = result[split]
     if not split_result["shards"]:
@@ -55,7 +54,7 @@ def remove_unlisted(out: Path, result: Mapping[str, Any]) -> None:
     preparation that went on with other settings. Files by other names stay."""
     with disk_errors_as_megatfm_errors(out):
         for split in ("train", "validation"):
-            corpus_paths = {out / name for name in corpus_folders(result, split)}
+            corpus_paths = {out / name for name in list_corpus_folders(result, split)}
             folders = [path for path in (out / split).rglob("*") if path.is_dir() and not path.is_symlink()]
             for folder in [*sorted(folders, reverse=True), out / split]:
                 if folder in corpus_paths or not folder.is_dir():
@@ -130,7 +129,7 @@ class Workspace:
             )
         elif self._config.overwrite:
             self._clear()
-        elif result["config"]["version"] != VERSION:
+        elif result["config"]["version"] != self._identity["version"]:
             raise UsageError(
                 f"{self.place}: was prepared by another version of megatfm, which makes other splits: use it "
                 "as it is, choose another out, or replace it with overwrite=true"
@@ -217,7 +216,7 @@ class Workspace:
         shards = [
             f"{name}/{file}"
             for split in SPLITS
-            for name in corpus_folders(result, split)
+            for name in list_corpus_folders(result, split)
             for shard in remote.read(f"{name}/{MANIFEST}")["shards"]
             for file in (MANIFEST, shard["file"], shard["index"]["file"])
         ]
@@ -266,7 +265,7 @@ class Workspace:
         names = [
             *([model] if kind.startswith("sentencepiece") else []),
             *([tokenizer_json] if kind != "none" else []),
-            *(f"{name}/{MANIFEST}" for split in SPLITS for name in corpus_folders(result, split)),
+            *(f"{name}/{MANIFEST}" for split in SPLITS for name in list_corpus_folders(result, split)),
         ]
         exists = self._remote.has if self._remote else lambda name: (self.out / name).exists()
         missing = [name for name in names if not exists(name)]

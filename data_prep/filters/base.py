@@ -50,7 +50,7 @@ class CountingFilter:
         if not isinstance(result, str) and not result.text.strip():
             result = "empty"
         if isinstance(result, str):
-            self.counts.count_dropped(result, size, example(document))
+            self.counts.count_dropped(result, size, format_example(document))
             return None
         if result.record != document.record:  # a plugin made a new document
             result = replace(result, record=document.record)
@@ -60,7 +60,7 @@ class CountingFilter:
         return result
 
 
-def example(document: Document, characters: int = 80) -> str:
+def format_example(document: Document, characters: int = 80) -> str:
     """Return a document's source and the beginning of its text, in one line."""
     begin = " ".join(document.text[: 2 * characters].split())
     return f"{document.id}: {begin[:characters]}{'…' if len(begin) > characters else ''}"

@@ -91,7 +91,7 @@ class WordTokenizerConfig(Protocol):
     def language(self) -> str: ...
 
 
-def word_tokenizer(config: WordTokenizerConfig) -> Callable[[str], list[str]]:
+def make_word_tokenizer(config: WordTokenizerConfig) -> Callable[[str], list[str]]:
     """Return the function from a text to its words. Raises UsageError if spaCy or its language is missing."""
     return str.split if config.word_tokenizer == "space" else _SpacyWords(config.language)
 
@@ -139,7 +139,7 @@ class GopherQuality:
 
     def __init__(self, config: GopherQualityConfig) -> None:
         self._config = config
-        self._words = word_tokenizer(config)
+        self._words = make_word_tokenizer(config)
         self._stop_words = frozenset(config.stop_words)
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
@@ -200,7 +200,7 @@ class FineWeb:
 
     def __init__(self, config: FineWebConfig) -> None:
         self._config = config
-        self._words = word_tokenizer(config)
+        self._words = make_word_tokenizer(config)
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         return self._fault(document.text) or document

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatfm.config.prep_steps import GopherRepetitionConfig
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS
-from megatfm.data_prep.filters.heuristics import repeated, word_tokenizer
+from megatfm.data_prep.filters.heuristics import make_word_tokenizer, repeated
 
 Integers = NDArray[np.int64]
 
@@ -28,7 +28,7 @@ class GopherRepetition:
 
     def __init__(self, config: GopherRepetitionConfig) -> None:
         self._config = config
-        self._words = word_tokenizer(config)
+        self._words = make_word_tokenizer(config)
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         return self._fault(document.text) or document

@@ -20,7 +20,7 @@ from megatfm.config.prep_steps import (
 from megatfm.data_prep.dedup.hashing import Hashes, ngram_hash, ngram_hashes, word_hashes
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS
-from megatfm.data_prep.readers.text import records
+from megatfm.data_prep.readers.text import read_json_lines
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -150,7 +150,7 @@ def _texts(path: Path) -> Iterator[str]:
     """Read the texts of an evaluation set."""
     try:
         if ".jsonl" in path.suffixes:
-            for _, record in records(path):
+            for _, record in read_json_lines(path):
                 yield from _strings(record)
         else:
             yield path.read_text(encoding="utf-8")

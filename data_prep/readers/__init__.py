@@ -63,7 +63,7 @@ def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> s
     return next((format_ for format_, suffixes in FORMATS.items() if name.endswith(suffixes)), "text")
 
 
-def reader(name: str) -> Reader:
+def get_reader(name: str) -> Reader:
     """Return the reader of a format. Raises UsageError with the known formats."""
     if name in _MODULES:
         module = import_module(f"megatfm.data_prep.readers.{_MODULES[name]}")

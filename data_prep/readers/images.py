@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, get_nested
-from megatfm.data_prep.readers.webdataset import samples
+from megatfm.data_prep.readers.webdataset import read_samples
 
 IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
@@ -39,19 +39,21 @@ class ImageRecord:
 
 def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
     """Yield the samples of a tar. Raises BadFileError at damage."""
-    for key, parts in samples(path, EXTENSIONS):
+    for key, parts in read_samples(path, EXTENSIONS):
         names = [part.extension for part in parts]
         fault = next((part.fault for part in parts if part.fault), None)
         unknown = next((part.name for part in parts if part.data is None), None)
         twice = next((name for name in names if names.count(name) > 1), None)
         if fault is None and unknown is not None:
-            fault = f"has a member that is neither an image nor {_spelled(SIDECAR_EXTENSIONS)}: {unknown}"
+            fault = f"has a member that is neither an image nor {_format_extensions(SIDECAR_EXTENSIONS)}: {unknown}"
         if fault is None and twice is not None:
             fault = f"has a .{twice} twice"
         yield (
             Bad(key, fault)
             if fault
-            else record(key, {part.extension: part.data for part in parts if part.data is not None}, config)
+            else make_record(
+                key, {part.extension: part.data for part in parts if part.data is not None}, config
+            )
         )
 
 
@@ -66,10 +68,10 @@ def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> Image
             return Bad(key, f"has a .{extension} that can't be read ({error.strerror})")
         if len(members[extension]) > MAX_RECORD_BYTES:
             return Bad(key, f"has a .{extension} of over {MAX_RECORD_BYTES:,} bytes")
-    return record(key, members, config)
+    return make_record(key, members, config)
 
 
-def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | Bad:
+def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | Bad:
     """Return the checked record of an image's files, or the reason why they are unusable."""
     images = [extension for extension in members if extension in IMAGES]
     if len(images) != 1:
@@ -120,5 +122,5 @@ def _image_fault(data: bytes, format_: str) -> str | None:
     return None
 
 
-def _spelled(extensions: tuple[str, ...]) -> str:
+def _format_extensions(extensions: tuple[str, ...]) -> str:
     return ", ".join(f".{extension}" for extension in extensions)

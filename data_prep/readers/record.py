@@ -163,7 +163,7 @@ class Record:
 
     def __post_init__(self) -> None:
         for name in ("key", "text", "url"):
-            object.__setattr__(self, name, spelled(getattr(self, name)))
+            object.__setattr__(self, name, replace_surrogates(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,14 @@ class Bad:
 
     def __post_init__(self) -> None:
         for name in ("key", "reason"):
-            object.__setattr__(self, name, spelled(getattr(self, name)))
+            object.__setattr__(self, name, replace_surrogates(getattr(self, name)))
 
 
 class BadFileError(Exception):
     """Damage in a file; the message says what and where."""
 
 
-def spelled(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON and names in tars can contain and UTF-8 can't."""
     try:
         text.encode()
@@ -192,7 +192,7 @@ def spelled(text: str) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed by its suffix. Raises BadFileError for damage, at opening or later."""
     try:
         with _open(path) as file:
@@ -235,10 +235,10 @@ def record_from_dict(
         field_list = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
         way_out = "; name the one that holds the text: read.text_key" if names and text is None else ""
         return Bad(key, f"has {kind} field {text_field!r}{field_list}{way_out}")
-    return Record(key, text, url if isinstance(url, str) else "", selected_metadata(record, config))
+    return Record(key, text, url if isinstance(url, str) else "", select_metadata(record, config))
 
 
-def selected_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
+def select_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
     """Return the fields of a record that the config names; values outside JSON (times, bytes) become text."""
     if not config.metadata_keys or not isinstance(record, dict):
         return {}
@@ -252,16 +252,16 @@ def selected_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
         for name in names
     }
     non_null = {name: value for name, value in selected.items() if value is not None}
-    metadata_json = json.dumps(non_null, default=_spelled, ensure_ascii=False)
-    metadata: dict[str, Any] = json.loads(spelled(metadata_json), parse_constant=str)
+    metadata_json = json.dumps(non_null, default=_to_text, ensure_ascii=False)
+    metadata: dict[str, Any] = json.loads(replace_surrogates(metadata_json), parse_constant=str)
     return metadata
 
 
-def columns(config: ReadConfig, column_names: Sequence[str]) -> list[str]:
+def select_columns(config: ReadConfig, column_names: Sequence[str]) -> list[str]:
     """Select the columns of a table that contain the fields, by their outermost names."""
     names = {name.partition(".")[0] for name in (config.text_key, config.url_key, *config.metadata_keys)}
     return [name for name in column_names if name in names or "*" in config.metadata_keys]
 
 
-def _spelled(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -15,8 +15,8 @@ from megatfm.data_prep.readers.record import (
     Bad,
     BadFileError,
     Record,
-    columns,
     record_from_dict,
+    select_columns,
 )
 
 _FILE = b"ARROW1"
@@ -28,7 +28,7 @@ def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     try:
         with pyarrow.memory_map(str(path)) as source:
             for batch in _batches(source):
-                names = columns(config, batch.schema.names)
+                names = select_columns(config, batch.schema.names)
                 batch.validate(full=True)  # otherwise damage leads to reads outside the buffer
                 for record in batch.select(names).to_pylist():
                     row += 1
@@ -59,7 +59,7 @@ def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            selected = columns(config, names)
+            selected = select_columns(config, names)
             # A text shared by all rows is stored once and may be as long as all others together: it stays a dictionary.
             texts = [name for name in selected if pyarrow.types.is_string(file.schema_arrow.field(name).type)]
         with parquet.ParquetFile(path, read_dictionary=texts) as file:

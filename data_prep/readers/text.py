@@ -12,16 +12,16 @@ from megatfm.data_prep.readers.record import (
     Bad,
     BadFileError,
     Record,
-    opened,
+    open_decompressed,
     record_from_dict,
 )
 from megatfm.errors import MegatfmError
 
 
-def texts(path: Path, limit: int) -> Iterator[str]:
+def read_text(path: Path, limit: int) -> Iterator[str]:
     """Yield the text in pieces of at most `limit` bytes. Raises BadFileError at the first byte that isn't UTF-8."""
     offset = 0
-    for data in pieces(path, limit):
+    for data in read_pieces(path, limit):
         if offset == 0 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise BadFileError("is UTF-16, not UTF-8 (convert it with: iconv -f UTF-16 -t UTF-8)")
         if (zero := data.find(b"\0")) >= 0:
@@ -33,10 +33,10 @@ def texts(path: Path, limit: int) -> Iterator[str]:
         offset += len(data)
 
 
-def pieces(path: Path, limit: int) -> Iterator[bytes]:
+def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file in pieces of at most `limit`, cut after a blank line, a line or a
     character."""
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         data = file.read(limit)
         while block := file.read(limit):
             data += block
@@ -48,7 +48,7 @@ def pieces(path: Path, limit: int) -> Iterator[bytes]:
 
 
 def cut_text(text: str, limit: int) -> Iterator[str]:
-    """Yield a text in pieces of at most `limit` bytes, cut like `pieces`."""
+    """Yield a text in pieces of at most `limit` bytes, cut like `read_pieces`."""
     data = text.encode() if len(text) > limit // 4 else b""
     while len(data) > limit:
         cut = _cut(data, limit)
@@ -81,7 +81,7 @@ def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         yield record_from_dict(key, record, config)
 
 
-def records(path: Path) -> Iterator[tuple[int, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number and content of each line. Raises MegatfmError for damage."""
     try:
         for number, line in _lines(path):
@@ -95,7 +95,7 @@ def records(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that aren't blank, numbered from 1."""
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         for number, line in _numbered(file):
             if line.strip():
                 yield number, line
@@ -111,7 +111,7 @@ def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def read_json(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """Read a JSON array into memory: a record an element, numbered from 1."""
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         data = file.read(MAX_RECORD_BYTES + 1)
     if len(data) > MAX_RECORD_BYTES:
         raise BadFileError(
@@ -132,7 +132,7 @@ def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     by commas (RFC 4180)."""
     csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
     delimiter = "\t" if ".tsv" in path.name.lower() else ","
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         rows = csv.reader(_decoded_lines(file), delimiter=delimiter, strict=True)
         row = 0
         try:

@@ -18,8 +18,8 @@ from megatfm.data_prep.readers.record import (
     Bad,
     BadFileError,
     Record,
-    opened,
-    selected_metadata,
+    open_decompressed,
+    select_metadata,
 )
 
 _TYPES = ("text/", "application/xhtml", "application/xml")
@@ -31,7 +31,7 @@ def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """The pages of an archive, by the numbers of their records from 1, as they were sent: `html` in `steps` takes
     the text out of them. Bodies are unpacked (chunks, gzip, …), and text is decoded as it says, or as it looks.
     Requests and metadata are passed over."""
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         number = 0
         for number, data in enumerate(_frames(file), 1):
             try:
@@ -67,7 +67,7 @@ def _page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig)
     encoding = record.http_charset or detect_encoding(data) or "utf-8"
     header_names = {"url": "WARC-Target-URI", "date": "WARC-Date", "id": "WARC-Record-ID"}
     headers = {name: record.headers.get(header) for name, header in header_names.items()}
-    return Record(key, bytes_to_str(data, encoding), headers["url"] or "", selected_metadata(headers, config))
+    return Record(key, bytes_to_str(data, encoding), headers["url"] or "", select_metadata(headers, config))
 
 
 def _frames(file: IO[bytes]) -> Iterator[bytes]:
@@ -109,7 +109,7 @@ def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     line, the text without its markup."""
     title = "the first page"
     try:
-        with opened(path) as file:
+        with open_decompressed(path) as file:
             for page in mwxml.Dump.from_file(file):
                 title = f"page {page.title!r}"
                 if page.namespace != 0 or page.redirect:
@@ -120,7 +120,7 @@ def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 if text is None:
                     yield Bad(str(page.id), "has no text")
                 else:
-                    metadata = selected_metadata({"title": page.title, "id": page.id}, config)
+                    metadata = select_metadata({"title": page.title, "id": page.id}, config)
                     yield Record(str(page.id), f"{page.title}\n\n{plain(text)}", fields=metadata)
     except BadFileError:
         raise

@@ -15,10 +15,10 @@ from megatfm.data_prep.readers.record import (
     Bad,
     BadFileError,
     Record,
-    opened,
+    open_decompressed,
     record_from_dict,
-    selected_metadata,
-    spelled,
+    replace_surrogates,
+    select_metadata,
 )
 
 _TEXTS = ("txt", "text")
@@ -45,7 +45,7 @@ class TarMember(NamedTuple):
 def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """Yield the texts of a tar's samples. Captions of images are read like any text; images themselves need the format
     `images`."""
-    for key, parts in samples(path, (*_TEXTS, "json")):
+    for key, parts in read_samples(path, (*_TEXTS, "json")):
         record: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.text_key!r}")
         for part in parts:
             usable = _text_of(part, key, config)
@@ -56,7 +56,7 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         yield record
 
 
-def samples(path: Path, extensions: Sequence[str]) -> Iterator[tuple[str, list[TarMember]]]:
+def read_samples(path: Path, extensions: Sequence[str]) -> Iterator[tuple[str, list[TarMember]]]:
     """Yield key and members of each sample: consecutive members whose names agree up to the first dot.
 
     extensions: of the members to read. Raises BadFileError at damage.
@@ -64,13 +64,13 @@ def samples(path: Path, extensions: Sequence[str]) -> Iterator[tuple[str, list[T
     last_key = "the first member"
     try:
         with (
-            opened(path) as file,
+            open_decompressed(path) as file,
             tarfile.open(fileobj=cast(Any, _BoundedFile(file)), mode="r|", tarinfo=_StrictTarInfo) as tar,
         ):
             files = (member for member in tar if not member.isdir())
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last_key = key
-                yield spelled(key), _parts(tar, members, extensions)
+                yield replace_surrogates(key), _read_members(tar, members, extensions)
     except (
         tarfile.TarError,
         EOFError,
@@ -116,7 +116,7 @@ class _StrictTarInfo(tarfile.TarInfo):
         return member
 
 
-def _parts(
+def _read_members(
     tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], extensions: Sequence[str]
 ) -> list[TarMember]:
     """Read the members of a sample, together at most MAX_RECORD_BYTES."""
@@ -125,12 +125,12 @@ def _parts(
     for member in members:
         if len(parts) == _MAX_MEMBERS:
             raise tarfile.ReadError(f"a sample of over {_MAX_MEMBERS:,} members")
-        parts.append(_part(tar, member, extensions, bytes_left))
+        parts.append(_read_member(tar, member, extensions, bytes_left))
         bytes_left -= len(parts[-1].data or b"")
     return parts
 
 
-def _part(
+def _read_member(
     tar: tarfile.TarFile, member: tarfile.TarInfo, extensions: Sequence[str], max_bytes: int
 ) -> TarMember:
     extension = _split(member.name)[1]
@@ -169,7 +169,7 @@ def _metadata_beside(parts: Sequence[TarMember], config: ReadConfig) -> dict[str
     for part in parts:
         if part.extension == "json" and part.data is not None:
             with suppress(ValueError, RecursionError):
-                return selected_metadata(json.loads(part.data), config)
+                return select_metadata(json.loads(part.data), config)
     return {}
 
 

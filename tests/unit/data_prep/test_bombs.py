@@ -18,7 +18,7 @@ import zstandard
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.input_files import DocumentReader, InputFiles
-from megatfm.data_prep.readers.record import BadFileError, opened
+from megatfm.data_prep.readers.record import BadFileError, open_decompressed
 from tests.support.prep_files import warc_record
 
 MOST = 2**18
@@ -113,9 +113,9 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
         packed = [lzma.compress(line) + bytes(4 * (n % 3)) for n, line in enumerate(lines)]
     full, path = b"".join(packed), tmp_path / f"a{suffix}"
     path.write_bytes(full)
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         assert file.read() == b"".join(lines)
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         assert list(file) == b"".join(lines).splitlines(keepends=True)
     ends = {sum(map(len, packed[:number])) for number in range(len(packed) + 1)}
     for end in {*range(0, len(full), 7), *(end - 1 for end in ends if end)}:
@@ -123,5 +123,8 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
         is_between = end in ends or (
             suffix == ".xz" and not full[end : min(e for e in ends if e >= end)].strip(b"\0")
         )
-        with contextlib.nullcontext() if is_between else pytest.raises(BadFileError), opened(path) as file:
+        with (
+            contextlib.nullcontext() if is_between else pytest.raises(BadFileError),
+            open_decompressed(path) as file,
+        ):
             assert b"".join(lines).startswith(file.read())

@@ -19,7 +19,7 @@ from megatfm.corpus.export import Detokenizer, export
 from megatfm.corpus.inspect import check, show, stats
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.selection import MetadataFilter
-from megatfm.data_prep.readers import reader
+from megatfm.data_prep.readers import get_reader
 from megatfm.data_prep.readers.record import Record
 from megatfm.errors import UsageError
 from tests.support.prep_files import write_file
@@ -157,7 +157,7 @@ def test_every_format_keeps_fields(tmp_path: Path) -> None:
         file.write_table(table)
     config = ReadConfig.model_validate({"folder": "x", "metadata_keys": ["when", "n.m"]})
     for name in ("parquet", "arrow"):
-        (record,) = reader(name)(tmp_path / f"a.{name}", config)
+        (record,) = get_reader(name)(tmp_path / f"a.{name}", config)
         assert isinstance(record, Record)
         assert record.fields == {"when": "2026-01-02T03:04:00", "n.m": [1, None]}
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers import reader
+from megatfm.data_prep.readers import get_reader
 from megatfm.data_prep.readers.record import Bad, BadFileError
 from megatfm.errors import MegatfmError
 from tests.support.text_files import FILES, formatted, read_documents, tar, warc
@@ -50,7 +50,7 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    result = list(reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
+    result = list(get_reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
     assert [each.text for each in result if not isinstance(each, Bad)] == ["good"]
     assert {each.key: each.reason for each in result if isinstance(each, Bad)} == {
         "../out": "has a link or device: ../out.txt",
@@ -118,7 +118,7 @@ def test_sizes_are_held_against_the_files(tmp_path: Path, case: str, packed: boo
     path = tmp_path / ("a.tar.gz" if packed else "a.tar")
     path.write_bytes(gzip.compress(data + bytes(1024)) if packed else data + bytes(1024))
     with pytest.raises(BadFileError, match=reason):
-        list(reader("webdataset")(path, ReadConfig(folder=str(tmp_path))))
+        list(get_reader("webdataset")(path, ReadConfig(folder=str(tmp_path))))
 
 
 def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
         warc().replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000, 1)
     )
     with pytest.raises(BadFileError, match="is cut off or damaged in the header of record 1"):
-        list(reader("warc")(tmp_path / "a.warc", ReadConfig(folder=str(tmp_path))))
+        list(get_reader("warc")(tmp_path / "a.warc", ReadConfig(folder=str(tmp_path))))
 
 
 def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, data in (("a.jsonl", b" " * 20_000), ("a.jsonl.gz", gzip.compress(b" " * 20_000))):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(BadFileError, match="line 1 is longer than 10,000 bytes"):
-            list(reader("jsonl")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
+            list(get_reader("jsonl")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
 
 
 @settings(max_examples=60)
@@ -153,4 +153,4 @@ def test_no_bytes_bring_a_reader_down(
     path.write_bytes(full[:cut] + data + full[cut + len(data) :])
     with contextlib.suppress(BadFileError):
         kind = "json" if name == "a.json" else formatted(path, ReadConfig(folder="x"))
-        list(reader(kind)(path, ReadConfig(folder="x")))
+        list(get_reader(kind)(path, ReadConfig(folder="x")))

@@ -128,7 +128,9 @@ def test_a_corpus_of_an_earlier_version_is_the_one_that_its_config_asks_for(
 ) -> None:
     shutil.copytree(stored / "corpus", tmp_path / "out")
     version = json.loads((stored / "corpus" / "prep.json").read_text())["config"]["version"]
-    monkeypatch.setattr("megatfm.data_prep.execution.workspace.VERSION", version)  # words alone have changed
+    monkeypatch.setattr(
+        "megatfm.data_prep.execution.config_identity.VERSION", version
+    )  # words alone have changed
     values = {
         "out": str(tmp_path / "out"),
         "read": {"folder": "/tmp/recorded/texts"},

@@ -160,7 +160,7 @@ def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None
 def test_what_an_earlier_version_made_is_told_of(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     out = data_prep.run(config()).out
     before = file_hashes(out)
-    monkeypatch.setattr("megatfm.data_prep.execution.workspace.VERSION", 99)
+    monkeypatch.setattr("megatfm.data_prep.execution.config_identity.VERSION", 99)
     with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
         data_prep.run(config())
     assert file_hashes(out) == before
@@ -228,7 +228,7 @@ def test_no_record_lies_on_both_sides_of_the_split(
     config: Make, tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long records, cut into pieces, in a single file: halves of a record stay together, be they named or too many."""
-    monkeypatch.setattr("megatfm.data_prep.split.MANY", many)
+    monkeypatch.setattr("megatfm.data_prep.split.MAX_NAMES", many)
     line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"
     records = [{"text": "".join(line.format(piece, article) for piece in range(40))} for article in range(30)]
     write_file(

@@ -16,7 +16,7 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers import FORMATS, reader
+from megatfm.data_prep.readers import FORMATS, get_reader
 from megatfm.data_prep.readers.record import Bad
 from megatfm.data_prep.readers.web import plain
 from megatfm.errors import MegatfmError
@@ -266,7 +266,7 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
             )
         with monkeypatch.context() as patch:
             patch.setattr("megatfm.data_prep.readers.web.MAX_RECORD_BYTES", 10_000)
-            result = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
+            result = list(get_reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
         texts = [(each.url, each.text) for each in result if not isinstance(each, Bad)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]
         rubbish, bomb = (each.reason for each in result if isinstance(each, Bad))

@@ -105,7 +105,8 @@ def test_a_pattern_works_with_a_part_or_is_refused(pattern: str, part: str) -> N
 
 def test_every_pattern_is_tried() -> None:
     shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
-    assert shipped == {"full", *(options["name"] for options in PATTERN.values())}
+    # Windows of maps are for images alone; other tests may have imported them.
+    assert shipped - {"windows_2d"} == {"full", *(options["name"] for options in PATTERN.values())}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
