@@ -102,6 +102,16 @@ def broadcast_each(value: T, holders: int, group: Group = None) -> list[T]:
     return objects
 
 
+def broadcast_from(action: str, mine: T, source: int, group: Group = None) -> T:
+    """Broadcast the object of one rank to all."""
+    if not is_distributed():
+        return mine
+    slot = [mine]
+    with collective_errors(action):
+        dist.broadcast_object_list(slot, group=group, group_src=source)
+    return slot[0]
+
+
 def gather_errors(value: Sequence[str]) -> dict[str, list[str]]:
     """All-gather problems as "rank 3 on HOST" → problems; empty if no rank has any. The same on all ranks."""
     per_rank = all_gather((socket.gethostname(), list(value)))

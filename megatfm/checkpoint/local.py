@@ -173,22 +173,28 @@ class LocalCheckpoint:
 
 def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
     """Return the newest checkpoint of which every file is intact on some node; reads each byte. A collective."""
-    local_step = object_collectives.run_on_all_ranks(
-        "node-local checkpoints not read",
-        lambda: _scan_local_dir(nodes) if nodes.is_node_leader else {},
-        nodes.group,
+    action = "node-local checkpoints not read"
+    mine = object_collectives.run_on_all_ranks(
+        action, lambda: _scan_local_dir(nodes) if nodes.is_node_leader else {}, nodes.group
     )
+    # Ranks tell one another of metadata by its hash, and bring it over only where it is looked at.
+    intact = {(step, blake3(raw).digest()): files for (step, raw), files in mine.items()}
+    holders_of_checkpoint: dict[tuple[int, bytes], list[int]] = defaultdict(list)
     nodes_by_checkpoint: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for rank, steps_of_node in enumerate(object_collectives.all_gather(local_step, nodes.group)):
-        for key, files in steps_of_node.items():
+    for rank, checkpoints_of_node in enumerate(object_collectives.all_gather(intact, nodes.group)):
+        for key, files in checkpoints_of_node.items():
+            holders_of_checkpoint[key].append(rank)
             for file in files:
                 nodes_by_checkpoint[key][file].append(nodes.node_of_rank[rank])
-    for step, raw in sorted(
-        nodes_by_checkpoint, key=lambda key: (key[0], blake3(key[1]).digest()), reverse=True
-    ):
-        holders = nodes_by_checkpoint[step, raw]
+    for key in sorted(holders_of_checkpoint, reverse=True):
+        step, digest = key
+        candidates = [raw for (_, raw) in mine if blake3(raw).digest() == digest]
+        raw = object_collectives.broadcast_from(
+            action, candidates[0] if candidates else b"", holders_of_checkpoint[key][0], nodes.group
+        )
+        holders = nodes_by_checkpoint[key]
         if missing := sorted(parse_metadata(nodes.folder, raw).files.keys() - holders.keys()):
             log.warning(
                 "step %d on the nodes is not used: no node has %s whole", step, ", ".join(missing[:3])

@@ -27,7 +27,6 @@ from megatfm.engines.interface import (
     compares_samples,
 )
 from megatfm.engines.losses import (
-    DeferredReads,
     LossAccumulator,
     check_first_pass,
     local_batch,
@@ -40,6 +39,7 @@ from megatfm.engines.state import ModuleState, StatefulOptimizer, TiedParameters
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import draw, iter_inits
 from megatfm.layers.output_head import LMHead
+from megatfm.ops.deferred_reads import DeferredReads
 from megatfm.ops.torch_private import is_fake
 from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import PIPELINE, DataAxes, Mesh, sort_axes

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megatfm.engines.losses import DeferredReads
+from megatfm.ops.deferred_reads import DeferredReads
 from megatfm.ops.transfer import moved
 
 log = logging.getLogger("megatfm")

@@ -72,6 +72,13 @@ def test_overlap_made_good_by_a_gap() -> None:
         check_cover("w", (4, 2), [((0, 0), (2, 2)), ((1, 1), (2, 1)), ((3, 0), (1, 2))])
 
 
+def test_a_cell_of_a_grid_that_is_there_twice_in_the_place_of_another() -> None:
+    cells = [((row, column), (1, 1)) for row in range(2) for column in range(2)]
+    check_cover("w", (2, 2), cells)
+    with pytest.raises(MegatfmError, match=r"the pieces at \(0, 0\) and \(0, 0\) overlap"):
+        check_cover("w", (2, 2), [cells[0], *cells[:3]])
+
+
 def planned(by_rank: list[dict[str, ShardedTensor]]) -> tuple[PlannedGroup, ...]:
     return merge_plans([list(zip(*group_shards(shards), strict=True)) for shards in by_rank])
 

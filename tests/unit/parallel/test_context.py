@@ -111,7 +111,7 @@ def small(name: str) -> Config:
 
 
 # Objectives of images and of labelled texts have other models, and tests of their own.
-OTHER_MODELS = {"answers", "image_classification", "masked_image", "text_classification"}
+OTHER_MODELS = {*IMAGE_OBJECTIVES, "answers", "preference", "text_classification"}
 
 
 @pytest.mark.parametrize(

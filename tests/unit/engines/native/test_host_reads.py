@@ -7,8 +7,8 @@ import pytest
 from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.losses import DeferredReads
 from megatfm.layers.moe import experts
+from megatfm.ops.deferred_reads import DeferredReads
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.host_reads import BLOCKING_METHODS, HostWaits
 from tests.support.models import ADAMW, TIED_MODEL

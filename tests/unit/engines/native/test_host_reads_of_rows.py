@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ParallelConfig
 from megatfm.engines import base
-from megatfm.engines.losses import DeferredReads
 from megatfm.layers import sequence
 from megatfm.layers.attention.patterns import bigbird
 from megatfm.ops import transfer
+from megatfm.ops.deferred_reads import DeferredReads
 from tests.support.context_parity import context_case, context_microbatches
 from tests.support.host_reads import BLOCKING_METHODS, HostWaits
 from tests.support.models import ADAMW
