@@ -21,7 +21,7 @@ from megatfm.estimate.devices import GIB
 from megatfm.tracking.hardware import processor
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 128, 512, 2048), "cuda": (128, 512, 2048, 8192)}
+SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 96, 256, 768, 2048), "cuda": (128, 512, 2048, 8192)}
 """Rows, columns and depths of products; all triples of them are measured that take less than `LONGEST` seconds."""
 LONGEST = {"cpu": 0.25, "cuda": 0.05}
 EXPECTED_FLOPS = {"cpu": 3e10, "cuda": 3e14}

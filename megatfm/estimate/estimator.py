@@ -102,6 +102,10 @@ class Estimator:
         with torch.device("meta"):
             return build_model(self.base)
 
+    def on(self, cluster: Cluster) -> "Estimator":
+        """Return an estimator of the same model on another cluster, that shares what was computed."""
+        return replace(self, cluster=cluster)
+
     def estimate(self, config: Config) -> Estimate:
         """Estimate a layout. Raises UsageError where it does not fit the model, the batch or the number of GPUs."""
         parallel = config.parallel

@@ -62,7 +62,7 @@ def test_a_run_that_ran_out_of_memory_is_explained(run: Path, capsys: pytest.Cap
     assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; predicted for it:" in shown
     assert "3.000 GiB  layers/feed_forward.py:88" in shown
     assert all(phase in shown for phase in ("forward", "backward", "optimizer"))
-    assert "fits with train.micro_batch=1" in shown
+    assert "fits with train.recompute=full" in shown
 
 
 def test_the_device_is_the_one_of_the_run(run: Path) -> None:
