@@ -18,14 +18,13 @@ import torch.distributed as dist
 from megatfm.config import Config, load_config
 from megatfm.estimate.calibrate import (
     DTYPES,
-    NODE,
     Clock,
     _product,
     measure_device,
     product_shapes,
     write_table,
 )
-from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.devices import NODE, load_cluster
 from megatfm.estimate.estimator import estimator
 from megatfm.estimate.roofline import measured_rate
 from megatfm.imaginary.step import batches_of
@@ -69,7 +68,8 @@ def products(precision: str, rounds: int, count: int) -> None:
     print(
         f"{precision}: {len(known)} products in the table, {count} held out: error "
         f"{100 * statistics.median(errors):+.1f} % in the median, "
-        f"without sign {100 * statistics.median(ordered):.1f} %, ninth decile {100 * ordered[int(0.9 * count)]:.1f} %, worst {100 * worst:+.0f} %"
+        f"without sign {100 * statistics.median(ordered):.1f} %, "
+        f"ninth decile {100 * ordered[int(0.9 * count)]:.1f} %, worst {100 * worst:+.0f} %"
     )
 
 

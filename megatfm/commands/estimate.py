@@ -97,7 +97,8 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
     """Measure this machine, write the table, and have the estimate use it. Raises UsageError."""
     import torch
 
-    from megatfm.estimate.calibrate import DTYPES, NODE, measure_device, write_table
+    from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
+    from megatfm.estimate.devices import NODE
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")

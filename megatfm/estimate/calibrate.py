@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, multiprocessing
 
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import GIB
+from megatfm.estimate.devices import GIB, NODE
 from megatfm.tracking.hardware import processor
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -51,7 +51,6 @@ OPERATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(-1),
 }
 """Operators that memory or their own work bounds, by the name under which torch dispatches them."""
-NODE = "here"
 
 
 def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
