@@ -171,12 +171,12 @@ def _operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) ->
 def _attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """FLOP/s of causal attention's two passes, counting the pairs that are seen."""
     length, heads, width = (512, 4, 64) if device.type == "cpu" else (4096, 16, 128)
-    q, k, v = (torch.randn(1, heads, length, width, dtype=dtype, device=device) for _ in range(3))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    size = (1, heads, length, width)
+    q, k, v = (torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     flops = 2 * 2 * heads * width * length * (length + 1) / 2
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def both() -> None:
         forward().sum().backward()

@@ -156,7 +156,7 @@ def timeline_drawing(estimate: Estimate) -> Drawing | None:
 
 def scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
     """Estimate the same batch on other numbers of GPUs, of which `dp_shard` takes what the other axes leave."""
-    points = []
+    points: list[ScalePoint] = []
     for scale in SCALES:
         gpus = math.ceil(estimate.cluster.gpus * scale)
         if any(point.gpus == gpus for point in points):

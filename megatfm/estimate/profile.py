@@ -148,8 +148,8 @@ class LocalModel:
             by_values = f"model.family = {config.model.family!r}"
         if by_values:
             raise UsageError(
-                f"{config.name}: {by_values} can't be estimated, as passes depend on the values of a batch: trace a rank "
-                "instead: python -m megatfm.imaginary CONFIG --world GPUS --rank 0"
+                f"{config.name}: {by_values} can't be estimated, as passes depend on the values of a batch: trace a "
+                "rank instead: python -m megatfm.imaginary CONFIG --world GPUS --rank 0"
             )
 
     def _build(self, mesh: Mesh) -> None:

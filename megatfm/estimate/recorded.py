@@ -140,7 +140,7 @@ def device_of(recorded: Recorded, hardware: Path | None = None) -> str | None:
     words = re.sub(r"[^a-z0-9]+", " ", recorded.gpu.lower()).split()
     matching = [name for name in device_names(hardware) if name.partition("-")[0] in words]
     by_size = [name for name in matching if name.partition("-")[2] in words]
-    return (by_size or sorted(matching, key=len) or [None])[0]
+    return next(iter(by_size or sorted(matching, key=len)), None)
 
 
 def estimated_rows(folder: Path, hardware: Path | None = None) -> list[tuple[str, str, str, str]]:

@@ -102,3 +102,14 @@ def test_a_file_that_lies_is_no_snapshot(
     with pytest.raises(UsageError, match="not a memory snapshot of torch"):
         snapshot_owners(tmp_path / "rank-0.pickle")
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_report_has_the_estimate_beside_what_was_measured(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run)])
+    assert ended.value.code == 0, capsys.readouterr().err
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Estimated and measured" in page
+    assert "<td>step, s</td><td>0.5</td>" in page

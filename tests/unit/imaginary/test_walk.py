@@ -1,5 +1,5 @@
-"""Recommended layouts at real scale, each traced as one rank: they start, fit, send what is modelled, and wait as rarely
-as the budget says."""
+"""Recommended layouts at real scale, each traced as one rank: they start, fit, send what is modelled, and wait for no
+more than the budget."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from megatfm.estimate.devices import load_cluster
 from tests.support.recommended_layouts import Recommended, recommended, traced_layout
 
 WAITS_OF_EXPERTS = {"parallel/expert_parallel.py": 1}
-"""Waits of the host for each block of experts and micro-batch, by file: how many rows travel. Of dense models a step has
-none. The numbers may only fall."""
+"""Waits of the host for each block of experts and micro-batch, by file: how many rows travel. Dense models have none.
+The numbers may only fall."""
 QUICK = ("gpt2-124m", "bert-base", "llama3-70b")
 SAME_BYTES = 0.002
 PEAK = 0.12
