@@ -76,14 +76,14 @@ class PartProfile:
         if recompute == "full":
             return self.input_bytes
         if recompute == "selective":
-            made = {
+            written = {
                 number: n_bytes
                 for operator in self.forward
                 if operator.name in KEPT_BY_SELECTIVE
                 or operator.collective in ("all_reduce", "reduce_scatter")
                 for number, n_bytes in operator.writes.items()
             }
-            return self.input_bytes + sum(made.values())
+            return self.input_bytes + sum(written.values())
         if recompute.endswith("%"):
             return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
         return self.compiled_bytes() if compiled else everything
@@ -186,10 +186,15 @@ class LocalModel:
         with quiet(), self._mode, experts_by_shapes(self._note):
             fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
             for point in splittable.split_points:
-                own = self.model.get_submodule(point.modules[0]) if point.modules else None
-                is_block = id(own) in blocks
+                module = self.model.get_submodule(point.modules[0]) if point.modules else None
+                is_block = id(module) in blocks
                 name = point.name.rpartition(".")[0] if is_block else point.name
-                key = name, type(own), getattr(own, "kind", None), repr(getattr(own, "pattern", None))
+                key = (
+                    name,
+                    type(module),
+                    getattr(module, "kind", None),
+                    repr(getattr(module, "pattern", None)),
+                )
                 if key not in parts:
                     parts[key] = self._run(splittable, point, fields, lengths, is_block)
                 order.append(parts[key])
