@@ -18,14 +18,13 @@ import torch.distributed as dist
 from megatfm.config import Config, load_config
 from megatfm.estimate.calibrate import (
     DTYPES,
-    NODE,
     Clock,
     _product,
     measure_device,
     product_shapes,
     write_table,
 )
-from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.devices import NODE, load_cluster
 from megatfm.estimate.estimator import estimator
 from megatfm.estimate.roofline import measured_rate
 from megatfm.imaginary.step import batches_of
@@ -42,14 +41,14 @@ STEP = [
 
 
 def held_out(count: int, seed: int) -> list[tuple[int, int, int]]:
-    """Shapes drawn between the smallest and the largest of the table's sizes."""
+    """Shapes, of multiples of 16, drawn between the smallest and the largest of the table's sizes."""
     draw, largest = (
         random.Random(seed),
         max(product_shapes("cpu"), key=lambda shape: shape[0] * shape[1] * shape[2]),
     )
     most, shapes = largest[0] * largest[1] * largest[2], list[tuple[int, int, int]]()
     while len(shapes) < count:
-        m, n, k = (round(2 ** draw.uniform(6, 11)) for _ in range(3))
+        m, n, k = (16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
         if m * n * k <= most:
             shapes.append((m, n, k))
     return shapes
@@ -67,9 +66,10 @@ def products(precision: str, rounds: int, count: int) -> None:
     ordered = sorted(abs(error) for error in errors)
     worst = max(errors, key=abs)
     print(
-        f"{precision}: {len(known)} products in the table, {count} held out: error {100 * statistics.median(errors):+.1f} % "
-        f"in the median, without sign {100 * statistics.median(ordered):.1f} %, ninth decile "
-        f"{100 * ordered[int(0.9 * count)]:.1f} %, worst {100 * worst:+.0f} %"
+        f"{precision}: {len(known)} products in the table, {count} held out: error "
+        f"{100 * statistics.median(errors):+.1f} % in the median, "
+        f"without sign {100 * statistics.median(ordered):.1f} %, "
+        f"ninth decile {100 * ordered[int(0.9 * count)]:.1f} %, worst {100 * worst:+.0f} %"
     )
 
 

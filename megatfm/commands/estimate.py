@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,9 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="hold the estimate against a rank's real step on an imaginary GPU",
     )
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="with --traced: which rank (0)")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write one page: memory, time line of the schedule, scaling"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     add_trust_argument(parser)
 
@@ -81,6 +85,11 @@ def estimate_command(args: argparse.Namespace) -> int:
             print(json.dumps(as_dict(estimate), indent=2))
         else:
             _print(opened_estimator, estimate)
+        if args.html:
+            from megatfm.estimate.page import write_page
+
+            write_page(opened_estimator, estimate, args.html)
+            print(f"written: {args.html}", file=sys.stderr if args.json else sys.stdout)
         if args.traced:
             _trace(args, opened_estimator, estimate)
     if args.write:
@@ -92,7 +101,8 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
     """Measure this machine, write the table, and have the estimate use it. Raises UsageError."""
     import torch
 
-    from megatfm.estimate.calibrate import DTYPES, NODE, measure_device, write_table
+    from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
+    from megatfm.estimate.devices import NODE
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")

@@ -202,13 +202,25 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="runs whose curves lie behind this one's, for example runs/baseline",
     )
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="devices of your own, for the estimate beside the run"
+    )
 
 
 def report_command(args: argparse.Namespace) -> int:
     """Write RUN/report.html and print where it is."""
+    from megatfm.estimate.recorded import estimated_rows
     from megatfm.report import write_report
 
-    print(write_report(check_path(Path(args.run_dir)), args.others))
+    folder = check_path(Path(args.run_dir))
+    try:
+        estimated = estimated_rows(folder, args.hardware)
+    except UsageError as error:
+        if args.hardware:
+            raise
+        print(f"without an estimate: {error}", file=sys.stderr)
+        estimated = []
+    print(write_report(folder, args.others, estimated))
     return 0
 
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, multiprocessing
 
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import GIB
+from megatfm.estimate.devices import GIB, NODE
 from megatfm.tracking.hardware import processor
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 128, 512, 2048), "cuda": (128, 512, 2048, 8192)}
+SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 96, 256, 768, 2048), "cuda": (128, 512, 2048, 8192)}
 """Rows, columns and depths of products; all triples of them are measured that take less than `LONGEST` seconds."""
 LONGEST = {"cpu": 0.25, "cuda": 0.05}
 EXPECTED_FLOPS = {"cpu": 3e10, "cuda": 3e14}
@@ -51,7 +51,6 @@ OPERATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(-1),
 }
 """Operators that memory or their own work bounds, by the name under which torch dispatches them."""
-NODE = "here"
 
 
 def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
@@ -172,12 +171,12 @@ def _operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) ->
 def _attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """FLOP/s of causal attention's two passes, counting the pairs that are seen."""
     length, heads, width = (512, 4, 64) if device.type == "cpu" else (4096, 16, 128)
-    q, k, v = (torch.randn(1, heads, length, width, dtype=dtype, device=device) for _ in range(3))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    size = (1, heads, length, width)
+    q, k, v = (torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     flops = 2 * 2 * heads * width * length * (length + 1) / 2
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def both() -> None:
         forward().sum().backward()

@@ -11,6 +11,8 @@ from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
 GIB = 2**30
+NODE = "here"
+"""Name of the machine at hand, as device and as node, in a calibrated table."""
 EXAMPLE = 'a table [device.NAME] with the keys of those in megatfm/estimate/devices.toml, or extends = "h100"'
 
 

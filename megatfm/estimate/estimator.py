@@ -98,9 +98,13 @@ class Estimator:
         return describe(self.base)
 
     @cached_property
-    def _whole(self) -> torch.nn.Module:
+    def _full(self) -> torch.nn.Module:
         with torch.device("meta"):
             return build_model(self.base)
+
+    def on(self, cluster: Cluster) -> "Estimator":
+        """Return an estimator of the same model on another cluster, that shares what was computed."""
+        return replace(self, cluster=cluster)
 
     def estimate(self, config: Config) -> Estimate:
         """Estimate a layout. Raises UsageError where it does not fit the model, the batch or the number of GPUs."""
@@ -174,7 +178,7 @@ class Estimator:
         key = id(model), parallel.ep, parallel.expert_tp, shards, parallel.zero >= 2
         if key not in self._weights:
             points = cast(Splittable, model.model).split_points
-            self._weights[key] = local_weights(config, self._whole, model.layout, points, model.model)
+            self._weights[key] = local_weights(config, self._full, model.layout, points, model.model)
         return self._weights[key]
 
     def _stages(
@@ -207,7 +211,7 @@ class Estimator:
         key = parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
         if key not in self._pipelines:
             try:
-                self._pipelines[key] = plan_pipeline_split(config, self._whole)
+                self._pipelines[key] = plan_pipeline_split(config, self._full)
             except UsageError as error:
                 self._pipelines[key] = error
         planned = self._pipelines[key]

@@ -27,7 +27,7 @@ from megatfm.estimate.weights import experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.output_head import CrossEntropy, LMHead
-from megatfm.objectives import target_fraction
+from megatfm.objectives import reads_text, target_fraction
 from megatfm.parallel.layout import ModelLayout, replace_forward, transformer_blocks
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -36,6 +36,8 @@ from megatfm.train.build import build_model
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 """Type of activations by `train.precision`; of the others bfloat16."""
+BY_VALUES = ("electra", "xlnet")
+"""Families whose text models read values of a batch on the host: drawn tokens, orders of permutation."""
 KEPT_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation keeps, beside sums over tensor-parallel ranks."""
 
@@ -74,14 +76,14 @@ class PartProfile:
         if recompute == "full":
             return self.input_bytes
         if recompute == "selective":
-            made = {
+            written = {
                 number: n_bytes
                 for operator in self.forward
                 if operator.name in KEPT_BY_SELECTIVE
                 or operator.collective in ("all_reduce", "reduce_scatter")
                 for number, n_bytes in operator.writes.items()
             }
-            return self.input_bytes + sum(made.values())
+            return self.input_bytes + sum(written.values())
         if recompute.endswith("%"):
             return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
         return self.compiled_bytes() if compiled else everything
@@ -120,6 +122,7 @@ class LocalModel:
     """
 
     def __init__(self, config: Config) -> None:
+        self.check(config)
         parallel = config.parallel
         self.config, self.tp = config, parallel.tp
         alone = parallel.model_copy(
@@ -136,6 +139,18 @@ class LocalModel:
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
         with quiet():
             self._build(build_mesh(alone, dist.get_world_size(), "cpu"))
+
+    @staticmethod
+    def check(config: Config) -> None:
+        """Raise UsageError for a model whose passes depend on values, which tensors of shapes alone have not."""
+        by_values = "images" if not reads_text(config.objective.name) else ""
+        if config.model.family in BY_VALUES:
+            by_values = f"model.family = {config.model.family!r}"
+        if by_values:
+            raise UsageError(
+                f"{config.name}: {by_values} can't be estimated, as passes depend on the values of a batch: trace a "
+                "rank instead: python -m megatfm.imaginary CONFIG --world GPUS --rank 0"
+            )
 
     def _build(self, mesh: Mesh) -> None:
         config, parallel = self.config, self.config.parallel
@@ -171,10 +186,15 @@ class LocalModel:
         with quiet(), self._mode, experts_by_shapes(self._note):
             fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
             for point in splittable.split_points:
-                own = self.model.get_submodule(point.modules[0]) if point.modules else None
-                is_block = id(own) in blocks
+                module = self.model.get_submodule(point.modules[0]) if point.modules else None
+                is_block = id(module) in blocks
                 name = point.name.rpartition(".")[0] if is_block else point.name
-                key = name, type(own), getattr(own, "kind", None), repr(getattr(own, "pattern", None))
+                key = (
+                    name,
+                    type(module),
+                    getattr(module, "kind", None),
+                    repr(getattr(module, "pattern", None)),
+                )
                 if key not in parts:
                     parts[key] = self._run(splittable, point, fields, lengths, is_block)
                 order.append(parts[key])

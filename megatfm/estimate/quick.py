@@ -136,17 +136,17 @@ class QuickScores:
         is_mixed = config.train.precision not in ("fp32", "fp64")
         compute = 2 if is_mixed else size
         edp = max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.dp_shard
-        whole = dense + experts
-        shard = dense / parallel.dp_shard + experts / edp if zero else whole
+        unsharded_numel = dense + experts
+        shard = dense / parallel.dp_shard + experts / edp if zero else unsharded_numel
         unsharded = (
             zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
         )
-        total = (whole if zero == 1 and not is_mixed else shard) * size
-        total = total + (whole if unsharded else shard) * size + shard * self._optimizer_bytes
+        total = (unsharded_numel if zero == 1 and not is_mixed else shard) * size
+        total = total + (unsharded_numel if unsharded else shard) * size + shard * self._optimizer_bytes
         if zero < 2:
-            return total + (whole * 2 if is_mixed else 0)
+            return total + (unsharded_numel * 2 if is_mixed else 0)
         if zero == 2 or parallel.splits_backward:
-            total = total + whole * compute
+            total = total + unsharded_numel * compute
         else:
             total = total + (outside + 2 * block) * compute
         return total + (0 if unsharded else block * (compute + size))

@@ -12,7 +12,7 @@ from typing import IO, Any, NoReturn
 
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
-from megatfm.estimate.devices import device_names, load_cluster
+from megatfm.estimate.devices import GIB, NODE, device_names, load_cluster
 from megatfm.estimate.estimator import Estimator, estimator
 from megatfm.report.run import Run
 from megatfm.train.profiling import SNAPSHOT_DIR
@@ -133,11 +133,37 @@ def _owner(frames: list[dict[str, Any]]) -> str:
 
 
 def device_of(recorded: Recorded, hardware: Path | None = None) -> str | None:
-    """Name, in the tables of devices, of the GPU that a run had; None for one that is not there."""
+    """Name, in the tables of devices, of what a run computed on: a GPU by its name, a CPU the one that was calibrated;
+    None for one that is not there."""
+    if not recorded.is_gpu:
+        return NODE if NODE in device_names(hardware) else None
     words = re.sub(r"[^a-z0-9]+", " ", recorded.gpu.lower()).split()
     matching = [name for name in device_names(hardware) if name.partition("-")[0] in words]
     by_size = [name for name in matching if name.partition("-")[2] in words]
-    return (by_size or sorted(matching, key=len) or [None])[0]
+    return next(iter(by_size or sorted(matching, key=len)), None)
+
+
+def estimated_rows(folder: Path, hardware: Path | None = None) -> list[tuple[str, str, str, str]]:
+    """Quantities of a run, as recorded and as estimated, and the difference; none of a run on a device without a table.
+
+    Raises UsageError for a run that can't be estimated.
+    """
+    recorded = read_recorded(folder)
+    if device_of(recorded, hardware) is None:
+        return []
+    with run_estimator(folder, recorded, None, hardware) as opened:
+        estimate = opened.estimate(opened.base)
+    memory = estimate.memory[0].total - estimate.memory[0].reserved
+    pairs = (
+        ("step, s", recorded.step_seconds, estimate.time.step),
+        ("tokens a second", recorded.tokens_per_second, estimate.tokens_per_second),
+        ("memory of rank 0, GiB", recorded.peak / GIB or None, memory / GIB),
+    )
+    return [
+        (name, f"{seen:,.4g}", f"{modelled:,.4g}", f"{100 * (modelled / seen - 1):+.1f} %")
+        for name, seen, modelled in pairs
+        if seen
+    ]
 
 
 @contextmanager

@@ -35,9 +35,9 @@ CAUSES = {
 
 def heading(estimate: Estimate) -> list[str]:
     """Lines of what is estimated."""
-    config, found = estimate.config, estimate.description
+    config, counts = estimate.config, estimate.description
     return [
-        f"{config.name}: {found.parameters:,} parameters, on {estimate.cluster}",
+        f"{config.name}: {counts.parameters:,} parameters, on {estimate.cluster}",
         f"layout: {layout_text(estimate)}",
     ]
 

@@ -106,15 +106,15 @@ def data_flows(
     held = [w for w in weights if any(index in parts for index in w.parts)]
     data_ranks = parallel.dp_shard * parallel.dp_replicate
     for is_expert in (False, True):
-        own = [w for w in held if w.is_expert == is_expert]
+        of_kind = [w for w in held if w.is_expert == is_expert]
         shard = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
         copies = [axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])]
         if data_ranks == 1 or parallel.zero == 0:
-            _replicated_flows(flows, own, [shard, *copies], size, config)
+            _replicated_flows(flows, of_kind, [shard, *copies], size, config)
         elif parallel.zero == 1:
-            _sharded_optimizer_flows(flows, own, shard, copies, size, compute)
+            _sharded_optimizer_flows(flows, of_kind, shard, copies, size, compute)
         else:
-            _fully_sharded_flows(flows, config, own, shard, copies, microbatches)
+            _fully_sharded_flows(flows, config, of_kind, shard, copies, microbatches)
 
 
 def _sizes(config: Config) -> tuple[int, int]:
@@ -149,11 +149,11 @@ def _sharded_optimizer_flows(
 ) -> None:
     n = shard.size
     for bucket in _buckets([w for w in weights if w.is_trained]):
-        each = sum(w.shard(n) for w in bucket)
-        flows.add(shard, "reduce_scatter", each * n * size * (n - 1) // n)
+        shard_numel = sum(w.shard(n) for w in bucket)
+        flows.add(shard, "reduce_scatter", shard_numel * n * size * (n - 1) // n)
         for axis in copies:
-            flows.add(axis, "all_reduce", 2 * each * size * (axis.size - 1) // axis.size)
-        flows.add(shard, "all_gather", each * compute * (n - 1))
+            flows.add(axis, "all_reduce", 2 * shard_numel * size * (axis.size - 1) // axis.size)
+        flows.add(shard, "all_gather", shard_numel * compute * (n - 1))
 
 
 def _fully_sharded_flows(
@@ -177,10 +177,10 @@ def _fully_sharded_flows(
         min((axis.stride for axis in copies if axis.size > 1), default=1),
     )
     for parts, group in groups.items():
-        each = sum(w.shard(n) for w in group)
+        shard_numel = sum(w.shard(n) for w in group)
         trained = sum(w.shard(n) for w in group if w.is_trained)
         gathers = all_gathers(config, parts != (), microbatches)
-        flows.add(shard, "all_gather", each * compute * (n - 1), gathers)
+        flows.add(shard, "all_gather", shard_numel * compute * (n - 1), gathers)
         times = microbatches if parallel.grad_accumulation == "sharded" else 1
         flows.add(shard, "reduce_scatter", trained * n * reduced * (n - 1) // n, times)
         if ranks > 1:

@@ -61,14 +61,14 @@ class RankBytes:
 
 
 def local_weights(
-    config: Config, whole: nn.Module, layout: ModelLayout, points: Sequence[SplitPoint], local: nn.Module
+    config: Config, full: nn.Module, layout: ModelLayout, points: Sequence[SplitPoint], local: nn.Module
 ) -> list[LocalWeight]:
     """List the parameters as a rank of `layout` (tensor parallelism alone) has them, experts divided by `parallel.ep`.
 
-    whole: the model on the meta device, without a plan. local: the model that `layout` was laid over.
+    full: the model on the meta device, without a plan. local: the model that `layout` was laid over.
     """
     weight_bytes = 8 if config.train.precision == "fp64" else 4
-    optimizer = optimizer_state_bytes(config, whole, weight_bytes)
+    optimizer = optimizer_state_bytes(config, full, weight_bytes)
     experts = {
         f"{path}.{key}"
         for path, module in local.named_modules()
@@ -79,7 +79,7 @@ def local_weights(
     for index, point in enumerate(points):
         for parameter in {p for path in point.modules for p in local.get_submodule(path).parameters()}:
             holders.setdefault(id(parameter), []).append(index)
-    found = []
+    listed = []
     for name, parameter in local.named_parameters():
         sizes, shape = list(layout[name].region[1]), layout[name].shape
         is_expert = name in experts and config.parallel.ep > 1
@@ -87,7 +87,7 @@ def local_weights(
             sizes = _expert_sizes(sizes, shape, config.parallel)
         dim = _cut_dim(sizes, name in experts, _expert_shards(config.parallel), config.parallel.zero)
         rows = sizes[dim] if sizes else 1
-        found.append(
+        listed.append(
             LocalWeight(
                 name,
                 math.prod(shape),
@@ -101,7 +101,7 @@ def local_weights(
                 TENSOR in layout[name].partial_axes,
             )
         )
-    return found
+    return listed
 
 
 def _expert_sizes(sizes: list[int], shape: Sequence[int], parallel: ParallelConfig) -> list[int]:
@@ -134,9 +134,9 @@ def rank_bytes(
     is_mixed = train.precision not in ("fp32", "fp64")
     shards = {w.name: _shards(w, parallel) if zero else 1 for w in held}
     stored = {w.name: w.shard(shards[w.name]) for w in held}
-    whole = sum(w.local for w in held)
+    unsharded_numel = sum(w.local for w in held)
     # ZeRO 1 without a precision of its own moves the model's weights themselves, whole on each rank.
-    weight_bytes = (whole if zero == 1 and not is_mixed else sum(stored.values())) * size
+    weight_bytes = (unsharded_numel if zero == 1 and not is_mixed else sum(stored.values())) * size
     several = train.global_batch > train.micro_batch * data_ranks
     unsharded = zero < 2 or parallel.pp > 1 or (several and parallel.grad_accumulation == "unsharded")
     trained = [w for w in held if w.is_trained]
@@ -153,7 +153,7 @@ def rank_bytes(
         gathered = sum(stored[w.name] * shards[w.name] for w in held) * compute
     if zero >= 2 and not unsharded:
         unreduced = (largest[0] if largest else outside) * (compute + size)
-    copies = whole * 2 if zero < 2 and is_mixed else 0
+    copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
     return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, unreduced)
 
 

@@ -27,7 +27,7 @@ FREE = {
 MANY_TOKENS = 512
 """Length of rows from which a tensor of all pairs of tokens is told of."""
 BY_VALUES = ("DynamicOutputShapeException", "DataDependentOutputException")
-OWN_FILES = ("/verify/traffic", "/imaginary/")
+COUNTING_FILES = ("/verify/traffic", "/imaginary/")
 PINNED: Any = WeakIdKeyDictionary()
 """Host tensors in memory that a GPU reads by itself."""
 
@@ -159,6 +159,10 @@ def place() -> str:
     """File and line of the product's code that is running."""
     for frame in reversed(traceback.extract_stack(limit=40)):
         path = frame.filename
-        if "/megatfm/" in path and "site-packages" not in path and not any(own in path for own in OWN_FILES):
+        if (
+            "/megatfm/" in path
+            and "site-packages" not in path
+            and not any(part in path for part in COUNTING_FILES)
+        ):
             return f"{path.rpartition('/megatfm/')[2]}:{frame.lineno}"
     return "torch"

@@ -26,7 +26,7 @@ def batches_of(config: Config, data_ranks: int, microbatches: int | None) -> lis
 
 
 def take_steps(
-    config: Config, engine: Engine, gpu: ImaginaryGPU, batches: list[Arrays], steps: int, found: "Trace"
+    config: Config, engine: Engine, gpu: ImaginaryGPU, batches: list[Arrays], steps: int, record: "Trace"
 ) -> None:
     """Take steps, and note the last one."""
     objective, signals = objective_for(config), StopSignals(engine.device)
@@ -35,12 +35,12 @@ def take_steps(
         gpu.phase, gpu.peak = "passes", gpu.now
         with TrafficCounter(engine.process_groups()) as traffic:
             engine.forward_backward(batches, objective)
-            found.passes, gpu.phase, gpu.peak = gpu.peak, "optimizer", gpu.now
+            record.passes, gpu.phase, gpu.peak = gpu.peak, "optimizer", gpu.now
             engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
         signals.agreed_before()
-        found.optimizer, found.at_rest = gpu.peak, gpu.now
-    found.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.flows()]
-    found.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}
-    found.waits, found.copies = dict(gpu.waits.most_common()), dict(gpu.copies.most_common())
-    found.all_pairs = dict(gpu.all_pairs)
-    found.largest = f"{gpu.largest[0]} bytes: {gpu.largest[1]}"
+        record.optimizer, record.at_rest = gpu.peak, gpu.now
+    record.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.flows()]
+    record.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}
+    record.waits, record.copies = dict(gpu.waits.most_common()), dict(gpu.copies.most_common())
+    record.all_pairs = dict(gpu.all_pairs)
+    record.largest = f"{gpu.largest[0]} bytes: {gpu.largest[1]}"

@@ -26,6 +26,9 @@ class _Nothing:
     def __call__(self, *args: Any, **kwargs: Any) -> "_Nothing":
         return self
 
+    def record_event(self, *args: Any) -> "_Nothing":
+        return _Nothing()
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: True if name == "query" else None
 

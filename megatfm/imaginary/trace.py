@@ -67,11 +67,11 @@ def trace(
     with gpu, attention_by_shapes(gpu):
         engine = build_engine(config, mesh, CUDA, precision)
         batches = batches_of(config, mesh.data_ranks, microbatches)
-        found = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.now)
-        found.weights = sum(box.tensor.nbytes for box in engine.weights().values())
-        take_steps(config, engine, gpu, batches, steps, found)
-    found.seconds = time.perf_counter() - start
-    return found
+        record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.now)
+        record.weights = sum(box.tensor.nbytes for box in engine.weights().values())
+        take_steps(config, engine, gpu, batches, steps, record)
+    record.seconds = time.perf_counter() - start
+    return record
 
 
 def main(words: Sequence[str]) -> int:
@@ -90,9 +90,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--microbatches", type=int)
     args = parser.parse_intermixed_args(words)
     try:
-        found = trace(args.config, args.overrides, args.world, args.rank, args.steps, args.microbatches)
+        record = trace(args.config, args.overrides, args.world, args.rank, args.steps, args.microbatches)
     except MegatfmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(record)))
     return 0

@@ -146,7 +146,9 @@ class LMHead(nn.Module):
         pairs: PairFields | None = None,
     ) -> Tensor:
         if targets_BT is None:
-            hidden = hidden_BTD if token_mask_BT is None else hidden_BTD[token_mask_BT]
+            hidden = hidden_BTD
+            if token_mask_BT is not None:
+                hidden = hidden_BTD[true_places(to_host(token_mask_BT), hidden_BTD.device)]
             logits = F.linear(self._last(hidden), self.weight, self.bias)
             return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
         hidden_MD, targets_M, at_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None

@@ -19,6 +19,7 @@ from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.keyed_random import fold_in, token_keys, uniform
+from megatfm.ops.transfer import moved, to_host, true_places
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
@@ -129,10 +130,13 @@ def _filled(
 ) -> Tensor:
     """Return the original tokens [B, T], with a sample from the generator's head in place of those that were masked."""
     with torch.no_grad():
-        masked = targets != IGNORE
+        # Found on the host, which has to know how many they are.
+        masked_on_host = to_host(targets) != IGNORE
+        masked = moved(masked_on_host, original.device)
         logits_MV = head(hidden_BTD, token_mask_BT=masked)
         # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
-        noise_MV = -torch.log(-torch.log(uniform(rng_keys_BT[masked], logits_MV.shape[-1])))
+        keys_M = rng_keys_BT[true_places(masked_on_host, original.device)]
+        noise_MV = -torch.log(-torch.log(uniform(keys_M, logits_MV.shape[-1])))
         return original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
 

@@ -46,22 +46,25 @@ class Headline:
     note: str = ""
 
 
-def write_report(folder: str | Path, compared: Sequence[str | Path] = ()) -> Path:
+def write_report(
+    folder: str | Path, compared: Sequence[str | Path] = (), estimated: Sequence[Sequence[str]] = ()
+) -> Path:
     """Write `report.html` into a run directory, whatever the run has reached, and return its path.
 
-    compared: runs whose curves lie behind this one's. The page is one file without any outside reference. Raises
+    compared: runs whose curves lie behind this one's. estimated: rows of a quantity, as recorded, as estimated, and the
+    difference. The page is one file without any outside reference. Raises
     UsageError when a folder is not a run.
     """
     run, behind = Run(Path(folder)), [Run(Path(other)) for other in compared]
     path = run.folder / "report.html"
     try:
-        atomic_write(path, render(run, behind))
+        atomic_write(path, render(run, behind, estimated))
     except OSError as error:
         raise MegatfmError(f"can't write {path}: {error.strerror}; free space or mend its rights") from error
     return path
 
 
-def render(run: Run, compared: Sequence[Run] = ()) -> str:
+def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:
     """The page of a run as text."""
     differing = non_default_settings(run.config)
     classes, pictures = class_results(run), galleries(run)
@@ -77,6 +80,7 @@ def render(run: Run, compared: Sequence[Run] = ()) -> str:
         headline=headline(run),
         charts=charts(run, behind),
         times=time_shares(run),
+        estimated=estimated,
         maps=expert_load_maps(run),
         samples=group_by_prompt(run.samples[-MAX_SAMPLES:]),
         classes=classes,

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from megatfm.config import Config, load_config
 from megatfm.config.sources import presets_of_models
+from megatfm.errors import UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, estimator
+from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.traced import Traced, differences, enough_microbatches, run_trace
 
 SMALL = (8, ("parallel.zero=1",))
@@ -94,16 +96,24 @@ def recommended() -> list[Recommended]:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """A recommended layout: its estimate, and that of a model of few layers beside the trace of the same."""
+    """A recommended layout: its estimate, and that of a model of few layers beside the trace of the same. Models that
+    can't be estimated are traced alone, in full."""
 
-    full: Estimate
-    few_layers: Estimate
+    full: Estimate | None
+    few_layers: Estimate | None
     traced: Traced
+
+    @property
+    def n_expert_passes(self) -> int:
+        """Passes through a block and a micro-batch, where experts are on several ranks."""
+        if self.few_layers is None or self.few_layers.config.parallel.ep == 1:
+            return 0
+        return self.few_layers.config.model.n_layers * self.few_layers.microbatches
 
     @property
     def differences(self) -> list[tuple[str, int, int]]:
         """(name, modelled, traced) bytes of memory and traffic."""
-        return differences(self.few_layers, self.traced)
+        return differences(self.few_layers, self.traced) if self.few_layers else []
 
     @property
     def waits(self) -> dict[str, int]:
@@ -119,6 +129,12 @@ def traced_layout(case: Recommended) -> TracedLayout:
     overrides = [*case.overrides, "train.precision=bf16"]
     config = load_config(case.preset, overrides)
     cluster = load_cluster("h100", case.gpus)
+    try:
+        LocalModel.check(config)
+    except UsageError:
+        rows = 2 * config.train.micro_batch * case.gpus
+        few = [f"train.global_batch={rows}", "train.compile=false", *few_layers(config)]
+        return TracedLayout(None, None, run_trace(case.preset, [*overrides, *few], case.gpus, 1))
     with estimator(config, cluster) as opened:
         full = opened.estimate(opened.base)
     few = [*few_layers(config), "train.compile=false", f"parallel.dp_shard={full.config.parallel.dp_shard}"]

@@ -74,7 +74,7 @@ USES = {
     f"megatfm.{room}": {*CORE, *TRAIN} for room in ("inference", "convert", "report", "verify", "describe")
 }
 # Reads what `describe` counts, and runs a rank of a layout that does not exist.
-USES["megatfm.estimate"] = {*CORE, *TRAIN, "megatfm.describe"}
+USES["megatfm.estimate"] = {*CORE, *TRAIN, "megatfm.describe", "megatfm.report"}
 USES["megatfm.imaginary"] = {*CORE, *TRAIN, "megatfm.verify"}
 BESIDE = {
     "megatfm.data_prep": {"megatfm.corpus", "megatfm.tokenizers", "megatfm.config"},

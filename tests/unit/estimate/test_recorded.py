@@ -62,7 +62,7 @@ def test_a_run_that_ran_out_of_memory_is_explained(run: Path, capsys: pytest.Cap
     assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; predicted for it:" in shown
     assert "3.000 GiB  layers/feed_forward.py:88" in shown
     assert all(phase in shown for phase in ("forward", "backward", "optimizer"))
-    assert "fits with train.micro_batch=1" in shown
+    assert "fits with train.recompute=full" in shown
 
 
 def test_the_device_is_the_one_of_the_run(run: Path) -> None:
@@ -102,3 +102,14 @@ def test_a_file_that_lies_is_no_snapshot(
     with pytest.raises(UsageError, match="not a memory snapshot of torch"):
         snapshot_owners(tmp_path / "rank-0.pickle")
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_report_has_the_estimate_beside_what_was_measured(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run)])
+    assert ended.value.code == 0, capsys.readouterr().err
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Estimated and measured" in page
+    assert "<td>step, s</td><td>0.5</td>" in page

@@ -1,13 +1,14 @@
-"""Recommended layouts at real scale, each traced as one rank: they start, fit, send what is modelled, and wait as rarely
-as the budget says."""
+"""Recommended layouts at real scale, each traced as one rank: they start, fit, send what is modelled, and wait for no
+more than the budget."""
 
 import pytest
 
+from megatfm.estimate.devices import load_cluster
 from tests.support.recommended_layouts import Recommended, recommended, traced_layout
 
 WAITS_OF_EXPERTS = {"parallel/expert_parallel.py": 1}
-"""Waits of the host for each block of experts and micro-batch, by file: how many rows travel. Of dense models a step has
-none. The numbers may only fall."""
+"""Waits of the host for each block of experts and micro-batch, by file: how many rows travel. Dense models have none.
+The numbers may only fall."""
 QUICK = ("gpt2-124m", "bert-base", "llama3-70b")
 SAME_BYTES = 0.002
 PEAK = 0.12
@@ -23,14 +24,12 @@ def case(layout: Recommended) -> object:
 @pytest.mark.parametrize("layout", [case(layout) for layout in recommended()])
 def test_a_recommended_layout_runs_on_an_imaginary_gpu(layout: Recommended) -> None:
     traced = traced_layout(layout)
-    assert traced.full.fits, traced.full.worst
+    if traced.full is not None:
+        assert traced.full.fits, traced.full.worst
+    assert traced.traced.peak < 0.95 * load_cluster("h100", 1).device.memory_bytes
     for name, modelled, seen in traced.differences:
         tolerance = PEAK if name == "peak" else SAME_BYTES
         assert modelled == pytest.approx(seen, rel=tolerance), name
-    n_blocks = traced.few_layers.config.model.n_layers * traced.few_layers.microbatches
-    budget = {path: times * n_blocks for path, times in WAITS_OF_EXPERTS.items()}
-    has_experts = traced.few_layers.config.parallel.ep > 1
-    assert all(times <= budget.get(path, 0) * has_experts for path, times in traced.waits.items()), (
-        traced.waits
-    )
+    budget = {path: times * traced.n_expert_passes for path, times in WAITS_OF_EXPERTS.items()}
+    assert all(times <= budget.get(path, 0) for path, times in traced.waits.items()), traced.waits
     assert not traced.traced.facts["all_pairs"]

@@ -1,0 +1,195 @@
+"""An estimate as one self-contained page: memory by rank, time by cause, the schedule's time line, scaling curves."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.estimate.devices import GIB, Cluster
+from megatfm.estimate.estimator import Estimate, Estimator
+from megatfm.estimate.failures import failure_line
+from megatfm.estimate.memory import RankMemory
+from megatfm.estimate.text import causes, heading, speed, verdict
+from megatfm.files import atomic_write
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "workspace", "reserved")
+WIDTH, ROW = 1000.0, 26.0
+"""Of drawings, in their own units."""
+PASSES_SHOWN = 8000
+"""Passes that a time line draws; of longer steps the first."""
+SCALES = (0.25, 0.5, 1, 2, 4, 8)
+"""Numbers of GPUs in the scaling curves, over the estimate's."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a drawing, its class in the style sheet, and what is shown when it is pointed at."""
+
+    x: float
+    y: float
+    width: float
+    kind: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Rows of boxes. limit: a vertical line, such as what the device has."""
+
+    rows: Sequence[str]
+    boxes: Sequence[Box]
+    limit: float | None = None
+    note: str = ""
+
+    @property
+    def height(self) -> float:
+        """Of all rows."""
+        return ROW * len(self.rows)
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """An estimate with another number of GPUs; refusal instead where the layout does not allow it."""
+
+    gpus: int
+    tokens_per_second: float = 0.0
+    mfu: float = 0.0
+    gib: float = 0.0
+    fits: bool = False
+    refusal: str = ""
+
+
+def write_page(opened: Estimator, estimate: Estimate, path: Path) -> None:
+    """Write the page. Raises UsageError for a file that is there already, and where it can't be written."""
+    if path.exists():
+        raise UsageError(f"--html {path}: there is such a file: give another name")
+    try:
+        atomic_write(path, render(estimate, scaling(opened, estimate)))
+    except OSError as error:
+        raise MegatfmError(f"--html {path}: can't be written: {error.strerror}") from error
+
+
+def render(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
+    """The page as HTML."""
+    folder = files("megatfm.estimate")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
+    curve, ideal = scaling_lines([point for point in points if not point.refusal])
+    return template.render(
+        style=files("megatfm.report").joinpath("report.css").read_text(encoding="utf-8"),
+        title=estimate.config.name,
+        lines=[*heading(estimate), verdict(estimate), *speed(estimate), failure_line(estimate)],
+        memory=memory_drawing(estimate),
+        memory_parts=MEMORY_PARTS,
+        causes=[
+            (name, seconds, 100 * seconds / estimate.time.step) for name, seconds in causes(estimate.time)
+        ],
+        timeline=timeline_drawing(estimate),
+        points=points,
+        curve=curve,
+        ideal=ideal,
+        row=ROW,
+        width=WIDTH,
+    )
+
+
+def memory_parts(rank: RankMemory) -> dict[str, int]:
+    """Bytes of a rank by the names of `MEMORY_PARTS`."""
+    values = (
+        rank.weights + rank.copies,
+        rank.gradients,
+        rank.optimizer,
+        rank.gathered,
+        rank.activations,
+        rank.workspace,
+        rank.reserved,
+    )
+    return dict(zip(MEMORY_PARTS, values, strict=True))
+
+
+def memory_drawing(estimate: Estimate) -> Drawing:
+    """Stacked bars of what each pipeline rank holds, beside what the device has."""
+    device = estimate.cluster.device.memory_bytes
+    scale = WIDTH / (1.02 * max(device, estimate.worst.total))
+    boxes, rows = [], []
+    for row, rank in enumerate(estimate.memory):
+        rows.append(f"rank {rank.pipeline_rank}: {rank.total / GIB:.1f} GiB")
+        x = 0.0
+        for name, n_bytes in memory_parts(rank).items():
+            boxes.append(Box(x, row * ROW, n_bytes * scale, name, f"{name}: {n_bytes / GIB:.2f} GiB"))
+            x += n_bytes * scale
+    return Drawing(rows, boxes, device * scale)
+
+
+def timeline_drawing(estimate: Estimate) -> Drawing | None:
+    """The simulated passes of each pipeline rank; None without a pipeline."""
+    timeline = estimate.timeline
+    if timeline is None:
+        return None
+    passes = sorted(timeline.passes, key=lambda one: one.start)[:PASSES_SHOWN]
+    end = max(one.end for one in passes)
+    boxes = [
+        Box(
+            one.start / end * WIDTH,
+            one.rank * ROW,
+            (one.end - one.start) / end * WIDTH,
+            f"pass-{one.kind}",
+            f"{one.kind} of micro-batch {one.microbatch}, stage {one.stage}: {1e3 * one.start:.1f} to "
+            f"{1e3 * one.end:.1f} ms",
+        )
+        for one in passes
+    ]
+    rows = [
+        f"rank {rank}: {100 * (1 - busy / timeline.seconds):.0f} % idle"
+        for rank, busy in enumerate(timeline.busy)
+    ]
+    cut = len(timeline.passes) - len(passes)
+    note = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if cut else f"{end:.3g} s"
+    return Drawing(rows, boxes, note=note)
+
+
+def scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
+    """Estimate the same batch on other numbers of GPUs, of which `dp_shard` takes what the other axes leave."""
+    points: list[ScalePoint] = []
+    for scale in SCALES:
+        gpus = math.ceil(estimate.cluster.gpus * scale)
+        if any(point.gpus == gpus for point in points):
+            continue
+        cluster = Cluster(estimate.cluster.device, estimate.cluster.node, gpus)
+        config = estimate.config.model_copy(
+            update={"parallel": estimate.config.parallel.model_copy(update={"dp_shard": -1})}
+        )
+        try:
+            other = opened.on(cluster).estimate(config)
+        except UsageError as error:
+            points.append(ScalePoint(gpus, refusal=str(error).partition(";")[0]))
+            continue
+        points.append(
+            ScalePoint(gpus, other.tokens_per_second, other.mfu[0], other.worst.total / GIB, other.fits)
+        )
+    return points
+
+
+def scaling_lines(
+    points: Sequence[ScalePoint],
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Tokens a second by number of GPUs, and a line in proportion to the first point, in per cent of a drawing whose
+    two axes are logarithmic."""
+    if len(points) < 2:
+        return [], []
+    first, last = points[0], points[-1]
+    span = math.log(last.gpus / first.gpus)
+
+    def place(gpus: int, tokens_per_second: float) -> tuple[float, float]:
+        growth = math.log(tokens_per_second / first.tokens_per_second)
+        return 100 * math.log(gpus / first.gpus) / span, 100 - 100 * growth / span
+
+    curve = [place(point.gpus, point.tokens_per_second) for point in points]
+    ideal = [place(p.gpus, first.tokens_per_second * p.gpus / first.gpus) for p in (first, last)]
+    return curve, ideal
