@@ -24,6 +24,7 @@ from megatfm.errors import EXIT_OK, MegatfmError, UsageError
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
 from megatfm.inference.evaluate import evaluate_run
+from megatfm.inference.evaluation_tasks import evaluate_questions, open_tasks
 from megatfm.inference.samples import PromptSampler
 from megatfm.inference.text import (
     BEGIN,
@@ -190,6 +191,24 @@ class Model:
         return {
             name: {**result, **({"compressors": baselines[name]} if name in baselines else {})}
             for name, result in results["sets"].items()
+        }
+
+    def evaluate_tasks(
+        self, files: Mapping[str, str | Path], *, batch: int = 16, limit: int = 0
+    ) -> dict[str, dict[str, float]]:
+        """Metrics of task files by name, as `megatfm evaluate --task` computes them; nothing is written.
+
+        batch: rows at a time. limit: only the first so many questions of each; 0: all. Raises UsageError.
+        """
+        tasks, loaded = open_tasks(files, limit), self._with_tokenizer()
+        options = sentence_transformer_options(self.path, self.module) if is_hf_folder(self.path) else None
+        return {
+            task.name: dict(
+                evaluate_questions(loaded, task, batch_size=batch, embedding_options=options).summary[
+                    "metrics"
+                ]
+            )
+            for task in tasks
         }
 
     def _text_encoder(self) -> SentenceEmbedder:

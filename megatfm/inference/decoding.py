@@ -219,10 +219,10 @@ class DecodingState:
         self.has_padding = bool(self.left_padding_B1.any())
         longest = self.tokens_BT.shape[1] + max_tokens
         if config.position.limit is not None and longest - 1 > config.position.limit:
-            prompt_tokens, left = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
+            prompt_tokens, n_more = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
             way = (
-                f"ask for at most {left}"
-                if left > 0
+                f"ask for at most {n_more}"
+                if n_more > 0
                 else f"shorten it by {prompt_tokens - config.position.limit}"
             )
             raise UsageError(

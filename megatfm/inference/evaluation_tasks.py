@@ -59,9 +59,7 @@ def evaluate_task_files(
     so many questions of each; 0: all. Under several processes all hold the model and take a share of the questions, and
     rank 0 has the results. Raises UsageError.
     """
-    if limit < 0:
-        raise UsageError(f"--limit {limit}: choose 1 or more questions of each task, or 0 for all")
-    tasks = [open_evaluation_task(path, name=name, limit=limit) for name, path in files.items()]
+    tasks = open_tasks(files, limit)
     with distributed.distributed_session(device=device) as rank:
         loaded = open_model(rank.device)
         options = embedding_options(loaded.model) if embedding_options else None
@@ -76,6 +74,13 @@ def evaluate_task_files(
     if out_dir is not None:
         write_results(out_dir, loaded.step, results)
     return results
+
+
+def open_tasks(files: Mapping[str, str | Path], limit: int = 0) -> list[EvaluationTask]:
+    """Read task files by name. limit: only the first so many questions of each; 0: all. Raises UsageError."""
+    if limit < 0:
+        raise UsageError(f"limit = {limit}: choose 1 or more questions of each task, or 0 for all")
+    return [open_evaluation_task(path, name=name, limit=limit) for name, path in files.items()]
 
 
 def _run_harness(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import megatfm
 from megatfm import cli
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK
@@ -110,6 +111,8 @@ def test_the_command_leaves_results_in_the_run(
     records = (tmp_path / "run/predictions/tasks/other.jsonl").read_text().splitlines()
     assert [json.loads(record)["row"] for record in records] == [1, 2, 3, 4]
     assert "accuracy_per_byte" in capsys.readouterr().out
+    metrics = megatfm.load(tmp_path / "run").evaluate_tasks({"choice": tasks["choice"]}, limit=4, batch=3)
+    assert metrics["choice"] == pytest.approx(stored["tasks"]["choice"]["metrics"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_the_command_leaves_results_in_the_run(
         (["--task", "x.toml"], "x.toml: there is no such file"),
         (["--task", "a/x.toml", "--task", "b/x.toml"], "'x' is named already"),
         (["--task", "x.toml", "--shots", "1"], "--shots: are for tasks of the harness"),
-        (["--task", "x.toml", "--limit", "-1"], "--limit -1: choose 1 or more"),
+        (["--task", "x.toml", "--limit", "-1"], "limit = -1: choose 1 or more"),
     ],
 )
 def test_what_the_command_refuses(

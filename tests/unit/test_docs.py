@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 import torch
 
-from megatfm.config import Config, find_config, load, preset_names
+from megatfm.config import Config, EvaluationTaskConfig, find_config, load, preset_names
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import sections_of
@@ -114,6 +114,13 @@ def test_the_site_file_loads(tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
     path.write_text(text)
     assert site.load_site(path, {}).partition == "gpu"
+
+
+def test_the_file_of_a_task_loads(tmp_path: Path) -> None:
+    (text,) = (text for _, title, text in fences("toml") if title == "questions.toml")
+    path = tmp_path / "questions.toml"
+    path.write_text(text)
+    assert load(EvaluationTaskConfig, path).shots == 3
 
 
 @cache

@@ -64,7 +64,7 @@ def by_hand(expected: Any, inputs: Any, pooling: str) -> torch.Tensor:
     if pooling == "masked":
         text = counted & (inputs["input_ids"] > 4)
         counted = torch.where(text.any(1, keepdim=True), text, counted)
-    return torch.stack([rows[kept].mean(0) for rows, kept in zip(hidden, counted, strict=True)])
+    return torch.stack([rows[mask].mean(0) for rows, mask in zip(hidden, counted, strict=True)])
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "masked"])
@@ -73,10 +73,10 @@ def test_vectors_are_transformers(bert: Any, pooling: Any, batch: int) -> None:
     folder, expected, tokenizer = bert
     encoder = megatfm.load(folder)
     vectors = encoder.encode(SENTENCES, pooling=pooling, batch=batch)
-    wanted = by_hand(expected, tokenizer(SENTENCES, padding=True, return_tensors="pt"), pooling)
-    torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
+    by_reference = by_hand(expected, tokenizer(SENTENCES, padding=True, return_tensors="pt"), pooling)
+    torch.testing.assert_close(vectors, by_reference, rtol=1e-5, atol=1e-5)
     unit = encoder.encode(SENTENCES, pooling=pooling, normalize=True)
-    torch.testing.assert_close(unit, torch.nn.functional.normalize(wanted), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(unit, torch.nn.functional.normalize(by_reference), rtol=1e-5, atol=1e-5)
 
 
 def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,8 +90,8 @@ def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.Lo
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
     vectors = megatfm.load(folder).encode(SENTENCES)
     inputs = tokenizer(SENTENCES, padding=True, truncation=True, max_length=8, return_tensors="pt")
-    wanted = torch.nn.functional.normalize(by_hand(expected, inputs, "first"))
-    torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
+    by_reference = torch.nn.functional.normalize(by_hand(expected, inputs, "first"))
+    torch.testing.assert_close(vectors, by_reference, rtol=1e-5, atol=1e-5)
     assert "2 of 5 texts are cut at 8 tokens" in caplog.text
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(UsageError, match="pooling_mode_max_tokens: megatfm has pooling_mode_mean_tokens"):
@@ -104,8 +104,8 @@ def test_positions_that_begin_after_the_padding_s_id(tmp_path: Path) -> None:
     tokenizer = BertTokenizer.from_pretrained(folder)
     inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     inputs.pop("token_type_ids", None)
-    wanted = by_hand(reference, inputs, "mean")
-    torch.testing.assert_close(megatfm.load(folder).encode(SENTENCES), wanted, rtol=1e-5, atol=1e-5)
+    by_reference = by_hand(reference, inputs, "mean")
+    torch.testing.assert_close(megatfm.load(folder).encode(SENTENCES), by_reference, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_that_is_forgotten_is_said_once(bert: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,9 +157,9 @@ def test_a_decoder_reads_what_stood_before_texts_in_training(
     tokenizer = SentencePieceTokenizer(tokenizer_model)
     before = [tokenizer.bos] if begins is None else [*begins]
     for text in ("import textwrap", "Größe"):
-        wanted = mean_of(model.module, [*before, *tokenizer.encode(text).tolist()])
+        by_reference = mean_of(model.module, [*before, *tokenizer.encode(text).tolist()])
         torch.testing.assert_close(
-            model.encode([text, "a longer text beside it"])[0], wanted, rtol=1e-5, atol=1e-5
+            model.encode([text, "a longer text beside it"])[0], by_reference, rtol=1e-5, atol=1e-5
         )
 
 
@@ -171,8 +171,8 @@ def test_xlnet_reads_its_marks_behind_the_text(tmp_path: Path) -> None:
     ids = [5, 18, 3, 2]  # a ##d [SEP] [CLS]
     segments = torch.tensor([[0, 0, 0, 2]])
     with torch.no_grad():
-        wanted = reference(torch.tensor([ids]), token_type_ids=segments).last_hidden_state[0].mean(0)
-    torch.testing.assert_close(model.encode(["ad", "a bad cab"])[0], wanted, rtol=1e-5, atol=1e-5)
+        by_reference = reference(torch.tensor([ids]), token_type_ids=segments).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(model.encode(["ad", "a bad cab"])[0], by_reference, rtol=1e-5, atol=1e-5)
 
 
 def test_an_encoder_decoder_makes_no_vectors(tmp_path: Path, tokenizer_model: bytes) -> None:

@@ -177,8 +177,8 @@ def test_likelihoods_and_texts_are_those_of_the_harness_s_model(tmp_path: Path) 
     pytest.importorskip("accelerate")
     harness = pytest.importorskip("lm_eval.models.huggingface")
     folder = write_gpt2(tmp_path / "gpt2")
-    theirs = harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32")
-    ours = harness_model(TextModel(load_hf(folder), **text_generation_fields(folder)), batch_size=3)
+    reference = harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32")
+    model = harness_model(TextModel(load_hf(folder), **text_generation_fields(folder)), batch_size=3)
     texts = [row["ask"] for row in ROWS]
     pairs = [(text, answer) for text in texts[:4] for answer in (" größer", "if 東京", " the end")]
     kinds = {
@@ -187,7 +187,7 @@ def test_likelihoods_and_texts_are_those_of_the_harness_s_model(tmp_path: Path) 
         "generate_until": instances([(text, {"until": ["t"], "max_gen_toks": 5}) for text in texts]),
     }
     for kind, requests in kinds.items():
-        actual, expected = getattr(ours, kind)(requests), getattr(theirs, kind)(requests)
+        actual, expected = getattr(model, kind)(requests), getattr(reference, kind)(requests)
         if kind == "generate_until":
             assert actual == expected
             continue

@@ -69,10 +69,10 @@ def by_hand(model: nn.Module, continuation: Continuation) -> Likelihood:
 def check(results: list[Likelihood], expected: list[Likelihood]) -> None:
     assert [r.n_tokens for r in results] == [e.n_tokens for e in expected]
     assert [r.is_greedy for r in results] == [e.is_greedy for e in expected]
-    actual, wanted = (
+    actual, by_row = (
         torch.tensor([r.log_probability for r in s], dtype=torch.float64) for s in (results, expected)
     )
-    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, by_row, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -56,6 +56,14 @@ def test_of_a_cloze_the_answer_follows_and_of_generation_all_are_accepted(tmp_pa
     assert (text.choices, text.accepted) == ((), ("x", "y z"))
 
 
+def test_no_question_is_its_own_example(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    for question in open_evaluation_task(write_task(tmp_path, CHOICE + LABELS + "shots = 6\n")).questions:
+        asked = [row["ask"] for row in ROWS if row["ask"] in question.prompt]
+        assert len(asked) == len(ROWS)
+        assert question.prompt.count(f"Größe {question.number}?") == 1
+
+
 def test_solved_examples_are_others_and_depend_on_the_question_alone(tmp_path: Path) -> None:
     write_rows(tmp_path)
     path = write_task(tmp_path, CHOICE + LABELS + 'shots = 2\nshots_separator = "\\n--\\n"\n')
