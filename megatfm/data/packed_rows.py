@@ -18,7 +18,6 @@ from megatfm.data.documents import InMemoryDocuments
 from megatfm.data.sequences import (
     PAD_DOCUMENT_ID,
     ChunkTable,
-    DocumentChunk,
     DocumentSource,
     Field,
     Fields,
@@ -365,11 +364,8 @@ def pack_in_memory(
     order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
     files that belong to each.
     """
-    measure = getattr(how.objective, "piece_sizes", None)
     held = InMemoryDocuments(documents, first, members)
-    if measure is not None and members is not None:
-        pieces = zip(documents, members, strict=True)
-        held.image_sizes = np.array([measure(DocumentChunk(tokens, files=files)) for tokens, files in pieces])
+    held.measure(getattr(how.objective, "piece_sizes", None))
     if how.objective.max_tokens is None:
         return pack_chunked(held, how, order=order)
     return BinPackedRows(held, how, 0).all_rows()
