@@ -45,8 +45,8 @@ class TypedField(NamedTuple):
 class RowStore:
     """The rows of a block on one side: its documents joined in the order of the rows, which are made when copied.
 
-    Rows that lie there ready would take several times the memory: a block with a document of millions of tokens, of
-    which a corpus has few but a stream is long in one, would push the other streams' blocks out of the cache.
+    Ready rows would take several times the memory: a block with a document of millions of tokens would push other
+    streams' blocks out of the cache.
     """
 
     fields: Mapping[str, NDArray[np.integer]]
@@ -76,7 +76,7 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; of the lists of starts and bounds an estimate."""
+        """Bytes in memory, about."""
         typed = sum(field.values.nbytes for field in self.typed.values())
         return (
             typed
@@ -101,8 +101,7 @@ class RowStore:
         }
 
     def write_typed(self, number: int, into: Fields, row: int, at: int = 0) -> None:
-        """Write the fields that are no plain integers of a row into row `row`, from place `at` on, and padding after
-        it; past the last one there is nothing else."""
+        """Write the fields that are no plain integers into row `row`, from place `at` on, and padding after them."""
         begin, n = self._extent(number)
         for name, (field, values) in self.typed.items():
             out = into[name]
