@@ -220,8 +220,7 @@ def pack_chunked(
 ) -> PackedBlock:
     """Join the documents of a block, and cut them into rows.
 
-    order: for n documents a permutation [n] in which they are joined. carry_length: how much is the end of a row of
-    the block before.
+    order: n → permutation [n] in which documents are joined. carry_length: the end of a row of the block before.
     """
     pieces = split_documents(documents.lengths, how.objective, documents.first, how.seed)
     blank = documents.is_quarantined
