@@ -1,7 +1,7 @@
 """The documents of blocks, read on use, and the quarantine of blocks that must not be read."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, overload
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.byte_cache import ByteCache
 from megatfm.corpus.corpus import Corpus
+from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
 
 
@@ -118,6 +119,12 @@ class InMemoryDocuments(list[NDArray[Any]]):
 
         sizes = [upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
         return np.array(sizes, np.int64).reshape(-1, 2)
+
+    def measure(self, piece_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:
+        """Take the two sizes of each from an objective that knows them, in place of those of images."""
+        if piece_sizes is not None:
+            pieces = (DocumentChunk(tokens, files=self.members(n)) for n, tokens in enumerate(self))
+            self.image_sizes = np.array([piece_sizes(piece) for piece in pieces], np.int64).reshape(-1, 2)
 
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""

@@ -19,7 +19,6 @@ from megatfm.data.inner_documents import with_inner_documents
 from megatfm.data.sequences import (
     PAD_DOCUMENT_ID,
     ChunkTable,
-    DocumentChunk,
     DocumentSource,
     Field,
     Fields,
@@ -78,7 +77,7 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; of the lists of starts and bounds an estimate."""
+        """Bytes in memory, about."""
         typed_bytes = sum(field.values.nbytes for field in self.typed.values())
         return (
             typed_bytes
@@ -103,8 +102,7 @@ class RowStore:
         }
 
     def write_typed(self, number: int, target: Fields, row: int, at: int = 0) -> None:
-        """Write the fields that are no plain integers of a row into row `row`, from place `at` on, and padding after
-        it; past the last one there is nothing else."""
+        """Write the fields that are no plain integers into row `row`, from place `at` on, and padding after them."""
         begin, n = self._extent(number)
         for name, (field, values) in self.typed.items():
             out = target[name]
@@ -223,8 +221,7 @@ def pack_chunked(
 ) -> PackedBlock:
     """Join the documents of a block, and cut them into rows.
 
-    order: for n documents a permutation [n] in which they are joined. carry_length: how much is the end of a row of
-    the block before.
+    order: n → permutation [n] in which documents are joined. carry_length: the end of a row of the block before.
     """
     pieces = split_documents(documents.lengths, packing.objective, documents.first, packing.seed)
     blank = documents.is_quarantined
@@ -367,13 +364,8 @@ def pack_in_memory(
     order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
     files that belong to each.
     """
-    measure = getattr(packing.objective, "piece_sizes", None)
     source = InMemoryDocuments(documents, first, members)
-    if measure is not None and members is not None:
-        pieces = zip(documents, members, strict=True)
-        source.image_sizes = np.array(
-            [measure(DocumentChunk(tokens, files=files)) for tokens, files in pieces]
-        )
+    source.measure(getattr(packing.objective, "piece_sizes", None))
     if packing.objective.max_tokens is None:
         return pack_chunked(source, packing, order=order)
     return BinPackedRows(source, packing, 0).all_rows()

@@ -267,6 +267,7 @@ class Answers(Objective):
     predicts_tokens = True
     needs_files = True
     loss_weights: Mapping[str, float]
+    is_encoder_decoder = False
 
     def __init__(
         self,
@@ -290,10 +291,10 @@ class Answers(Objective):
         ends both."""
         return (lambda sizes: sizes + 1) if self.is_encoder_decoder else None
 
-    def piece_sizes(self, piece: DocumentChunk) -> tuple[int, int]:
-        """Return the tokens of both sides of a piece that no index holds."""
-        ((begin, end),) = read_annotation(piece)["trained"]
-        return begin, end - begin
+    @property
+    def piece_sizes(self) -> Callable[[DocumentChunk], tuple[int, int]] | None:
+        """Gives the tokens of both sides of a piece that no index holds."""
+        return _answer_sizes if self.is_encoder_decoder else None
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         tokens, spans = piece.tokens.astype(np.int64), read_annotation(piece)["trained"]
@@ -311,3 +312,8 @@ class Answers(Objective):
         end = n if self.is_encoder_decoder else end
         tokens = random.integers(0, self.special.vocab_size, n)
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps({"trained": [[begin, end]]}).encode()})
+
+
+def _answer_sizes(piece: DocumentChunk) -> tuple[int, int]:
+    ((begin, end),) = read_annotation(piece)["trained"]
+    return begin, end - begin

@@ -63,6 +63,10 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
                 continue
             if columns is None:
                 columns = fields
+                if twice := [name for name in columns if columns.count(name) > 1]:
+                    raise UsageError(
+                        f"{path}, line 1: names column {twice[0]!r} twice: give each its own name"
+                    )
                 continue
             if len(fields) != len(columns):
                 raise UsageError(

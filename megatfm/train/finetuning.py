@@ -4,8 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, PreferenceObjective, TaskConfig
+from megatfm.config import Config, PreferenceObjective, TaskConfig, invalid
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
@@ -173,4 +175,9 @@ def _with_steps(config: Config) -> Config:
         changes["train.steps"] = max(1, round(config.task.epochs * len(rows) / config.train.global_batch))  # type: ignore[arg-type]
     if not config.evaluate.every:
         changes["evaluate.every"] = steps_per_epoch
-    return config.with_changes(changes)
+    try:
+        return config.with_changes(changes)
+    except ValidationError as error:
+        raise invalid(
+            f"the steps of task.epochs = {config.task.epochs} over {config.task.train}", error
+        ) from None

@@ -163,6 +163,10 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
         (['task.labels=["animal","tool"]'], "label 'sharp' is none of the task's"),
         (["data.sequence_length=8"], "more than data.sequence_length = 8: choose"),
         (["task.metric=bleu"], "form = 'classification' has accuracy, f1, f1_macro, matthews"),
+        (
+            ["lr_schedule={name='linear', warmup_steps=9999}"],
+            "warmup_steps = 9999 is longer than the run, train.steps = ",
+        ),
         (["~task"], "has no .task.: say which files are trained on"),
     ],
 )

@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.longformer import modeling_longformer
 
-from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
 from megatfm.models import build
+from megatfm.object_collectives import all_gather
+from megatfm.tasks.predictions import collect_predictions, model_of
 from tests.support.batches import task_batch
 from tests.support.encoder_batches import BERT_ENCODER, PAD, draw_tokens, padded_batch
 from tests.support.grids import cells
@@ -222,6 +225,40 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
+
+
+def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    """Predictions of a batch under layouts, against those of one device."""
+    config, batch = CONFIGS[name], task_batch(CONFIGS[name])
+    form = "multiple_choice" if "choices" in name else "span_extraction"
+    choices = {"choices": ["a"]} if form == "multiple_choice" else {}
+    task = TaskConfig.model_validate({"form": form, "train": "x", **choices})
+    model, objective, _ = one_device_reference(config, batch)
+    with collect_predictions(model.eval()) as collector:
+        model(**batch)
+    expected = collector.parts[0]
+    for layout, parallel in layouts.items():
+        engine = build_engine(config, parallel)
+        with collect_predictions(model_of(engine)) as collector:
+            engine.evaluate(layout_microbatches(engine, batch), objective)
+        parts = [part for parts in all_gather(collector.parts) for part in parts]
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        seen = {
+            pair: place for place, pair in enumerate(zip(*(c.tolist() for c in columns[:2]), strict=True))
+        }
+        wanted = list(zip(*(c.tolist() for c in expected[:2]), strict=True))
+        assert seen.keys() == set(wanted), layout
+        order = [seen[pair] for pair in wanted]
+        np.testing.assert_allclose(columns[2][order], expected[2], rtol=1e-6, atol=1e-7, err_msg=layout)
+        assert columns[3][order].tolist() == expected[3].tolist(), layout
+        assert len(collector.gather(task, "").logits), layout
+    return list(layouts)
+
+
+@pytest.mark.parametrize("name", ["choices", "spans"])
+def test_predictions_are_those_of_one_device(workers: Workers, name: str) -> None:
+    tried = {layout: LAYOUTS[layout] for layout in ("tp2", "pp2", "zero3", "cp2")}
+    assert workers.run(collect, 2, name, tried, timeout=240.0)[0] == list(tried)
 
 
 LARGER = {3: {"cp3": ParallelConfig(cp=3)}, 4: {"tp2 cp2": ParallelConfig(tp=2, cp=2)}}

@@ -41,6 +41,7 @@ def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.csv", b"text,label\n1,2,3\n", "line 2: has 3 fields, but the first line names 2"),
+        ("a.csv", b"text,label,text\n1,2,3\n", "line 1: names column 'text' twice"),
         ("a.csv", b"text,label\n", "has no rows"),
         ("a.csv", b"", "has no rows"),
         ("a.csv", b'text,label\n"open,1\n', "line 2: unexpected end of data"),
