@@ -174,9 +174,9 @@ def record_origin(source: Path, name: str, hf_config: Json, written: Json) -> Js
 
 def restore_origin(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
     """Return the values that `record_origin` kept, but for those that our config, `written`, has changed since."""
-    kept = origin.get("config", {})
+    recorded = origin.get("config", {})
     now = {**written, **{f"{TEXT_CONFIG}.{key}": v for key, v in (written.get(TEXT_CONFIG) or {}).items()}}
-    return {key: values["theirs"] for key, values in kept.items() if now.get(key) == values["ours"]}
+    return {key: values["theirs"] for key, values in recorded.items() if now.get(key) == values["ours"]}
 
 
 def with_text_ids(hf_config: Mapping[str, Any]) -> Json:

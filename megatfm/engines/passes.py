@@ -192,8 +192,8 @@ def _branching(
             if parent not in input_path:
                 input_path.add(parent)
                 waiting.append(parent)
-    left = {node: len(above) for node, above in parents.items()}
-    ready = [node for node, above in left.items() if not above]
+    unvisited = {node: len(above) for node, above in parents.items()}
+    ready = [node for node, above in unvisited.items() if not above]
     exit_nodes: dict[Node, frozenset[Node | None]] = {}
     branching = []
     while ready:
@@ -206,7 +206,7 @@ def _branching(
             branching.append((node.variable, exit_nodes[node]))
         # In one order on all ranks: what is on the path may send something.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
-            left[child] -= 1
-            if not left[child]:
+            unvisited[child] -= 1
+            if not unvisited[child]:
                 ready.append(child)
     return branching

@@ -72,8 +72,8 @@ class MaskedImage(Objective):
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
         fields, n_special = self.reader.build(piece.files, key), self.reader.layout.n_special
-        kept = np.sort(rng.permutation(self.reader.n_tokens - n_special, *key, "mask")[: self.n_kept])
-        visible = np.concatenate([np.arange(n_special), n_special + kept])
+        seen_patches = np.sort(rng.permutation(self.reader.n_tokens - n_special, *key, "mask")[: self.n_kept])
+        visible = np.concatenate([np.arange(n_special), n_special + seen_patches])
         source = np.full(self.reader.n_tokens, -1)
         source[visible] = np.arange(len(visible))
         of_encoder = {f"encoder_{name}": values[visible] for name, values in fields.items()}
