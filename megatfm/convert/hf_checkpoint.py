@@ -186,12 +186,12 @@ def read_pixels(folder: Path) -> dict[str, Any]:
     return {key: values[key] for key in PIXELS if key in values}
 
 
-def write_preprocessor(folder: Path, preprocessor: dict[str, Any]) -> None:
+def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
     """Move mean and deviation of pixels out of a config.json-to-be, where it has them, into a file of their own."""
-    pixels = {key: preprocessor.pop(key) for key in PIXELS if key in preprocessor}
+    pixels = {key: hf_config.pop(key) for key in PIXELS if key in hf_config}
     if not pixels:
         return
-    side = dict.fromkeys(("height", "width"), preprocessor.get("vision_config", preprocessor)["image_size"])
+    side = dict.fromkeys(("height", "width"), hf_config.get("vision_config", hf_config)["image_size"])
     steps = {
         "do_resize": True,
         "size": side,

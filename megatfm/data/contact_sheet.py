@@ -80,5 +80,8 @@ def contact_sheet(images: Sequence[SeenImage], columns: int = 8) -> Image.Image:
         filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC
         picture = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0])
         sheet.paste(picture.resize(size, filter_), (left, top))
-        draw.text((left, top + CELL + 2), caption[:24], fill="black", font=font)
+        line = caption[:24]
+        while draw.textlength(line, font=font) > CELL:
+            line = line[:-1]
+        draw.text((left, top + CELL + 2), line, fill="black", font=font)
     return sheet

@@ -114,8 +114,8 @@ def _forward(
             if is_softmax:
                 rows_M[chunk] = torch.logaddexp(rows_M[chunk], logits_CS.logsumexp(1))
                 columns_S = torch.logaddexp(columns_S, logits_CS.logsumexp(0))
-                own_C = logits_CS.diagonal(begin) if step == 0 else logits_CS.new_zeros(())
-                loss = loss - own_C.sum()
+                pairs_C = logits_CS.diagonal(begin) if step == 0 else logits_CS.new_zeros(())
+                loss = loss - pairs_C.sum()
             else:
                 logits_CS = logits_CS if bias is None else logits_CS + bias
                 loss = loss + F.softplus(logits_CS).sum()
@@ -192,12 +192,12 @@ def retrieval_ranks(
     finite make a similarity count as larger, so that nothing is right by accident.
     """
     lengths = ring.lengths(len(images_MW), images_MW.device)
-    own_M, ranks_M = (images_MW * texts_NW).sum(1), torch.zeros_like(captions_N)
+    pairs_M, ranks_M = (images_MW * texts_NW).sum(1), torch.zeros_like(captions_N)
     block_SW, numbers_S = texts_NW, captions_N
     for step in range(ring.size):
         for begin in range(0, len(images_MW), chunk):
             rows = slice(begin, begin + chunk)
-            is_less_CS = images_MW[rows] @ block_SW.T < own_M[rows, None]
+            is_less_CS = images_MW[rows] @ block_SW.T < pairs_M[rows, None]
             is_other_CS = captions_N[rows, None] != numbers_S
             ranks_M[rows] += (is_other_CS & ~is_less_CS).sum(1)
         if step < ring.size - 1:

@@ -193,6 +193,8 @@ ROWS: Mapping[str, Rows] = {
     ),
     "TwoStreamStack": (*NORM, ("query", "split_output")),
     "EncoderDecoder": (("memory", "gather_output"),),
+    "FeatureHead": (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated")),
+    "Temperature": (("", "replicated"),),
     "MaskedAutoencoder": (("memory", "gather_output_for_tokens"),),
     "VisibleTokens": (
         ("", "split_output"),

@@ -78,32 +78,32 @@ every = 1
 def test_captions_are_prepared_learned_found_and_resumed(tmp_path: Path) -> None:
     write_captioned_images(tmp_path / "images", tmp_path / "captions", 400)
     (tmp_path / "towers.toml").write_text(CONFIG)
-    said = tmp_path / "said"
+    log = tmp_path / "log"
     of_text = ["read.folder=captions", "tokenizer.vocab_size=340", "out=corpora/captions"]
-    megatfm("prep", "quickstart-data", *of_text, output=said, cwd=tmp_path)
+    megatfm("prep", "quickstart-data", *of_text, output=log, cwd=tmp_path)
     of_images = [
         "read.folder=images",
         "tokenizer.file=corpora/captions/tokenizer.model",
         "out=corpora/shapes",
     ]
     of_images += ["split.validation_files=validation/*"]
-    megatfm("prep", "quickstart-vision-data", *of_images, output=said, cwd=tmp_path)
+    megatfm("prep", "quickstart-vision-data", *of_images, output=log, cwd=tmp_path)
 
-    megatfm("train", "towers.toml", output=said, cwd=tmp_path)
+    megatfm("train", "towers.toml", output=log, cwd=tmp_path)
     run = tmp_path / "runs/towers"
     curve = training_curve(run)
     (in_training,) = curve[-1]["evaluation"].values()
     assert in_training["tokens"] == 80  # pairs of the validation set
     assert in_training["metrics"]["top1"] > 0.03  # 1 / 80 by chance
     assert in_training["metrics"]["top5"] > 0.2
-    table = megatfm("evaluate", run, output=said, cwd=tmp_path)
+    table = megatfm("evaluate", run, output=log, cwd=tmp_path)
     assert "top1" in table
     assert "bits" not in table
     (evaluated,) = json.loads((run / "evaluation.json").read_text())["sets"].values()
     assert evaluated["metrics"] == in_training["metrics"]
     drawn = megatfm(
         "data", "show", "corpora/shapes/train", "--config", "towers.toml", "--images", "seen.png", "--count", 6,
-        output=said, cwd=tmp_path,
+        output=log, cwd=tmp_path,
     )  # fmt: skip
     assert "6 images of " in drawn
     with Image.open(tmp_path / "seen.png") as sheet:
@@ -111,6 +111,6 @@ def test_captions_are_prepared_learned_found_and_resumed(tmp_path: Path) -> None
     # The last half again, from the checkpoint of the first.
     for path in (run / "checkpoints").glob("step-00000040*"):
         path.rename(tmp_path / "away")
-    megatfm("train", "towers.toml", output=said, cwd=tmp_path)
+    megatfm("train", "towers.toml", output=log, cwd=tmp_path)
     again = {line["step"]: line["loss"] for line in training_curve(run)}
     assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]

@@ -5,7 +5,14 @@ import pytest
 from megatfm.config import ParallelConfig
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
-from tests.support.tower_models import TOWER_MODELS, TowerObjective, tower_microbatches, tower_reference
+from tests.support.tower_models import (
+    TOWER_MODELS,
+    TowerObjective,
+    caption_numbers,
+    tower_batch,
+    tower_microbatches,
+    tower_reference,
+)
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -52,3 +59,36 @@ def test_gradients_equal_one_device(workers: Workers, ranks: int) -> None:
     for wrong in workers.run(compare, ranks, ranks, timeout=240.0):
         assert len(wrong) == 2 * len(TOWER_MODELS) * len(LAYOUTS[ranks])
         assert not {case: errors for case, errors in wrong.items() if errors}
+
+
+def evaluate(ranks: int) -> dict[str, dict[str, float]]:
+    """Means of the terms of a batch by model, where this is one of so many ranks."""
+    terms = {}
+    for name in ("softmax", "sigmoid"):
+        batch = tower_batch(name)
+        batch["captions"] = caption_numbers(batch)
+        engine = build_engine(TOWER_MODELS[name], ParallelConfig(dp_shard=ranks), ADAMW)
+        batches = tower_microbatches(batch, engine.mesh.data_rank, ranks, 2)
+        terms[name] = engine.evaluate(batches, TowerObjective(evaluates=True)).terms
+    return terms
+
+
+def test_evaluation_is_the_same_on_any_number_of_ranks(workers: Workers) -> None:
+    """All pairs are one batch, and figures of found captions are counted by hand."""
+    expected = {}
+    for name in ("softmax", "sigmoid"):
+        model, batch, loss = tower_reference(name)
+        numbers = caption_numbers(batch)[(batch["positions"] == 0) & (batch["documents"] >= 0)].tolist()
+        del batch["keys"]
+        features = model.eval()(**batch).predictions
+        cosines = (features["images"] @ features["texts"].T).tolist()
+        before = [
+            sum(x >= row[at] and numbers[j] != numbers[at] for j, x in enumerate(row))
+            for at, row in enumerate(cosines)
+        ]
+        found = {f"top{k}": sum(n < k for n in before) / len(before) for k in (1, 5)}
+        assert 0 < found["top5"] < 1
+        expected[name] = {"contrastive": pytest.approx(loss, rel=1e-12), **found}
+    for ranks in (1, 3):
+        for terms in workers.run(evaluate, ranks, ranks):
+            assert terms == expected

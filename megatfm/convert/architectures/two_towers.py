@@ -66,7 +66,7 @@ PIXELS = ("image_mean", "image_std")
 
 
 def read_towers(
-    theirs: Json,
+    hf_config: Json,
     keys: tuple[Mapping[str, Key], Mapping[str, Key]],
     model_type: str,
     read_image: Callable[[Json], ModelConfig],
@@ -82,8 +82,8 @@ def read_towers(
             "model_type": supported_values(f"{model_type}_{name}_model", model_type),
             **known,
         }
-        section = theirs[f"{name}_config"] or {}
-        pixels = {key: theirs[key] for key in PIXELS if theirs[key]} if name == "vision" else {}
+        section = hf_config[f"{name}_config"] or {}
+        pixels = {key: hf_config[key] for key in PIXELS if hf_config[key]} if name == "vision" else {}
         sections.append(resolve_hf_config({**section, **pixels}, declared, f"{model_type} {name} tower"))
     vision, text = sections
     for key in SHARED:
@@ -107,11 +107,11 @@ def with_text(image: ModelConfig, text: Json, contrastive: Json, *, causal: bool
     )
 
 
-def sections_of(ours: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
+def sections_of(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
     """The sections of both towers. Raises UsageError for another family."""
-    text, contrastive = ours.text_tower, ours.contrastive
-    if ours.family != "two_towers" or text is None or contrastive is None:
-        raise UsageError(f"model.family = {ours.family!r} has no two towers")
+    text, contrastive = config.text_tower, config.contrastive
+    if config.family != "two_towers" or text is None or contrastive is None:
+        raise UsageError(f"model.family = {config.family!r} has no two towers")
     if text.causal != causal or contrastive.loss != loss:
         raise UsageError(
             f"model.text_tower.causal = {text.causal} and model.contrastive.loss = {contrastive.loss!r}: it has "
@@ -121,16 +121,16 @@ def sections_of(ours: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerCo
 
 
 def write_towers(
-    ours: ModelConfig, text: TextTowerConfig, write_image: Callable[[ModelConfig], Json], model_type: str
+    config: ModelConfig, text: TextTowerConfig, write_image: Callable[[ModelConfig], Json], model_type: str
 ) -> Json:
     """Their sections of both towers, and the pixels' mean and deviation."""
-    vision = write_image(image_tower(ours))
+    vision = write_image(image_tower(config))
     pixels = {key: vision.pop(key) for key in PIXELS}
-    numbers = {theirs: getattr(text, name) for theirs, name in TEXT_MAPPING.items()}
+    numbers = {hf_key: getattr(text, key) for hf_key, key in TEXT_MAPPING.items()}
     shared = {key: vision[key] for key in SHARED}
     return {
         "text_config": {
-            "model_type": f"{model_type}_text_model", **numbers, **shared, "vocab_size": ours.vocab_size
+            "model_type": f"{model_type}_text_model", **numbers, **shared, "vocab_size": config.vocab_size
         },
         "vision_config": {"model_type": f"{model_type}_vision_model", **vision},
         **pixels,
@@ -140,21 +140,21 @@ def write_towers(
 # CLIP
 
 
-def read_clip_model(theirs: Json) -> ModelConfig:
-    image, text = read_towers(theirs, (CLIP_KEYS, CLIP_TEXT), "clip", read_clip)
+def read_clip_model(hf_config: Json) -> ModelConfig:
+    image, text = read_towers(hf_config, (CLIP_KEYS, CLIP_TEXT), "clip", read_clip)
     contrastive = {
         "loss": "softmax",
-        "width": theirs["projection_dim"],
-        "scale": float(torch.tensor(theirs["logit_scale_init_value"]).double().exp()),
+        "width": hf_config["projection_dim"],
+        "scale": float(torch.tensor(hf_config["logit_scale_init_value"]).double().exp()),
     }
     return with_text(image, text, contrastive, causal=True)
 
 
-def write_clip_model(ours: ModelConfig) -> Json:
-    text, contrastive = sections_of(ours, causal=True, loss="softmax")
+def write_clip_model(config: ModelConfig) -> Json:
+    text, contrastive = sections_of(config, causal=True, loss="softmax")
     scale = torch.tensor(contrastive.scale, dtype=torch.float64)
     return {
-        **write_towers(ours, text, write_clip, "clip"),
+        **write_towers(config, text, write_clip, "clip"),
         "projection_dim": contrastive.width,
         "logit_scale_init_value": round(float(scale.log()), 4),
     }
@@ -162,10 +162,10 @@ def write_clip_model(ours: ModelConfig) -> Json:
 
 def text_rules(config: ModelConfig) -> list[WeightMapping]:
     """The text tower's stack."""
-    theirs = "text_model.embeddings."
+    hf_prefix = "text_model.embeddings."
     return [
-        rename("text.embedding.tokens.weight", f"{theirs}token_embedding.weight"),
-        rename("text.embedding.positions.weight", f"{theirs}position_embedding.weight"),
+        rename("text.embedding.tokens.weight", f"{hf_prefix}token_embedding.weight"),
+        rename("text.embedding.positions.weight", f"{hf_prefix}position_embedding.weight"),
         *per_layer(text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK),
         *rename_linear("text.norm", "text_model.final_layer_norm", bias=True),
     ]
@@ -190,8 +190,8 @@ def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
 # SigLIP
 
 
-def read_siglip_model(theirs: Json) -> ModelConfig:
-    image, text = read_towers(theirs, (SIGLIP_KEYS, SIGLIP_TEXT), "siglip", read_siglip)
+def read_siglip_model(hf_config: Json) -> ModelConfig:
+    image, text = read_towers(hf_config, (SIGLIP_KEYS, SIGLIP_TEXT), "siglip", read_siglip)
     contrastive = {
         "loss": "sigmoid",
         "width": text["projection_size"] or text["hidden_size"],
@@ -203,9 +203,9 @@ def read_siglip_model(theirs: Json) -> ModelConfig:
     return with_text(image, text, contrastive, causal=False)
 
 
-def write_siglip_model(ours: ModelConfig) -> Json:
-    text, contrastive = sections_of(ours, causal=False, loss="sigmoid")
-    written = write_towers(ours, text, write_siglip, "siglip")
+def write_siglip_model(config: ModelConfig) -> Json:
+    text, contrastive = sections_of(config, causal=False, loss="sigmoid")
+    written = write_towers(config, text, write_siglip, "siglip")
     del written["vision_config"]["vision_use_head"]
     written["text_config"]["projection_size"] = contrastive.width
     return written
@@ -218,17 +218,17 @@ def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
     def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][0]]
 
-    pool, theirs, d = "image_features.pool", "vision_model.head", config.d_model
+    pool, hf_pool, d = "image_features.pool", "vision_model.head", config.d_model
     projections = [f"{pool}.w{one}" for one in "qkv"]
     return [
         *vision_rules(TOWER, image_tower(config)),
-        WeightMapping((f"{pool}.query",), (f"{theirs}.probe",), forth, back),
-        concat([f"{name}.weight" for name in projections], f"{theirs}.attention.in_proj_weight", [d] * 3),
-        concat([f"{name}.bias" for name in projections], f"{theirs}.attention.in_proj_bias", [d] * 3),
-        *rename_linear(f"{pool}.wo", f"{theirs}.attention.out_proj", bias=True),
-        *rename_linear(f"{pool}.norm", f"{theirs}.layernorm", bias=True),
-        *rename_linear(f"{pool}.w_up", f"{theirs}.mlp.fc1", bias=True),
-        *rename_linear(f"{pool}.w_down", f"{theirs}.mlp.fc2", bias=True),
+        WeightMapping((f"{pool}.query",), (f"{hf_pool}.probe",), forth, back),
+        concat([f"{name}.weight" for name in projections], f"{hf_pool}.attention.in_proj_weight", [d] * 3),
+        concat([f"{name}.bias" for name in projections], f"{hf_pool}.attention.in_proj_bias", [d] * 3),
+        *rename_linear(f"{pool}.wo", f"{hf_pool}.attention.out_proj", bias=True),
+        *rename_linear(f"{pool}.norm", f"{hf_pool}.layernorm", bias=True),
+        *rename_linear(f"{pool}.w_up", f"{hf_pool}.mlp.fc1", bias=True),
+        *rename_linear(f"{pool}.w_down", f"{hf_pool}.mlp.fc2", bias=True),
         *text_rules(config),
         *rename_linear("text_features.projection", "text_model.head", bias=True),
         rename("temperature.log_scale", "logit_scale"),

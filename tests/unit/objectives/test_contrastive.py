@@ -58,11 +58,11 @@ def test_captions_stand_between_begin_and_end() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"begin_token": False}, {"pad_captions": True}])
 def test_lengths_are_told_before_anything_is_read(options: dict[str, Any]) -> None:
-    made = objective(**options)
-    lengths = made.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
+    contrastive = objective(**options)
+    lengths = contrastive.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
     for n, (of_image, of_text) in enumerate(lengths.tolist(), 1):
         piece = DocumentChunk(np.full(n, 9, np.uint16), files={"png": png()})
-        fields = made.build_example(piece, KEY)
+        fields = contrastive.build_example(piece, KEY)
         assert (len(fields["encoder_patches"]), len(fields["tokens"])) == (of_image, of_text)
 
 
@@ -103,10 +103,10 @@ def test_a_batch_is_what_the_model_reads() -> None:
     numbers = features["captions"]
     assert numbers[0] == numbers[2] != numbers[1]
     cosines = features["images"] @ features["texts"].T
-    found = [
+    is_found = [
         all(cosines[i, j] < cosines[i, i] for j in range(3) if numbers[j] != numbers[i]) for i in range(3)
     ]
-    assert losses["top1"] == sum(found)
+    assert losses["top1"] == sum(is_found)
     assert losses["top5"] == 3
 
 

@@ -83,8 +83,8 @@ def test_a_ring_is_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
     images, texts = (x.requires_grad_() for x in features(sum(lengths)))
     scale, bias = numbers(kind)
     inputs = [x for x in (images, texts, scale, bias) if x is not None]
-    whole = contrastive_loss_reference(images, texts, scale, bias, kind)
-    expected = torch.autograd.grad(whole, inputs)
+    loss_of_all = contrastive_loss_reference(images, texts, scale, bias, kind)
+    expected = torch.autograd.grad(loss_of_all, inputs)
     places: list[Any] = [None] * len(lengths)
     barrier, results = Barrier(len(lengths)), list[Any]([None] * len(lengths))
     rings = [ThreadRing(rank, lengths, places, barrier) for rank in range(len(lengths))]
@@ -92,17 +92,19 @@ def test_a_ring_is_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
     def run(rank: int) -> None:
         begin = sum(lengths[:rank])
         mine = [x.detach()[begin : begin + lengths[rank]].requires_grad_() for x in (images, texts)]
-        own = [*mine, *(x.detach().requires_grad_() for x in inputs[2:])]
+        leaves = [*mine, *(x.detach().requires_grad_() for x in inputs[2:])]
         options = LossOptions(kind, rings[rank], chunk=2)
-        loss = contrastive_loss(own[0], own[1], own[2], own[3] if bias is not None else None, options)
-        results[rank] = loss.detach(), torch.autograd.grad(loss, own)
+        loss = contrastive_loss(
+            leaves[0], leaves[1], leaves[2], leaves[3] if bias is not None else None, options
+        )
+        results[rank] = loss.detach(), torch.autograd.grad(loss, leaves)
 
     threads = [Thread(target=run, args=(rank,)) for rank in range(len(lengths))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    torch.testing.assert_close(sum(loss for loss, _ in results), whole.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(loss for loss, _ in results), loss_of_all.detach(), rtol=1e-12, atol=1e-12)
     for at, gradient in enumerate(expected):
         parts = [gradients[at] for _, gradients in results]
         actual = torch.cat(parts) if at < 2 else torch.stack(parts).sum(0)
