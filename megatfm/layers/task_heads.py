@@ -1,7 +1,7 @@
 """Heads of downstream tasks: classes or numbers, told from tokens' hidden vectors."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost
+from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.output_head import HEADS
@@ -45,8 +46,12 @@ class TextClassifier(nn.Module):
     def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
         super().__init__()
         initial, d, classes = initialiser(config), config.d_model, section.classes
-        self.pooler = Linear(d, d, initial("dense", d, d), bias=True) if section.pooler == "tanh" else None
-        self.classifier = Linear(d, classes, initial("dense", d, classes), bias=section.bias)
+        self.layers = tuple(section.layers)
+        _check_layers(config, self.layers)
+        width, has_pooler = d * max(1, len(self.layers)), section.pooler == "tanh"
+        self.pooler = Linear(width, d, initial("dense", width, d), bias=True) if has_pooler else None
+        width = d if has_pooler else width
+        self.classifier = Linear(width, classes, initial("dense", width, classes), bias=section.bias)
         self.dropout: float = section.dropout
         self.loss: str = section.loss
         self.token = 0 if section.token == "first" else -1
@@ -85,6 +90,22 @@ class TextClassifier(nn.Module):
     def pool(self, hidden: Tensor) -> Tensor:
         """The pooled vectors [..., D]."""
         return hidden if self.pooler is None else torch.tanh(self.pooler(hidden))
+
+
+def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
+    """Raise a UsageError for layers that the model lacks, or a family that gives those of its stack to no head."""
+    depth = config.encoder_layers if config.family == "encoder" else config.n_layers
+    if layers and config.family not in ("encoder", "decoder"):
+        raise UsageError(
+            f"model.extra_heads: layers = {list(layers)} is for model.family = 'encoder' and 'decoder', not "
+            f"{config.family!r}: leave layers out"
+        )
+    for number in layers:
+        if not -depth - 1 <= number <= depth:
+            raise UsageError(
+                f"model.extra_heads: layers = {list(layers)}: the model has {depth} blocks, so that layers are 0 to "
+                f"{depth}, or −1 to −{depth + 1} from the last: there is no {number}"
+            )
 
 
 def summed_loss(loss: str, logits_MC: Tensor, targets: Tensor) -> Tensor:

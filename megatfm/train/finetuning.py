@@ -138,7 +138,9 @@ def weights_to_load(config: Config) -> list[str]:
     head = HEAD_OF_FAMILY[config.model.family]
     pooler = f"{head}.pooler.*"
     section = config.model.extra_heads[head]
-    is_pooled = isinstance(section, TextClassifierHeadConfig) and section.pooler != "none"
+    is_pooled = (
+        isinstance(section, TextClassifierHeadConfig) and section.pooler != "none" and not section.layers
+    )
     has_pooler = is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored)
     has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
     return [f"{config.model.family}.*", *[pooler] * has_pooler, *["head.*"] * bool(has_lm_head)]
