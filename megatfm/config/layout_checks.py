@@ -177,6 +177,12 @@ def check_pipeline(config: "Config") -> None:
         raise ValueError(
             split_backward_conflict(parallel.pp_schedule, "train.recompute", train.recompute, "none")
         )
+    for name, head in config.model.extra_heads.items():
+        if getattr(head, "layers", []):
+            raise ValueError(
+                f"model.extra_heads.{name}.layers reads vectors of several layers, which lie on other pipeline stages: "
+                "set parallel.pp = 1"
+            )
     if parallel.grad_accumulation == "sharded":
         raise ValueError(
             "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "

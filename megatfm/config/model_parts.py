@@ -329,6 +329,9 @@ class TextClassifierHeadConfig(Section):
     name: Literal["text_classifier"] = "text_classifier"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
     """Number of classes."""
+    layers: list[int] = Field(default_factory=list, examples=[[-4, -3, -2, -1]])
+    """Layers whose vectors are concatenated: 0 the embeddings, 1 the first block, −1 the last; left out, the vectors
+    after the stack."""
     pooler: Literal["tanh", "none"] = "tanh"
     """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
     loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# B rows, T tokens, M tokens of all rows, P pairs, S places for pairs of a row
+# B rows, T tokens, M tokens of all rows, S places for pairs of a row
 
 PREFERENCE_TERMS = ("preference", "reward_accuracy", "reward_margin")
 """Sums over pairs: the loss; how many are preferred as they should be; β Δ."""
@@ -83,11 +83,11 @@ def preference_terms(
     gained_BT = -pairs.side_BT.sign() * losses_M.view(rows, length) - pairs.reference_BT.to(dtype)
     empty_BS = losses_M.new_zeros(rows, pairs.n_slots)
     margins_BS = options.beta * add_up(empty_BS.scatter_add(1, slots_BT, gained_BT))
-    is_counted = empty_BS.scatter_add(1, slots_BT, (pairs.side_BT == FIRST_TARGET).to(dtype)) > 0
-    margins_P = margins_BS[is_counted]
+    is_counted_BS = empty_BS.scatter_add(1, slots_BT, (pairs.side_BT == FIRST_TARGET).to(dtype))
     share = options.label_smoothing
-    losses_P = -(1 - share) * F.logsigmoid(margins_P) - share * F.logsigmoid(-margins_P)
-    terms = torch.stack([losses_P.sum(), (margins_P > 0).to(dtype).sum(), margins_P.sum()])
+    losses_BS = -(1 - share) * F.logsigmoid(margins_BS) - share * F.logsigmoid(-margins_BS)
+    values_3BS = torch.stack([losses_BS, (margins_BS > 0).to(dtype), margins_BS])
+    terms = (values_3BS * is_counted_BS).sum((1, 2))  # a pair on several ranks is counted on one
     if not torch.is_grad_enabled():
         return terms
     slopes_BS = share * torch.sigmoid(margins_BS) - (1 - share) * torch.sigmoid(-margins_BS)

@@ -1,7 +1,7 @@
 """Heads of downstream tasks: classes or numbers, from tokens' hidden vectors."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.output_head import HEADS
@@ -54,9 +54,12 @@ class TaskHead(nn.Module):
     def __init__(self, config: ModelConfig, section: Any, classes: int) -> None:
         super().__init__()
         initial, d = initialiser(config), config.d_model
-        is_pooled = getattr(section, "pooler", "none") == "tanh"
-        self.pooler = Linear(d, d, initial("dense", d, d), bias=True) if is_pooled else None
-        self.classifier = Linear(d, classes, initial("dense", d, classes), bias=section.bias)
+        self.layers = tuple(getattr(section, "layers", ()))
+        _check_layers(config, self.layers)
+        width, has_pooler = d * max(1, len(self.layers)), getattr(section, "pooler", "none") == "tanh"
+        self.pooler = Linear(width, d, initial("dense", width, d), bias=True) if has_pooler else None
+        width = d if has_pooler else width
+        self.classifier = Linear(width, classes, initial("dense", width, classes), bias=section.bias)
         self.dropout: float = section.dropout
         self.token = 0 if getattr(section, "token", "first") == "first" else -1
         self.on_logits: OnLogits | None = None
@@ -281,6 +284,22 @@ def pointer_loss(scores_MS: Tensor, candidates_MS: Tensor, right_M: Tensor) -> T
     precise_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
     masked_MS = precise_MS.masked_fill(~candidates_MS, torch.finfo(precise_MS.dtype).min)
     return F.cross_entropy(masked_MS, right_M, reduction="sum")
+
+
+def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
+    """Raise a UsageError for layers that the model lacks, or a family that gives those of its stack to no head."""
+    depth = config.encoder_layers if config.family == "encoder" else config.n_layers
+    if layers and config.family not in ("encoder", "decoder"):
+        raise UsageError(
+            f"model.extra_heads: layers = {list(layers)} is for model.family = 'encoder' and 'decoder', not "
+            f"{config.family!r}: leave layers out"
+        )
+    for number in layers:
+        if not -depth - 1 <= number <= depth:
+            raise UsageError(
+                f"model.extra_heads: layers = {list(layers)}: the model has {depth} blocks, so that layers are 0 to "
+                f"{depth}, or −1 to −{depth + 1} from the last: there is no {number}"
+            )
 
 
 def summed_loss(loss: str, logits_MC: Tensor, targets: Tensor) -> Tensor:

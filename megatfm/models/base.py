@@ -109,6 +109,10 @@ class Model(nn.Module):
             )
         return batch
 
+    def new_layers(self) -> list[Tensor] | None:
+        """Return a list for embeddings and blocks' outputs, where a head reads several layers; None where none does."""
+        return [] if any(getattr(getattr(self, name), "layers", ()) for name in self.extra_heads) else None
+
     def has_targets(self, batch: Mapping[str, Tensor]) -> bool:
         """Return whether the batch has the targets of any head; then there are losses, otherwise predictions."""
         return any(all(name in batch for name in names) for names in self.target_fields)
@@ -121,15 +125,19 @@ class Model(nn.Module):
         logits: Tensor | None = None,
         carry: Mapping[str, Tensor | None] | None = None,
         sequence: SequenceMetadata | None = None,
+        layers: Sequence[Tensor] | None = None,
     ) -> Output:
         """Run the additional heads and return the output: losses if the batch has targets, else predictions.
 
         hidden_BTD: a tensor, or None in a pipeline stage before the stack whose vectors it is. carry: see Output.
-        sequence: where its tokens stand, for heads that say `takes_sequence`.
+        sequence: where its tokens stand, for heads that say `takes_sequence`. layers: see `new_layers`.
         """
         has_targets, predictions = self.has_targets(batch), dict[str, Tensor]()
         for name in self.extra_heads:
             head: Any = getattr(self, name)
+            read_BTX = hidden_BTD
+            if (numbers := getattr(head, "layers", ())) and layers is not None:
+                read_BTX = torch.cat([layers[number] for number in numbers], -1)
             options: dict[str, Any] = {
                 field: batch[field] for field in getattr(head, "may_read", ()) if field in batch
             }
@@ -138,11 +146,11 @@ class Model(nn.Module):
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
                 full_rows = [batch.get(f"full_row_{field}") for field in getattr(head, "full_row_fields", ())]
-                result = head(hidden_BTD, *fields, *full_rows, **options)
+                result = head(read_BTX, *fields, *full_rows, **options)
                 terms = result if isinstance(result, dict) else {str(getattr(head, "term", name)): result}
                 losses = add_by_name(losses, terms)
             elif getattr(head, "predicts", False) and not has_targets:
-                predictions[name] = head(hidden_BTD, **options)
+                predictions[name] = head(read_BTX, **options)
         handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
         losses_or_none = dict(losses) if losses and has_targets else None
         return Output(hidden_BTD, logits, losses_or_none, predictions or None, handed_on or None)

@@ -69,14 +69,17 @@ class Stack(nn.Module):
         hidden: Tensor | None = None,
         memory: Tensor | None = None,
         cache: KVCache | None = None,
+        layers: list[Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return hidden vectors [B, T, D] and the blocks' auxiliary losses.
 
         inputs: the field that the embedding reads. hidden: the vectors of the stage before, where this one has no
-        embedding. memory [B, S, D]: what cross-attention looks at.
+        embedding. memory [B, S, D]: what cross-attention looks at. layers: gets embeddings and blocks' outputs.
         """
         losses: dict[str, Tensor] = {}
         x_BTD: Any = hidden if self.embedding is None else self.embedding(inputs, sequence, segments)
+        if layers is not None:
+            layers.append(x_BTD)
         bias = None
         if self.position is not None and any(self.has_position_bias[depth] for depth in self.depths):
             bias = self.position(sequence, self.causal)
@@ -89,6 +92,8 @@ class Stack(nn.Module):
                 shared = self.sketch()
             layer_cache = None if cache is None else cache.layers[depth]
             x_BTD, losses = unpack(block, block(x_BTD, at_layer, shared, memory, layer_cache), losses)
+            if layers is not None:
+                layers.append(x_BTD)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         if (

@@ -81,10 +81,16 @@ class Decoder(Model):
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys, cache=cache)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
+        layers = self.new_layers()
 
         if self.decoder is not None:
             x_BTD, losses = self.decoder(
-                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden, cache=cache
+                batch[self.reads],
+                sequence,
+                segments=batch.get("segments"),
+                hidden=hidden,
+                cache=cache,
+                layers=layers,
             )
         if self.head is not None and targets is not None:
             if self.runs_head and "pairs" in batch:
@@ -97,7 +103,7 @@ class Decoder(Model):
                 losses[f"future_{n}"] = self.head(y_BTD, _future_targets(batch, int(n)))
         elif self.head is not None and self.runs_head and not self.has_targets(batch):
             logits = self.head(x_BTD)
-        return self.output(batch, x_BTD, losses, logits, sequence=sequence)
+        return self.output(batch, x_BTD, losses, logits, sequence=sequence, layers=layers)
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs the split points of these names alone, for a pipeline stage."""
@@ -147,17 +153,18 @@ class Encoder(Model):
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
+        layers = self.new_layers()
 
         if self.encoder is not None:
             x_BTD, losses = self.encoder(
-                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden
+                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden, layers=layers
             )
         if self.head is not None and self.runs_head:
             if targets is not None:
                 losses["masked"] = self.head(x_BTD, targets)
             elif not self.has_targets(batch):
                 logits = self.head(x_BTD)
-        return self.output(batch, x_BTD, losses, logits, sequence=sequence)
+        return self.output(batch, x_BTD, losses, logits, sequence=sequence, layers=layers)
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs the split points of these names alone, for a pipeline stage."""

@@ -64,7 +64,7 @@ class PreferenceEncoder:
         ]
         share = float(np.mean(np.array(ratios) > 0)) if ratios else 0.0
         return annotated, [
-            f"{self.path}: {share:.0%} of {len(rows)} chosen answers are the likelier at the start"
+            f"{self.path}: {100 * share:.0f} % of {len(rows)} chosen answers are the likelier at the start"
         ]
 
     def _encode_side(

@@ -158,7 +158,7 @@ def weights_to_load(config: Config) -> list[str]:
     head = head_name(config)
     pooler = f"{head}.pooler.*"
     section = config.model.extra_heads[head]
-    is_pooled = getattr(section, "pooler", "none") != "none"
+    is_pooled = getattr(section, "pooler", "none") != "none" and not getattr(section, "layers", ())
     has_pooler = is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored)
     has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
     return [f"{config.model.family}.*", *[pooler] * has_pooler, *["head.*"] * bool(has_lm_head)]

@@ -58,7 +58,7 @@ def test_prompts_are_read_and_answers_trained(tokenizer: Tokenizer) -> None:
         ]
         up, down = scores(sides)
         assert example.annotation["reference"] == pytest.approx(up - down, abs=1e-12)
-    assert notes == ["pairs.jsonl: 50% of 2 chosen answers are the likelier at the start"]
+    assert notes == ["pairs.jsonl: 50 % of 2 chosen answers are the likelier at the start"]
 
 
 def test_a_pair_is_two_documents_of_one_row(tokenizer: Tokenizer) -> None:
