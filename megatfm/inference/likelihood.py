@@ -29,7 +29,7 @@ BATCH_SIZE = 16
 """Rows at a time unless asked otherwise."""
 LENGTH_STEP = 16
 """Rows are padded to multiples of so many tokens: products of matrices then round a row alike in batches of any size,
-with the libraries that torch has for CPUs (docs/LOG.md)."""
+with the libraries that torch has for CPUs (docs/LOG.md, 2026-11-26)."""
 
 # B rows, T tokens, M tokens of a continuation, D model width, V vocabulary
 
