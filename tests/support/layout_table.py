@@ -71,7 +71,7 @@ def layout_name(parallel: ParallelConfig) -> str:
     return " × ".join(words)
 
 
-def tested_layouts() -> ModelsByLayout:
+def covered_layouts() -> ModelsByLayout:
     """Layouts and models that the cases compare with one device."""
     actual: ModelsByLayout = defaultdict(set)
     for layouts in FAMILY_LAYOUTS.values():
@@ -130,7 +130,7 @@ def case_values(case: Any, count: int) -> Sequence[Any]:
 
 def table() -> str:
     """Rows are layouts, columns models."""
-    actual = tested_layouts()
+    actual = covered_layouts()
     models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*actual.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
     for layout, models_of_layout in actual.items():

@@ -1,7 +1,6 @@
 """The table of tested layouts on the page is the one that the parity tests' cases give."""
 
-from tests.support import layout_table
-from tests.support.layout_table import PAGE, cases, page, pipelines, table, test_pipelines
+from tests.support.layout_table import PAGE, cases, covered_layouts, page, pipelines, table, test_pipelines
 from tests.support.layouts import PIPELINE_SCHEDULES
 
 
@@ -13,7 +12,7 @@ def test_the_page_has_the_tables_of_the_parity_cases() -> None:
 
 
 def test_tested_layouts_are_those_that_parity_tests_compare() -> None:
-    actual = layout_table.tested_layouts()
+    actual = covered_layouts()
     assert {"zero0", "zero1", "zero2", "zero3", "tp2", "tp4", "replicas × zero3", "pp4 zbv"} <= actual.keys()
     assert "xlnet" in actual["zero1"] & actual["tp2"] & actual["pp2 1f1b"]
     assert "albert" not in actual["pp4 zbv"], "there is no such case"
