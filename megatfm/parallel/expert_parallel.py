@@ -72,8 +72,9 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
 def _read_splits(leaving_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Return the rows that go to each rank and come from each: the host's one read, as it allocates the receive buffer.
     Of shapes without values: as many to each."""
-    counts_2P = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)]).cpu()
+    counts_2P = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)])
     if is_fake(leaving_PE):
+        counts_2P.cpu()  # what is traced counts the read
         even = [rows // len(leaving_PE)] * len(leaving_PE)
         return even, even
     input_splits, output_splits = counts_2P.tolist()
