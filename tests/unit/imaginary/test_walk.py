@@ -14,7 +14,7 @@ WAITS_OF_FAMILIES = {
     "hierarchical": {"ops/transfer.py": 2},
     "xlnet": {"models/xlnet.py": 2, "ops/transfer.py": 1},
 }
-"""Waits for each micro-batch of families that read, on the host, what was computed on the device: sizes of smaller maps,
+"""Waits for each micro-batch of families that read on the host what was computed on the device: sizes of smaller maps,
 orders of permutation. The numbers may only fall."""
 QUICK = ("gpt2-124m", "bert-base", "llama3-70b")
 SAME_BYTES = 0.002
