@@ -33,8 +33,8 @@ from megatfm.train.evaluation import evaluate
 from megatfm.train.finetuning import prepare_task_corpus
 from megatfm.train.init_from import load_weights
 
-Made = Predictions | SpanPredictions | GeneratedAnswers
-Collected = tuple[Made | None, float, int, Mapping[str, float]]
+FilePredictions = Predictions | SpanPredictions | GeneratedAnswers
+Collected = tuple[FilePredictions | None, float, int, Mapping[str, float]]
 """Predictions of a task with a head, or answers, mean loss, number of examples, and metrics of an objective that has
 some."""
 RESULTS, PREDICTIONS = "task.json", "predictions"
@@ -85,7 +85,7 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
     return TaskResults(source, int(str(step)), results)
 
 
-def summarise(predictions: Made, file: str) -> dict[str, Any]:
+def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
     """Return metrics, intervals of those that are means over examples, and what is told of each class."""
     task = predictions.task
     if isinstance(predictions, GeneratedAnswers):
@@ -192,9 +192,9 @@ def _predict(
         for name, rows in corpora.validation.items():
             with collect_predictions(model_of(engine)) if task.has_head else nullcontext() as collector:
                 result = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)
-            made: Made | None = collector.gather(task, folders[name]) if collector else None
+            predictions: FilePredictions | None = collector.gather(task, folders[name]) if collector else None
             n_examples = corpora_read[name].n_examples
-            results[name] = (made, float(result["loss"]), n_examples, result.get("metrics", {}))
+            results[name] = (predictions, float(result["loss"]), n_examples, result.get("metrics", {}))
         for name, file in files.items():
             if task.text_metrics or name not in tokenized:
                 _, *facts = results.get(name, (None, math.nan, 0, {}))
@@ -213,7 +213,7 @@ def _generate(engine: Any, tokenizer: Tokenizer, config: Config, file: str) -> G
     return engine.run_model(lambda model: answer_rows(model, tokenizer, config, file, rows))
 
 
-def _write_predictions(file: Path, predictions: Made) -> int:
+def _write_predictions(file: Path, predictions: FilePredictions) -> int:
     """Write a line for each row; returns how many."""
     rows = list(predictions.rows())
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -116,7 +116,7 @@ def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective: the task's head in place of all others."""
     name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
-    given = config.model.extra_heads.get(name)
+    configured = config.model.extra_heads.get(name)
     is_pooled = family == "encoder" and form not in ("tagging", "span_extraction")
     section: dict[str, Any] = {"name": kind or "text_classifier"}
     usual = {"pooler": "tanh" if is_pooled else "none", "token": "last" if family == "decoder" else "first"}
@@ -126,7 +126,7 @@ def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
             "loss": LOSSES[form],
             "both_orders": task.both_orders,
         }
-    options = given.model_dump() if given is not None and given.name == section["name"] else {}
+    options = configured.model_dump() if configured is not None and configured.name == section["name"] else {}
     section = {**({} if form == "span_extraction" else usual), **options, **section}
     lm_head = {} if task.lm_weight else {"model.lm_head": {"name": "none", "bias": False}}
     objective: dict[str, Any] = {"name": kind or "text_classification"}

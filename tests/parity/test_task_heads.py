@@ -246,9 +246,9 @@ def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
         seen = {
             pair: place for place, pair in enumerate(zip(*(c.tolist() for c in columns[:2]), strict=True))
         }
-        wanted = list(zip(*(c.tolist() for c in expected[:2]), strict=True))
-        assert seen.keys() == set(wanted), layout
-        order = [seen[pair] for pair in wanted]
+        keys = list(zip(*(c.tolist() for c in expected[:2]), strict=True))
+        assert seen.keys() == set(keys), layout
+        order = [seen[pair] for pair in keys]
         np.testing.assert_allclose(columns[2][order], expected[2], rtol=1e-6, atol=1e-7, err_msg=layout)
         assert columns[3][order].tolist() == expected[3].tolist(), layout
         assert len(collector.gather(task, "").logits), layout

@@ -92,16 +92,16 @@ def _with_head(rules: Rules, module: str, tensors: Sequence[str]) -> Rules:
     ]
 
 
-def read_classifier(theirs: Json, config: ModelConfig, *, pooler: str = "tanh") -> Json:
+def read_classifier(hf_config: Json, config: ModelConfig, *, pooler: str = "tanh") -> Json:
     """Return our head of a classifier's config.json."""
-    labels, number = theirs.get("id2label"), theirs.get("num_labels")
+    labels, number = hf_config.get("id2label"), hf_config.get("num_labels")
     losses = {problem: loss for loss, problem in PROBLEMS.items()}
     return {
         "name": "text_classifier",
         "classes": number if number is not None else 2 if labels is None else len(labels),
-        "loss": losses[theirs.get("problem_type") or PROBLEMS["cross_entropy"]],
+        "loss": losses[hf_config.get("problem_type") or PROBLEMS["cross_entropy"]],
         "pooler": pooler,
-        "dropout": _dropout(theirs, config),
+        "dropout": _dropout(hf_config, config),
     }
 
 
@@ -112,9 +112,9 @@ def write_classifier(head: Any, *, pooler: str = "tanh") -> Json:
     return {**label_keys([], head), "classifier_dropout": head.dropout}
 
 
-def read_token_classifier(theirs: Json, config: ModelConfig) -> Json:
+def read_token_classifier(hf_config: Json, config: ModelConfig) -> Json:
     """Return our head of a classifier of words."""
-    return read_classifier(theirs, config, pooler="none")
+    return read_classifier(hf_config, config, pooler="none")
 
 
 def write_token_classifier(head: Any) -> Json:
@@ -122,9 +122,9 @@ def write_token_classifier(head: Any) -> Json:
     return write_classifier(head, pooler="none")
 
 
-def read_choices(theirs: Json, config: ModelConfig) -> Json:
+def read_choices(hf_config: Json, config: ModelConfig) -> Json:
     """Return our head of a multiple choice."""
-    return {"name": "multiple_choice", "dropout": _dropout(theirs, config)}
+    return {"name": "multiple_choice", "dropout": _dropout(hf_config, config)}
 
 
 def write_choices(head: Any) -> Json:
@@ -134,7 +134,7 @@ def write_choices(head: Any) -> Json:
     return {"classifier_dropout": head.dropout}
 
 
-def read_spans(theirs: Json, config: ModelConfig) -> Json:
+def read_spans(hf_config: Json, config: ModelConfig) -> Json:
     """Return our head of a question answering."""
     return {"name": "span_extraction"}
 
@@ -146,8 +146,8 @@ def write_spans(head: Any) -> Json:
     return {}
 
 
-def _dropout(theirs: Json, config: ModelConfig) -> float:
-    dropout = theirs.get("classifier_dropout")
+def _dropout(hf_config: Json, config: ModelConfig) -> float:
+    dropout = hf_config.get("classifier_dropout")
     return config.dropout if dropout is None else float(dropout)
 
 

@@ -139,9 +139,9 @@ def test_choices_are_joined_by_example() -> None:
     none = -np.inf
     assert joined.tolist() == [[-1, -2, -5], [2, 3, none], [0, none, none]]
     assert right.tolist() == [2, 0, 0]
-    made = Predictions(task(), numbers, words, joined, right)
-    assert made.metrics() == {"accuracy": pytest.approx(1 / 3)}
-    rows = list(made.rows())
+    joined_predictions = Predictions(task(), numbers, words, joined, right)
+    assert joined_predictions.metrics() == {"accuracy": pytest.approx(1 / 3)}
+    rows = list(joined_predictions.rows())
     assert [row["label"] for row in rows] == ["0", "1", "0"]
     assert [list(row["probabilities"]) for row in rows] == [["0", "1", "2"], ["0", "1"], ["0"]]
     assert rows[1]["probability"] == pytest.approx(1 / (1 + np.exp(-1)), abs=1e-6)

@@ -60,19 +60,19 @@ def predictions(folder: Path, seed: int, **values: Any) -> tuple[SpanPredictions
     return SpanPredictions(config, str(corpus.folder), examples, words, logits), rows
 
 
-def brute_force(made: SpanPredictions, row: int, context: str) -> dict[tuple[int, int], float]:
+def brute_force(answered: SpanPredictions, row: int, context: str) -> dict[tuple[int, int], float]:
     """Scores of all answers in all windows, by characters."""
 
-    windows = [(number, facts) for number, facts in read_annotations(made.corpus) if facts["row"] == row]
+    windows = [(number, facts) for number, facts in read_annotations(answered.corpus) if facts["row"] == row]
     spans = [(facts["window"][0], len(facts["offsets"])) for _, facts in windows]
     scores: dict[tuple[int, int], float] = {}
     for place, (number, facts) in enumerate(windows):
-        logits = made.logits[made.examples == number].astype(float)
+        logits = answered.logits[answered.examples == number].astype(float)
         offsets, first = facts["offsets"], facts["first"]
         for begin in range(len(offsets)):
             if not is_max_context(spans, place, facts["window"][0] + begin):
                 continue
-            for end in range(begin, min(len(offsets), begin + made.task.max_answer_tokens)):
+            for end in range(begin, min(len(offsets), begin + answered.task.max_answer_tokens)):
                 span = (offsets[begin][0], offsets[end][1])
                 score = logits[first + begin, 0] + logits[first + end, 1]
                 scores[span] = max(score, scores.get(span, -np.inf))
@@ -80,10 +80,10 @@ def brute_force(made: SpanPredictions, row: int, context: str) -> dict[tuple[int
 
 
 def test_the_best_answer_is_the_best_over_all_windows(tmp_path: Path) -> None:
-    made, rows = predictions(tmp_path, 1, max_answer_tokens=4, n_best=20)
-    assert [question.row for question in made.questions] == list(range(10))
-    for question in made.questions:
-        scores = brute_force(made, question.row, question.context)
+    answered, rows = predictions(tmp_path, 1, max_answer_tokens=4, n_best=20)
+    assert [question.row for question in answered.questions] == list(range(10))
+    for question in answered.questions:
+        scores = brute_force(answered, question.row, question.context)
         span = max(scores, key=scores.__getitem__)
         best = question.candidates[0]
         assert (best.begin, best.end) == span
@@ -95,23 +95,29 @@ def test_the_best_answer_is_the_best_over_all_windows(tmp_path: Path) -> None:
 
 
 def test_no_answer_is_scored_by_the_first_token_of_the_least_window(tmp_path: Path) -> None:
-    made, _ = predictions(tmp_path, 2)
+    answered, _ = predictions(tmp_path, 2)
 
-    for question in made.questions:
-        numbers = [number for number, facts in read_annotations(made.corpus) if facts["row"] == question.row]
-        firsts = [float(made.logits[made.examples == number][0].astype(float).sum()) for number in numbers]
+    for question in answered.questions:
+        numbers = [
+            number for number, facts in read_annotations(answered.corpus) if facts["row"] == question.row
+        ]
+        firsts = [
+            float(answered.logits[answered.examples == number][0].astype(float).sum()) for number in numbers
+        ]
         assert question.null_score == pytest.approx(min(firsts))
 
 
 def test_under_the_threshold_is_an_answer(tmp_path: Path) -> None:
-    made, _ = predictions(tmp_path, 3)
-    differences = sorted(question.difference for question in made.questions)
+    answered, _ = predictions(tmp_path, 3)
+    differences = sorted(question.difference for question in answered.questions)
     for threshold in (-100.0, differences[4], 100.0):
-        fixed = SpanPredictions(made.task, made.corpus, made.examples, made.words, made.logits, threshold)
-        answered = [bool(row["answer"]) for row in fixed.rows()]
-        assert answered == [question.difference <= threshold for question in fixed.questions]
+        fixed = SpanPredictions(
+            answered.task, answered.corpus, answered.examples, answered.words, answered.logits, threshold
+        )
+        is_answered = [bool(row["answer"]) for row in fixed.rows()]
+        assert is_answered == [question.difference <= threshold for question in fixed.questions]
     metrics = SpanPredictions(
-        made.task, made.corpus, made.examples, made.words, made.logits, -100.0
+        answered.task, answered.corpus, answered.examples, answered.words, answered.logits, -100.0
     ).metrics()
     assert metrics["no_answer_f1"] == metrics["no_answer_exact_match"] == 1
     assert metrics["has_answer_f1"] == 0
@@ -135,8 +141,10 @@ def test_the_best_threshold_by_brute_force() -> None:
 
 
 def test_a_part_of_the_windows_gives_a_part_of_the_questions(tmp_path: Path) -> None:
-    made, _ = predictions(tmp_path, 5)
-    seen = made.examples >= 4
-    some = SpanPredictions(made.task, made.corpus, made.examples[seen], made.words[seen], made.logits[seen])
+    answered, _ = predictions(tmp_path, 5)
+    seen = answered.examples >= 4
+    some = SpanPredictions(
+        answered.task, answered.corpus, answered.examples[seen], answered.words[seen], answered.logits[seen]
+    )
     assert 0 < len(some.questions) <= 10
     assert 0 <= some.metrics()["f1"] <= 1
