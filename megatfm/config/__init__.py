@@ -29,7 +29,6 @@ from megatfm.config.model_parts import (
     PatchEmbeddingConfig,
     PixelDecoderConfig,
     SentenceHeadConfig,
-    TextClassifierHeadConfig,
 )
 from megatfm.config.objective import (
     AnswersObjective,
@@ -90,7 +89,11 @@ from megatfm.config.root import Config
 from megatfm.config.section import invalid, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
 from megatfm.config.task import TaskConfig
-from megatfm.config.task_heads import MultipleChoiceHeadConfig, SpanExtractionHeadConfig
+from megatfm.config.task_heads import (
+    MultipleChoiceHeadConfig,
+    SpanExtractionHeadConfig,
+    TextClassifierHeadConfig,
+)
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,

@@ -1,10 +1,33 @@
-"""Heads of downstream tasks that choose among tokens or texts, as sections of `model.extra_heads`."""
+"""Heads of downstream tasks, as sections of `model.extra_heads`."""
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from megatfm.config.section import DropProbability, Section
+from megatfm.config.section import MAX_WIDTH, DropProbability, Section
+
+
+class TextClassifierHeadConfig(Section):
+    """Classes of labelled texts, told from one token of each."""
+
+    name: Literal["text_classifier"] = "text_classifier"
+    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
+    """Number of classes."""
+    layers: list[int] = Field(default_factory=list, examples=[[-4, -3, -2, -1]])
+    """Layers whose vectors are concatenated: 0 the embeddings, 1 the first block, −1 the last; left out, the vectors
+    after the stack."""
+    pooler: Literal["tanh", "none"] = "tanh"
+    """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
+    """One class of several, any number of them, or one number for each."""
+    token: Literal["first", "last"] = "first"
+    """The token whose vector is classified in a batch without targets: the last one in decoders."""
+    bias: bool = True
+    """A bias for each class."""
+    dropout: DropProbability = 0.1
+    """Share of the pooled vector's channels that training drops."""
+    both_orders: bool = False
+    """Add up what two orders of a pair give (Radford et al. 2018, section 3.3)."""
 
 
 class SpanExtractionHeadConfig(Section):

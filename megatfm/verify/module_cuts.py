@@ -178,6 +178,8 @@ ROWS: Mapping[str, Rows] = {
     "PredictionHeadTransform": (("dense", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
     "SentenceHead": (("", "gather_input_replicated"), ("*", "replicated")),
     "TextClassifier": (("", "gather_input_replicated"), ("*", "replicated")),
+    "SpanExtraction": (("", "gather_input_replicated"), ("*", "replicated")),
+    "MultipleChoice": (("", "gather_input_replicated"), ("*", "replicated")),
     "PixelsHead": (("", "gather_input_replicated"), ("*", "replicated")),
     "ClassifierHead": (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated")),
     "PatchEmbedding": (("", "split_output"), ("projection", "sequence_parallel")),

@@ -111,7 +111,14 @@ def small(name: str) -> Config:
 
 
 # Objectives of images and of labelled texts have other models, and tests of their own.
-OTHER_MODELS = {*IMAGE_OBJECTIVES, "answers", "contrastive", "multiple_choice", "preference", "span_extraction"}
+OTHER_MODELS = {
+    *IMAGE_OBJECTIVES,
+    "answers",
+    "contrastive",
+    "multiple_choice",
+    "preference",
+    "span_extraction",
+}
 OTHER_MODELS |= {"text_classification"}
 
 
