@@ -176,6 +176,7 @@ ROWS: Mapping[str, Rows] = {
     ),
     "PredictionHeadTransform": (("dense", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
     "SentenceHead": (("", "gather_input_replicated"), ("*", "replicated")),
+    "TextClassifier": (("", "gather_input_replicated"), ("*", "replicated")),
     "ClassifierHead": (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated")),
     "PatchEmbedding": (("", "split_output"), ("projection", "sequence_parallel")),
     "Discriminator": (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated")),
