@@ -157,7 +157,6 @@ ROWS: Mapping[str, Rows] = {
     "ShardedRMSNorm": (*PER_HEAD, ("total", "sum_over_shards")),
     "PreNorm": NORM,
     "PostNorm": NORM,
-    "ResidualPostNorm": NORM,
     "SandwichNorm": (*NORM, ("norm_out", "sequence_parallel")),
     "ResidualDropout": (("layer_scale", "sequence_parallel"),),
     "LMHead": (("", "vocab_parallel_head"),),
