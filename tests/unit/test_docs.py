@@ -172,7 +172,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
 def test_every_command_and_flag_is_explained() -> None:
     cli = importlib.import_module("megatfm.cli")
     text = load_module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
-    headings = re.findall(r"^## `megatfm ([\w ]+)`\n\n\S", text, re.MULTILINE)
+    headings = re.findall(r"^## `megatfm ([\w -]+)`\n\n\S", text, re.MULTILINE)
     assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
     assert {"data check", "data show", "config show", "config schema"} <= set(headings)
     for row in (
