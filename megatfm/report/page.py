@@ -25,10 +25,9 @@ from megatfm.report.run_charts import (
     baselines,
     charts,
     expert_load_maps,
-    loss_unit,
-    metric_title,
     time_shares,
 )
+from megatfm.report.units import loss_unit, metric_title
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24

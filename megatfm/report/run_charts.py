@@ -27,6 +27,7 @@ from megatfm.report.charts import (
 )
 from megatfm.report.evaluation_charts import position_charts, task_charts
 from megatfm.report.run import Curve, Run
+from megatfm.report.units import METRICS, loss_unit, metric_title
 
 MAX_EVENTS = 200
 """The last so many are shown."""
@@ -51,18 +52,6 @@ KINDS = {
     "load_max": ("Busiest expert", "tokens, as a multiple of the mean"),
     "dropped": ("Choices dropped by capacity", "share of all"),
     "entropy": ("Router's entropy", "nats a token"),
-}
-METRICS = {
-    "top1": ("Accuracy", "share of held-out images"),
-    "top5": ("Top-5 accuracy", "share of held-out images"),
-    "accuracy": ("Accuracy", "share of held-out examples"),
-}
-"""Metric → its title and unit; others are called by their names."""
-LOSS_UNITS = {
-    "image_classification": "nats per image",
-    "text_classification": "mean over labelled examples",
-    "masked_image": "mean squared error of masked pixels",
-    "simmim": "mean absolute error of masked pixels",
 }
 COLUMNS = 160
 """Stretches of steps, at most."""
@@ -150,17 +139,6 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
         *layer_charts(run),
     )
     return [replace(drawing, events=event_lines(run, *drawing.steps)) for drawing in drawn if drawing]
-
-
-def loss_unit(run: Run) -> str:
-    """Unit of the loss, which follows from the objective."""
-    objective = run.config.get("objective") or {}
-    return LOSS_UNITS.get(objective.get("name", ""), "nats per token")
-
-
-def metric_title(metric: str) -> str:
-    """Title of a metric's chart."""
-    return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").capitalize()
 
 
 def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
