@@ -54,8 +54,7 @@ OBJECTIVES = {
     "hierarchical": "image_classification",
 }
 """The usual objective of each family."""
-DEFAULT_SEQUENCE_LENGTH = 512
-"""Tokens in a row where config.json doesn't say how long the model's sequences are."""
+DEFAULT_SEQUENCE_LENGTH = 512  # tokens in a row where config.json doesn't say how long sequences are
 
 
 def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
@@ -379,7 +378,7 @@ class _Reader:
 
 def check_is_new(target: Path) -> None:
     """Raise a UsageError where a target holds something already."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target}: is there already: give a new folder")
 
 

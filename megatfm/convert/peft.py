@@ -1,8 +1,7 @@
 """Low-rank adapters in PEFT's format, adapter_config.json and adapter_model.safetensors, and back.
 
-An adapter's A and B follow from the rule of the matrix that it is beside, which is linear: B's columns become what the
-matrix's columns would. Where transformers holds several of our matrices in one (GPT-2's queries, keys and values), the
-adapter of that one has the A of all below one another, and the B as blocks.
+A and B follow from the rule of their matrix, which is linear: B's columns become what the matrix's columns would.
+Where transformers holds several of our matrices in one (GPT-2's queries, keys and values), A are stacked, B are blocks.
 """
 
 import re
@@ -42,8 +41,7 @@ from megatfm.train.best_checkpoint import best_checkpoint
 from megatfm.version import __version__
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Before every name in PEFT's files."""
+PREFIX = "base_model.model."  # of names in PEFT's files
 TASK_TYPES = {
     "ForCausalLM": "CAUSAL_LM",
     "ForSequenceClassification": "SEQ_CLS",
@@ -390,13 +388,13 @@ def _write(
                 f"{source}: would make {name} {list(tensor.shape)}, but the model has {list(shapes.get(name, ()))}"
             )
 
-    def every() -> Iterator[tuple[str, Tensor]]:
+    def all_tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in converted_tensors(opened, meta_shapes(opened.config)):
             if name not in changed:
                 yield f"model.{name}", tensor
         for name, tensor in changed.items():
             yield f"model.{name}", tensor
 
-    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, every(), state)
+    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, all_tensors(), state)
     header = config_comment(f"{opened.name} and its adapter", family=model.family)
     file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(config)).encode())])

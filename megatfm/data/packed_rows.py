@@ -78,12 +78,8 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, about."""
-        typed_bytes = sum(field.values.nbytes for field in self.typed.values())
-        return (
-            typed_bytes
-            + sum(field.nbytes for field in self.fields.values())
-            + 36 * (len(self.starts) + len(self.bounds))
-        )
+        arrays = [*self.fields.values(), *(field.values for field in self.typed.values())]
+        return sum(array.nbytes for array in arrays) + 36 * (len(self.starts) + len(self.bounds))
 
     @property
     def padding(self) -> "RowStore":

@@ -44,8 +44,7 @@ PRECISIONS = {
     "fp8-tensorwise": Precision(torch.float32, torch.bfloat16, "tensorwise"),
 }
 
-FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 1.0
-PATIENCE = 2000
+FIRST, LARGEST, SMALLEST, PATIENCE = 2.0**16, 2.0**24, 1.0, 2000
 """Steps without an overflow after which the scale is doubled (that of torch.amp.GradScaler)."""
 SCALE, STEPS = "engine.loss_scale", "engine.loss_scale_steps"
 

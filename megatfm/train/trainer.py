@@ -126,8 +126,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.precision, self.decisions, self.run_log, self.monitor = precision, decisions, run_log, monitor
-        self.nodes = nodes
-        self.step, self.tokens, self.position = 0, 0, 0
+        self.nodes, self.step, self.tokens, self.position = nodes, 0, 0, 0
         self.provenance: dict[str, JsonValue] = {}
         self.mixture_sources = MixtureSources(config, corpora)
         self.loss_guard = LossGuard(config.resilience, config.optimizer.max_grad_norm, decisions)
@@ -141,7 +140,7 @@ class Trainer:
         self.evaluator: Evaluator
         self.utilization: Utilization | None = None
         self.launcher, self.is_branch = "none", False
-        self._save_seconds: float | None = None  # of the last checkpoint, for the next line of metrics
+        self._save_seconds: float | None = None
 
     def train(self, signals: StopSignals) -> int:
         """Take steps until the run ends or a signal asks to stop. Returns the exit code."""
@@ -150,8 +149,8 @@ class Trainer:
             while not self._is_over and not stop:
                 stop = self._train_until_interrupted(signals, profile)
         if not self._is_over:
-            how = f"by {stop} after step {self.step}: the same command goes on from there"
-            self._log_event("stopped", how)
+            detail = f"by {stop} after step {self.step}: the same command goes on from there"
+            self._log_event("stopped", detail)
             return EXIT_REQUEUE
         early = f": {self.best.reason}" * (self.step < self.config.train.steps)
         done = f"step {self.step}, {self.tokens:,} tokens{early}"
@@ -178,8 +177,7 @@ class Trainer:
                 if metrics:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
-                is_saved = self._is_over or self.best.step == self.step
-                shared = is_saved or self._is_due(config.checkpoint.every)
+                shared = self._is_over or self.best.step == self.step or self._is_due(config.checkpoint.every)
                 every = config.checkpoint.local_every
                 is_due = shared or (every > 0 and self.step % every == 0)
                 stop, is_saving = agreed(is_due or self.saver.step_in_progress is not None)
@@ -328,14 +326,12 @@ class Trainer:
             current = self._run_state(loader)
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
         mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)
-        allowed = resume.check_compatible(
-            point, current, list(self.config.resume.allow), mismatch, same_run=same_run
-        )
+        allow: list[str] = [*self.config.resume.allow]
+        allowed = resume.check_compatible(point, current, allow, mismatch, same_run=same_run)
         if same_run:
             self.decisions.read()
-            if resume.settings_of_skips_changed(allowed) and (
-                steps := self.decisions.retry_after(point.step)
-            ):
+            is_changed = resume.settings_of_skips_changed(allowed)
+            if steps := self.decisions.retry_after(point.step) if is_changed else ():
                 allowed.append(f"steps that were skipped are tried again: {', '.join(map(str, steps))}")
         self._load_checkpoint(point)
         if not same_run:
@@ -349,7 +345,7 @@ class Trainer:
         state_dict = self.engine.empty_state_dict(names)
         rank, device = self.run.rank, self.engine.device
         rng_state = empty_rng_state_dict(names, rank, dist.get_world_size(), device)
-        destinations = {**state_dict, **rng_state}
+        destinations = state_dict | rng_state
         if point.local and self.nodes:
             shards = {n: checkpoint.ShardedTensor.from_tensor(tensor) for n, tensor in destinations.items()}
             fetch_missing_files(self.nodes, point.local, shards)
@@ -366,8 +362,7 @@ class Trainer:
 
     def _roll_back_after_spike(self, loss: float) -> bool:
         """Return whether the loss spiked and the run went back to a checkpoint, to skip the data since then."""
-        score = self.loss_guard.observe(loss)
-        if score is None:
+        if (score := self.loss_guard.observe(loss)) is None:
             return False
         detail = f"loss {loss:.4g} is {score:.0f} deviations above the median of the last steps"
         self.saver.wait_for_save()
