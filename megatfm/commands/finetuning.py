@@ -60,16 +60,16 @@ def finetune_command(args: argparse.Namespace) -> int:
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
     name = _values(config, overrides).get("name") or f"from-{Path(args.source).absolute().name}"
-    every: list[TaskResults] = []
+    results_by_seed: list[TaskResults] = []
     for seed in seeds:
         code, results = finetune_once(
             args, [*args.overrides, f"name={name}-seed-{seed}", f"train.seed={seed}"]
         )
         if code != EXIT_OK:
             return code
-        every += [results] if results is not None else []
-    if every:
-        print_spread(every)
+        results_by_seed += [results] if results is not None else []
+    if results_by_seed:
+        print_spread(results_by_seed)
         print(f"side by side: megatfm compare {' '.join(f'runs/{name}-seed-{seed}' for seed in seeds)}")
     return EXIT_OK
 
@@ -201,17 +201,19 @@ def print_results(results: "TaskResults") -> None:
             print(f"{name}: predictions in {result['predictions']}")
 
 
-def print_spread(every: "Sequence[TaskResults]") -> None:
+def print_spread(results_by_seed: "Sequence[TaskResults]") -> None:
     """Print mean and standard deviation of each metric over runs."""
     from rich.table import Table
 
-    table = Table(title=f"mean ± standard deviation of {len(every)} seeds")
-    names = list(next(iter(every[0].sets.values()))["metrics"]) if every[0].sets else []
+    table = Table(title=f"mean ± standard deviation of {len(results_by_seed)} seeds")
+    names = list(next(iter(results_by_seed[0].sets.values()))["metrics"]) if results_by_seed[0].sets else []
     for heading in ("set", "loss", *names):
         table.add_column(heading, justify="left" if heading == "set" else "right")
-    for name in every[0].sets:
-        columns = [[results.sets[name]["loss"] for results in every]]
-        columns += [[results.sets[name]["metrics"][metric] for results in every] for metric in names]
+    for name in results_by_seed[0].sets:
+        columns = [[results.sets[name]["loss"] for results in results_by_seed]]
+        columns += [
+            [results.sets[name]["metrics"][metric] for results in results_by_seed] for metric in names
+        ]
         cells = [f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" for values in columns]
         table.add_row(name, *cells)
     print_table(table)

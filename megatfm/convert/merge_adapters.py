@@ -41,10 +41,10 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
             )
             yield f"model.{name}", merge_lora(read, scale)[f"model.{name}"]
 
-    kept: dict[str, JsonValue] = {
+    provenance: dict[str, JsonValue] = {
         key: state[key] for key in ("tokenizer", "begins", "stop", "origin") if key in state
     }
-    written = {**kept, "step": 0, "megatfm": __version__, "config": plain.model_dump(mode="json")}
+    written = {**provenance, "step": 0, "megatfm": __version__, "config": plain.model_dump(mode="json")}
     place = tokenizers.find_tokenizer_file(path.absolute().parent.parent) or config.data.tokenizer
     with new_folder(target) as folder:
         if place and Path(place).exists():

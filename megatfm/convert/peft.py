@@ -213,14 +213,14 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
-    theirs = read_json(source / ADAPTER_CONFIG)
+    adapter_config = read_json(source / ADAPTER_CONFIG)
     for key, neutral in {"peft_type": "LORA", **UNSUPPORTED}.items():
-        if (value := theirs.get(key, neutral)) not in (neutral, None, False, {}, []):
+        if (value := adapter_config.get(key, neutral)) not in (neutral, None, False, {}, []):
             raise UsageError(
                 f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which adapters here don't have: merge it by PEFT's "
                 "merge_and_unload, and convert the merged model"
             )
-    opened = _open_base(source, theirs, base)
+    opened = _open_base(source, adapter_config, base)
     factors, saved = _read_factors(source, opened)
     rank = max(len(a) for a, _, _ in factors.values())
     scale = _usual([scale for _, _, scale in factors.values()])
@@ -229,7 +229,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     options = {
         "rank": rank,
         "alpha": scale * rank,
-        "dropout": float(theirs.get("lora_dropout") or 0.0),
+        "dropout": float(adapter_config.get("lora_dropout") or 0.0),
         "targets": [],
         "trained": list(saved),
     }
@@ -247,8 +247,8 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     return [f"{opened.name} with adapters of {len(factors)} matrices, rank {rank}", *opened.notes]
 
 
-def _open_base(source: Path, theirs: Mapping[str, Any], base: str | Path | None) -> HfFolder:
-    named = base or theirs.get("base_model_name_or_path")
+def _open_base(source: Path, adapter_config: Mapping[str, Any], base: str | Path | None) -> HfFolder:
+    named = base or adapter_config.get("base_model_name_or_path")
     places = [Path(str(named)), source / str(named)] if named else []
     place = next((place for place in places if (place / "config.json").is_file()), None)
     if place is None:
@@ -272,7 +272,7 @@ def _read_factors(
     source: Path, opened: HfFolder
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor]]:
     """Return A, B and scale by path of our linear layers, and other weights by name."""
-    theirs, tensors = read_json(source / ADAPTER_CONFIG), _read_tensors(source / ADAPTER_WEIGHTS)
+    adapter_config, tensors = read_json(source / ADAPTER_CONFIG), _read_tensors(source / ADAPTER_WEIGHTS)
     by_name = {name.removesuffix(".weight"): rule for rule in opened.rules for name in rule.hf}
     whole_names = {name: rule for rule in opened.rules for name in rule.hf}
     factors: dict[str, tuple[Tensor, Tensor, float]] = {}
@@ -289,7 +289,7 @@ def _read_factors(
             b = tensors.get(f"{PREFIX}{module}.lora_B.weight")
             if b is None:
                 raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} has no lora_B beside it")
-            factors |= _ours(rule, tensor, b, _scale(theirs, module, len(tensor)), source)
+            factors |= _ours(rule, tensor, b, _scale(adapter_config, module, len(tensor)), source)
         elif not module.endswith(".lora_B.weight"):
             others[module] = tensor
     saved: dict[str, Tensor] = {}
@@ -322,14 +322,14 @@ def _rule_of(rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, so
     return rule
 
 
-def _scale(theirs: Mapping[str, Any], module: str, rank: int) -> float:
+def _scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / rank of a module, as PEFT's patterns and options say."""
-    alpha = float(theirs.get("lora_alpha", 8))
-    for pattern, value in (theirs.get("alpha_pattern") or {}).items():
+    alpha = float(adapter_config.get("lora_alpha", 8))
+    for pattern, value in (adapter_config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = float(value)
             break
-    return alpha / (rank**0.5 if theirs.get("use_rslora") else rank)
+    return alpha / (rank**0.5 if adapter_config.get("use_rslora") else rank)
 
 
 def _ours(
@@ -367,11 +367,11 @@ def _write(
     source: Path,
 ) -> None:
     """Write base and adapters as a checkpoint, with config and tokenizer."""
-    kept, notes = tokenizer_files.to_megatfm(opened.path, folder)
+    tokenizer_file, notes = tokenizer_files.to_megatfm(opened.path, folder)
     opened.notes += notes
     shapes = meta_shapes(model)
     length = opened.json.get(opened.architecture.max_length_key) or model.position.limit
-    config = starting_config(target, model, kept, length)
+    config = starting_config(target, model, tokenizer_file, length)
     state: dict[str, JsonValue] = {
         "origin": tokenizer_files.record_origin(
             opened.path, opened.name, opened.json, opened.architecture.config_to_hf(opened.config)
@@ -380,7 +380,7 @@ def _write(
         "step": 0,
         "megatfm": __version__,
         "config": config.model_dump(mode="json"),
-        "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
+        "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
     }
     for name, tensor in changed.items():
         if shapes.get(name) != tuple(tensor.shape):

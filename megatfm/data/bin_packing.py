@@ -184,5 +184,5 @@ def split_parts(
     if parts is None:
         return starts, np.arange(len(starts) - 1)
     inner = np.flatnonzero(np.diff(parts)) + 1
-    every = np.union1d(starts, inner)
-    return every, np.searchsorted(starts, every[:-1], side="right") - 1
+    document_starts = np.union1d(starts, inner)
+    return document_starts, np.searchsorted(starts, document_starts[:-1], side="right") - 1

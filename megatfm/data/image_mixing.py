@@ -47,10 +47,10 @@ class Mixing:
         for _ in range(2):
             centre = draws.below(self.size)
             begin_end.append((max(0, round(centre - side / 2)), min(self.size, round(centre + side / 2))))
-        own = np.ones((self.size, self.size, 1), np.bool_)
+        remaining = np.ones((self.size, self.size, 1), np.bool_)
         (top, bottom), (left, right) = begin_end
-        own[top:bottom, left:right] = False
-        return float(own.mean()), patchify(own, self.patch_size)
+        remaining[top:bottom, left:right] = False
+        return float(remaining.mean()), patchify(remaining, self.patch_size)
 
 
 def beta(draws: Draws, alpha: float) -> float:
@@ -99,25 +99,25 @@ class MixedImages:
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
         """The rows at positions, as `RowDataset` says."""
-        wanted = dict.fromkeys(positions)
-        wanted |= dict.fromkeys(self.partner(at) for at in positions if at is not None)
-        place = {at: number for number, at in enumerate(wanted)}
-        stored = self._rows.rows(list(wanted))
-        found = {name: values[[place[at] for at in positions]] for name, values in stored.items()}
+        positions_read = dict.fromkeys(positions)
+        positions_read |= dict.fromkeys(self.partner(at) for at in positions if at is not None)
+        place = {at: number for number, at in enumerate(positions_read)}
+        stored = self._rows.rows(list(positions_read))
+        rows = {name: values[[place[at] for at in positions]] for name, values in stored.items()}
         for number, at in enumerate(positions):
             if at is not None:
-                self._mix(found, stored, number, place[self.partner(at)], at)
-        return found
+                self._mix(rows, stored, number, place[self.partner(at)], at)
+        return rows
 
     def partner(self, position: int) -> int:
         """The position of the row that a row is mixed with."""
         return position - self._turn if position // self._turn % 2 else position + self._turn
 
-    def _mix(self, found: Fields, stored: Fields, row: int, partner: int, position: int) -> None:
+    def _mix(self, rows: Fields, stored: Fields, row: int, partner: int, position: int) -> None:
         n_special = self._mixing.n_special
         own_starts, other_starts = (
             np.flatnonzero((fields["positions"][at] == 0) & (fields["documents"][at] >= 0))
-            for fields, at in ((found, row), (stored, partner))
+            for fields, at in ((rows, row), (stored, partner))
         )
         n_tokens = n_special + (self._mixing.size // self._mixing.patch_size) ** 2
         for image, (begin, other) in enumerate(zip(own_starts.tolist(), other_starts.tolist(), strict=False)):
@@ -125,7 +125,7 @@ class MixedImages:
             other_label = stored["labels"][partner, other]
             if weight == 1.0 or other_label == IGNORE_INDEX:
                 continue
-            patches = found["patches"][row, begin + n_special : begin + n_tokens]
+            patches = rows["patches"][row, begin + n_special : begin + n_tokens]
             others = stored["patches"][partner, other + n_special : other + n_tokens]
             if own_pixels is None:
                 mixed = patches.astype(np.float32) * np.float32(weight) + others * np.float32(1 - weight)
@@ -134,5 +134,5 @@ class MixedImages:
                 by_channel = patches.reshape(len(patches), -1, own_pixels.shape[1])
                 others_by_channel = others.reshape(by_channel.shape)
                 np.copyto(by_channel, others_by_channel, where=~own_pixels[:, None])
-            found["mixed_labels"][row, begin] = other_label
-            found["label_weights"][row, begin] = weight
+            rows["mixed_labels"][row, begin] = other_label
+            rows["label_weights"][row, begin] = weight

@@ -79,14 +79,14 @@ def rank_memory(
     parts = [index for indices in parts_by_stage.values() for index in indices]
     state = rank_bytes(config, weights, parts)
     mode = config.train.recompute
-    kept = {index: profiles[index].kept_bytes(mode, compiled) for index in parts}
+    saved_bytes = {index: profiles[index].kept_bytes(mode, compiled) for index in parts}
     elsewhere = sum(
-        max(0, in_flight.get(stage, 1) - (place == 0)) * sum(kept[i] for i in indices)
+        max(0, in_flight.get(stage, 1) - (place == 0)) * sum(saved_bytes[i] for i in indices)
         for place, (stage, indices) in enumerate(parts_by_stage.items())
     )
     running = next(iter(parts_by_stage.values()), ())
     one_pass = config.parallel.pp == 1 and microbatches == 1
-    moments = _moments(config, weights, running, profiles, kept, state, one_pass, compiled)
+    moments = _moments(config, weights, running, profiles, saved_bytes, state, one_pass, compiled)
     peak = max(moments, key=lambda moment: moment.bytes)
     always = state.at_rest + reserved
     in_passes = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda one: one.bytes)}
@@ -111,7 +111,7 @@ def _moments(
     weights: Sequence[LocalWeight],
     parts: Sequence[int],
     profiles: Sequence[PartProfile],
-    kept: Mapping[int, int],
+    saved_bytes: Mapping[int, int],
     state: RankBytes,
     one_pass: bool,
     compiled: bool,
@@ -123,8 +123,8 @@ def _moments(
     moments, held = [], 0
     none_yet = 0 if one_pass else state.gradients
     for index in parts:
-        moments.append(_Peak("forward", held + kept[index], profiles[index].forward_peak, none_yet))
-        held += kept[index]
+        moments.append(_Peak("forward", held + saved_bytes[index], profiles[index].forward_peak, none_yet))
+        held += saved_bytes[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
     done = 0
     for index in reversed(parts):
@@ -133,8 +133,8 @@ def _moments(
         gradients = state.gradients if not one_pass else state.gradients * min(done, trained) // trained
         again = 0
         if profiles[index].is_block and config.train.recompute != "none":
-            again = profiles[index].kept_bytes("none", compiled) - kept[index]
+            again = profiles[index].kept_bytes("none", compiled) - saved_bytes[index]
         workspace = profiles[index].backward_peak + max(0, again) + state.unreduced
         moments.append(_Peak("backward", held, workspace, gradients))
-        held -= kept[index]
+        held -= saved_bytes[index]
     return moments

@@ -103,10 +103,10 @@ def data_flows(
     """Add what ZeRO sends for the parameters of a rank's split points."""
     parallel, axes = config.parallel, axes_of(config.parallel)
     size, compute = _sizes(config)
-    held = [w for w in weights if any(index in parts for index in w.parts)]
+    stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     data_ranks = parallel.dp_shard * parallel.dp_replicate
     for is_expert in (False, True):
-        of_kind = [w for w in held if w.is_expert == is_expert]
+        of_kind = [w for w in stage_weights if w.is_expert == is_expert]
         shard = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
         copies = [axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])]
         if data_ranks == 1 or parallel.zero == 0:

@@ -127,30 +127,30 @@ def rank_bytes(
 ) -> RankBytes:
     """Add up what the fullest rank holds of some split points. ahead: blocks that are prefetched."""
     parallel, train = config.parallel, config.train
-    held = [w for w in weights if any(index in parts for index in w.parts)]
+    stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     data_ranks = parallel.dp_shard * parallel.dp_replicate
     zero = parallel.zero if data_ranks > 1 else 0
     size = 8 if train.precision == "fp64" else 4
     is_mixed = train.precision not in ("fp32", "fp64")
-    shards = {w.name: _shards(w, parallel) if zero else 1 for w in held}
-    stored = {w.name: w.shard(shards[w.name]) for w in held}
-    unsharded_numel = sum(w.local for w in held)
+    shards = {w.name: _shards(w, parallel) if zero else 1 for w in stage_weights}
+    stored = {w.name: w.shard(shards[w.name]) for w in stage_weights}
+    unsharded_numel = sum(w.local for w in stage_weights)
     # ZeRO 1 without a precision of its own moves the model's weights themselves, whole on each rank.
     weight_bytes = (unsharded_numel if zero == 1 and not is_mixed else sum(stored.values())) * size
     several = train.global_batch > train.micro_batch * data_ranks
     unsharded = zero < 2 or parallel.pp > 1 or (several and parallel.grad_accumulation == "unsharded")
-    trained = [w for w in held if w.is_trained]
+    trained = [w for w in stage_weights if w.is_trained]
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in trained)
     compute = 2 if is_mixed else size
-    blocks = _by_block(held)
+    blocks = _by_block(stage_weights)
     largest = sorted(blocks.values(), reverse=True)
-    outside = sum(w.local for w in held if not w.in_block)
+    outside = sum(w.local for w in stage_weights if not w.in_block)
     gathered = unreduced = 0
     if zero == 3 and not parallel.splits_backward:
         gathered = (outside + sum(largest[: 1 + ahead])) * compute
     elif zero >= 2:
-        gathered = sum(stored[w.name] * shards[w.name] for w in held) * compute
+        gathered = sum(stored[w.name] * shards[w.name] for w in stage_weights) * compute
     if zero >= 2 and not unsharded:
         unreduced = (largest[0] if largest else outside) * (compute + size)
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0

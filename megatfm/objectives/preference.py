@@ -38,8 +38,11 @@ class Preferences(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        given = {"lm_head.label_smoothing": model.lm_head.label_smoothing, "n_mtp_heads": model.n_mtp_heads}
-        for key, value in given.items():
+        refused_options = {
+            "lm_head.label_smoothing": model.lm_head.label_smoothing,
+            "n_mtp_heads": model.n_mtp_heads,
+        }
+        for key, value in refused_options.items():
             if value:
                 raise UsageError(
                     f"model.{key} = {value}: objective.name = 'preference' has a loss of pairs, not of tokens: set 0"
@@ -68,7 +71,7 @@ class Preferences(Objective):
         reference, begins = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64)
         reference[first_target] = annotation["reference"]
         begins[second] = 1
-        every: Example = {
+        fields: Example = {
             "tokens": tokens,
             "targets": targets,
             "pairs": pairs,
@@ -78,7 +81,7 @@ class Preferences(Objective):
         # The last token of each sequence is only a target.
         is_input = np.ones(len(tokens), bool)
         is_input[[second - 1, -1]] = False
-        return {name: values[is_input] for name, values in every.items()}
+        return {name: values[is_input] for name, values in fields.items()}
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return dict.fromkeys(PREFERENCE_TERMS, (batch["pairs"] == FIRST_TARGET).sum())

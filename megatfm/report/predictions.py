@@ -216,10 +216,10 @@ def _picture(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str
 
 def _ticks(labels: Sequence[str]) -> list[tuple[Tick, str]]:
     """Names of classes, or of some of many, with their full names."""
-    every = -(-len(labels) // MAX_NAMED)
+    stride = -(-len(labels) // MAX_NAMED)
     return [
         (Tick(100 * (number + 0.5) / len(labels), labels[number][:12]), labels[number])
-        for number in range(0, len(labels), every)
+        for number in range(0, len(labels), stride)
     ]
 
 

@@ -330,15 +330,15 @@ def _summarize_loads(curves: Sequence[Curve]) -> str:
     def describe_load(which: str, value: float, expert: int, step: int) -> str:
         return f"{which}: expert {expert} with {format_number(value)} at step {step:,}"
 
-    every = [
+    loads = [
         (value, expert, step)
         for expert, curve in enumerate(curves)
         for step, value in zip(curve.steps, curve.values, strict=True)
         if math.isfinite(value)
     ]
-    if not every:
+    if not loads:
         return "nothing finite"
-    return "; ".join((describe_load("Busiest", *max(every)), describe_load("idlest", *min(every))))
+    return "; ".join((describe_load("Busiest", *max(loads)), describe_load("idlest", *min(loads))))
 
 
 def colour(load: float) -> tuple[int, int, int, int]:

@@ -182,8 +182,8 @@ class TaskEvaluator:
             members.append(
                 {"json": f'{{"trained": [[{len(tokens) - len(answer)}, {len(tokens)}]]}}'.encode()}
             )
-        how = PackingConfig(objective, (length,), seed=0, pad_id=tokenizer.pad)
-        return InMemoryRows(pack_in_memory(documents, how, members=members), length)
+        packing = PackingConfig(objective, (length,), seed=0, pad_id=tokenizer.pad)
+        return InMemoryRows(pack_in_memory(documents, packing, members=members), length)
 
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> dict[str, dict[str, float]]:
         """Return the metrics of each task by its name. A collective."""

@@ -107,9 +107,11 @@ def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the change of the objective: answers, or the preference among them, with its options where it has some."""
     if task.form != "preference":
         return {"objective": {"name": "answers"}}
-    given = config.objective
+    objective = config.objective
     return {
-        "objective": given.model_dump() if isinstance(given, PreferenceObjective) else {"name": "preference"}
+        "objective": objective.model_dump()
+        if isinstance(objective, PreferenceObjective)
+        else {"name": "preference"}
     }
 
 

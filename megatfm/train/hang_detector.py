@@ -186,13 +186,13 @@ class HangDetector:
         blamed = silent or working or behind
         seconds = max(rank.seconds_without_progress(now) for rank in blamed)
         if silent:
-            what = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
+            reason = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
         else:
             place = f" ({blamed[0].heartbeat.place})" if blamed[0].heartbeat.place else ""
-            what = f"has not moved for {seconds:.0f} s{place}; its stack is in the log of the rank"
+            reason = f"has not moved for {seconds:.0f} s{place}; its stack is in the log of the rank"
         who = ", ".join(rank.last_seen() for rank in blamed[:8])
         more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
-        return self._blame(blamed, f"{who}{more}: {what}", hung=True)
+        return self._blame(blamed, f"{who}{more}: {reason}", hung=True)
 
     def _silent_ranks(self, active: Sequence[_Rank], now: float) -> list[_Rank]:
         """Return the ranks that are not heard, without those that only their silent relay keeps from being heard."""
