@@ -35,8 +35,9 @@ def load_guard() -> None:
 def build_guard(folder: Path | None = None) -> Path:
     """Return the library for this torch, built if it is not there yet."""
     folder = folder or cache_folder()
-    version = metadata.version("torch")
-    key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    version, torch = metadata.version("torch"), _torch_folder()
+    # It finds torch's libraries where they were when it was built.
+    key = hashlib.sha256(SOURCE.read_bytes() + f"{version} {torch}".encode()).hexdigest()[:16]
     library = folder / f"imaginary-{key}.so"
     if library.exists():
         return library
@@ -51,7 +52,7 @@ def build_guard(folder: Path | None = None) -> Path:
     os.close(handle)
     try:
         done = subprocess.run(
-            _command(compiler, Path(temporary)), capture_output=True, text=True, check=False
+            _command(compiler, torch, Path(temporary)), capture_output=True, text=True, check=False
         )
         if done.returncode:
             line = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
@@ -67,10 +68,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatfm"
 
 
-def _command(compiler: str, target: Path) -> list[str]:
+def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise MegatfmError("the imaginary GPU needs torch, which is not installed here")
-    torch = Path(spec.origin).parent
+    return Path(spec.origin).parent
+
+
+def _command(compiler: str, torch: Path, target: Path) -> list[str]:
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch}/include", str(SOURCE), "-o", str(target)]
     return [compiler, *flags, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]

@@ -36,7 +36,8 @@ class Linear(nn.Module):
         self.initial = {"weight": initial, **({"bias": Constant(0.0)} if bias else {})}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+        y = self.matmul(x, self.weight, self.bias)
+        return y if self.lora is None else y + self.lora(x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b of this W and b, or of parts of them, and what the adapter adds."""

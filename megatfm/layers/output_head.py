@@ -16,7 +16,7 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
-from megatfm.layers.preference import PairFields, Preference, RowSums, preference_terms
+from megatfm.layers.preference import PairFields, PairSums, Preference, preference_terms
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
 from megatfm.ops.transfer import moved, to_host, true_places
 from megatfm.registry import Registry
@@ -131,7 +131,7 @@ class LMHead(nn.Module):
         self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
         self.softcap, self.sparse = config.lm_head.softcap, sparse
         self.loss = CrossEntropy(LogitOptions(config.lm_head.softcap, config.lm_head.label_smoothing))
-        self.pair_sums = RowSums()
+        self.pair_sums = PairSums()
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Its matrix, though shared with a table, is multiplied with the tokens that have a target."""

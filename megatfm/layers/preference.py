@@ -42,7 +42,7 @@ class PairFields(NamedTuple):
     n_slots: int
 
 
-class RowSums(nn.Module):
+class PairSums(nn.Module):
     """Numbers [B, S] of rows, summed over the ranks that share these: the seam of context parallelism."""
 
     cp_plan = "all_reduce"

@@ -21,7 +21,7 @@ class DataRing:
 
     def lengths(self, n: int, device: torch.device) -> Sequence[int]:
         """Return how many samples the block has that is here after 0, 1, … steps. A collective."""
-        by_rank = all_gather_no_grad(torch.tensor([n], device=device), self._group).flatten().tolist()
+        by_rank = all_gather_no_grad(torch.full((1,), n, device=device), self._group).flatten().tolist()
         return [by_rank[(self._rank - step) % self.size] for step in range(self.size)]
 
     def shift(self, tensors: Sequence[Tensor], length: int) -> list[Tensor]:

@@ -68,7 +68,8 @@ class AnswerLikelihood(Answers):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Return the loss; the recorder keeps that of each token, where the head is here."""
-        inputs = {name: tensor for name, tensor in batch.items() if name not in ("examples", "words")}
+        numbers = ("examples", "words", "full_row_examples")
+        inputs = {name: tensor for name, tensor in batch.items() if name not in numbers}
         with self.recorder.recording(batch):
             losses = dict(model(**inputs).losses or {})
         return {term: loss for term, loss in losses.items() if term in self.loss_weights}

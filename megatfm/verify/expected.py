@@ -118,7 +118,7 @@ class _Step:
         size = max(PRECISIONS[self.config.train.precision].compute_dtype.itemsize, 4)
         slots = self.config.data.sequence_length // 2 + 1
         for call in calls:
-            if is_a(self.model.get_submodule(call.path), "RowSums"):
+            if is_a(self.model.get_submodule(call.path), "PairSums"):
                 ledger.all_reduce(CONTEXT, call.rows * slots * size)
 
     def _among(self, place: MeshPosition, microbatch: int, stages: set[int]) -> Sequence[Sequence[Call]]:
