@@ -140,7 +140,7 @@ def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
 
 
 def write_result(plan: Any, rank: int) -> writer.WriteResult:
-    """What a rank says of its files, which are not written."""
+    """Return a rank's report of its files, which are not written."""
     files: dict[str, FileEntry] = {}
     numbers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, chosen in enumerate(writer._fill_files(WritePlan(plan, rank).items)):

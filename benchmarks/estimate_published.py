@@ -94,7 +94,7 @@ def gpt_config(row: Row) -> Config:
 
 
 def variants(row: Row) -> Iterator[dict[str, object]]:
-    """What the paper leaves open."""
+    """Settings that the paper leaves open."""
     for micro_batch in (1, 2, 4, 8):
         yield {"train.micro_batch": micro_batch}
         for virtual in (2, 3, 4, 5) if row.pp > 1 else ():

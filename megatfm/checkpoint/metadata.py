@@ -261,7 +261,7 @@ class _TensorV1(StrictModel):
 
 
 class _MetadataV1(StrictModel):
-    """What megatfm wrote until 2026-11: each piece of each tensor by itself."""
+    """Format until 2026-11: each piece of each tensor by itself."""
 
     format: Literal["megatfm-checkpoint"]
     schema_version: Literal[1]

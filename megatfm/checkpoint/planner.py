@@ -73,7 +73,7 @@ class WriteItem(NamedTuple):
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What all ranks write together, and what rank `rank` does."""
+    """The tensors that all ranks write together, and the part of rank `rank`."""
 
     groups: tuple[PlannedGroup, ...]
     rank: int

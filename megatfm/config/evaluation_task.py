@@ -17,7 +17,7 @@ class EvaluationTaskConfig(Section):
     data: PathStr = Field(examples=["questions.jsonl"])
     """File with a row for each question: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     prompt: str = Field(examples=["Question: {{ question }}\nAnswer:"])
-    """What stands before the answer: a Jinja template over the columns of a row."""
+    """Text before the answer: a Jinja template over the columns of a row."""
     choices: str | list[str] = Field(default_factory=list, examples=[["{{ a }}", "{{ b }}"], "options"])
     """Answers of `choice`: a template for each, or the name of a column that holds a list of them."""
     answer: str = "answer"
@@ -26,7 +26,7 @@ class EvaluationTaskConfig(Section):
     labels: list[str] = Field(default_factory=list, examples=[["A", "B", "C", "D"]])
     """Names that the column `answer` has for the choices, in their order."""
     delimiter: str = " "
-    """What stands between prompt and answer."""
+    """Text between prompt and answer."""
     unconditional_prompt: str | None = Field(default=None, examples=["Answer:"])
     """A template without the question: then `choice` has accuracy_pmi, by log p(answer | prompt) − log p(answer | this
     prompt) (Brown et al. 2020, section 2.4)."""
@@ -37,7 +37,7 @@ class EvaluationTaskConfig(Section):
     shots_seed: NonNegativeInt = 0
     """Seed of their choice, which is another for each question and depends on nothing else."""
     shots_separator: str = "\n\n"
-    """What stands after each solved example."""
+    """Text after each solved example."""
     max_tokens: PositiveInt = 64
     """Longest text that `generation` makes, in tokens."""
     stop: list[str] = Field(default_factory=lambda: ["\n"], examples=[["\n"]])

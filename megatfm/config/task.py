@@ -70,7 +70,7 @@ class TaskConfig(Section):
     separator: str = "\n"
     """Words between text and answer in `generation`."""
     too_long: Literal["error", "truncate"] = "error"
-    """What happens to a text that doesn't fit data.sequence_length: refuse the file, naming the row, or cut the longer
+    """Treatment of a text that doesn't fit data.sequence_length: refuse the file, naming the row, or cut the longer
     text at its end; how many were cut is logged."""
     both_orders: bool = False
     """Read each pair in both orders, and add up what they give: for pairs without an order, as GPT-1's similarity."""

@@ -191,8 +191,8 @@ def with_text_ids(hf_config: Mapping[str, Any]) -> Json:
     prefix = f"{TEXT_CONFIG}."
     ids = {key: value for key, value in hf_config.items() if key in IDS}
     restored = {key.removeprefix(prefix): v for key, v in hf_config.items() if key.startswith(prefix)}
-    others = {key: v for key, v in hf_config.items() if key not in ids and not key.startswith(prefix)}
-    return {**others, TEXT_CONFIG: {**hf_config[TEXT_CONFIG], **ids, **restored}}
+    without_ids = {key: v for key, v in hf_config.items() if key not in ids and not key.startswith(prefix)}
+    return {**without_ids, TEXT_CONFIG: {**hf_config[TEXT_CONFIG], **ids, **restored}}
 
 
 def eos_token_id_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:

@@ -94,8 +94,8 @@ class LabelRule:
             return dict(files)
         label = self.label(files)
         number = self._number(label) if label is not None else None
-        others = {extension: data for extension, data in files.items() if extension != "cls"}
-        return others if number is None else {**others, "cls": b"%d" % number}
+        other_files = {extension: data for extension, data in files.items() if extension != "cls"}
+        return other_files if number is None else {**other_files, "cls": b"%d" % number}
 
     def _number(self, label: str) -> int | None:
         if self.names:

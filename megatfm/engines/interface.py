@@ -114,7 +114,7 @@ class ComparingLoss(LossFunction, Protocol):
     of a micro-batch at a time."""
 
     def features(self, model: nn.Module, batch: Batch) -> Features:
-        """What the terms are made of: tensors [samples, …], and numbers of the model [1]."""
+        """Inputs of the terms: tensors [samples, …], and numbers of the model [1]."""
 
     def terms_of(self, model: nn.Module, features: Features) -> dict[str, Tensor]:
         """The terms of the features of all micro-batches here. A collective of the data ranks."""

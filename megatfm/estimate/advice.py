@@ -1,4 +1,4 @@
-"""What to change where a run does not fit, and how much more would fit where it does."""
+"""Advice: changes for a run that does not fit, and how much more would fit in one that does."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

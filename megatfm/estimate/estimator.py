@@ -30,7 +30,8 @@ from megatfm.train.build import build_model, plan_pipeline_split
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take. config: resolved, with `dp_shard` filled in. memory, flows_by_rank: by pipeline rank."""
+    """Memory, time and traffic of a run. config: resolved, with `dp_shard` filled in. memory, flows_by_rank: by
+    pipeline rank."""
 
     config: Config
     cluster: Cluster
@@ -50,7 +51,7 @@ class Estimate:
 
     @property
     def flows(self) -> Flows:
-        """What a rank of the busiest pipeline rank sends."""
+        """Traffic of a rank of the busiest pipeline rank."""
         return self.flows_by_rank[self.busiest]
 
     @property

@@ -19,7 +19,7 @@ RESTART_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures cost. between: mean seconds between two; save: seconds of a save on disk; stall: for which training
+    """Cost of failures. between: mean seconds between two; save: seconds of a save on disk; stall: for which training
     stops for it; steps: of the best interval; effective: share of the time that makes progress."""
 
     between: float
@@ -49,7 +49,7 @@ def effective_share(interval: float, stall: float, between: float, restart: floa
 
 
 def failure_line(estimate: Estimate) -> str:
-    """What to expect, in a line."""
+    """Return the expectation in a line."""
     expected, every = failures(estimate), estimate.config.checkpoint.every
     step = estimate.time.step - estimate.time.checkpoint
     now = effective_share(every * step, expected.stall, expected.between, RESTART_SECONDS)

@@ -1,4 +1,4 @@
-"""What the ranks of one pipeline rank send in a step, of all axes together."""
+"""Traffic of the ranks of one pipeline rank in a step, over all axes."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -50,8 +50,8 @@ def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
             for op in part.forward
             if op.kind == "pointwise" or op.collective == "all_gather" or op.name == "_grouped_mm"
         ]
-    kept = {tensor.number for tensor in part.saved}
-    last = max((i for i, op in enumerate(part.forward) if kept & op.writes.keys()), default=-1)
+    saved_numbers = {tensor.number for tensor in part.saved}
+    last = max((i for i, op in enumerate(part.forward) if saved_numbers & op.writes.keys()), default=-1)
     return list(part.forward[: last + 1])
 
 

@@ -1,4 +1,4 @@
-"""What a run recorded of its memory and speed, and the estimate of the same run."""
+"""Memory and speed that a run recorded, and the estimate of the same run."""
 
 import pickle
 import re

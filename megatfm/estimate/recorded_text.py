@@ -30,8 +30,8 @@ def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
     for rank, held, asked in recorded.failures:
         pipeline_rank = rank * estimate.config.parallel.pp // recorded.processes
         predicted = estimate.memory[pipeline_rank].total / GIB
-        wanted = f" and asked for {asked} more" if asked else ""
-        lines.append(f"rank {rank} held {held:.2f} GiB{wanted}; predicted for it: {predicted:.2f}")
+        request = f" and asked for {asked} more" if asked else ""
+        lines.append(f"rank {rank} held {held:.2f} GiB{request}; predicted for it: {predicted:.2f}")
     if not recorded.failures:
         lines.append("no rank of it ran out of memory, as far as its logs tell")
     if recorded.snapshot is not None:

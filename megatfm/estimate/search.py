@@ -61,7 +61,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. best: estimates in full that fit, the fastest first. refused: reason → layouts. n_fit: by
+    """Result of a search. best: estimates in full that fit, the fastest first. refused: reason → layouts. n_fit: by
     their score. smallest: the legal layout that takes least memory, where none fits."""
 
     best: Sequence[Estimate]

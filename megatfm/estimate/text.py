@@ -143,13 +143,13 @@ def time_table(estimate: Estimate) -> "Table":
 
 
 def causes(time: StepTime) -> list[tuple[str, float]]:
-    """What a step's time goes to, the most first; what takes no thousandth of it is left out."""
+    """Causes of a step's time, the largest first; those below a thousandth are left out."""
     pairs = [(text, getattr(time, key)) for key, text in CAUSES.items()]
     return sorted((pair for pair in pairs if pair[1] >= time.step / 1000), key=lambda pair: -pair[1])
 
 
 def traffic_table(estimate: Estimate) -> "Table":
-    """What the busiest rank sends in a step."""
+    """Traffic of the busiest rank in a step."""
     from rich.table import Table
 
     node, axes = estimate.cluster.node, axes_of(estimate.config.parallel)
@@ -218,7 +218,7 @@ def search_table(result: SearchResult, shown: int) -> "Table":
 
 
 def loss_against(estimate: Estimate, best: Estimate) -> str:
-    """What an estimate spends most on beyond the best one."""
+    """Return the cause on which an estimate spends most beyond the best one."""
     if estimate is best:
         return ""
     extra = {text: getattr(estimate.time, key) - getattr(best.time, key) for key, text in CAUSES.items()}
@@ -241,7 +241,7 @@ def search_summary(result: SearchResult) -> list[str]:
 
 
 def traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Table":
-    """What was modelled beside what the traced rank did."""
+    """Modelled figures beside those of the traced rank."""
     from rich.table import Table
 
     facts = traced.facts

@@ -1,4 +1,4 @@
-"""What one rank sends in a step, by axis and collective, in closed forms; and how long that takes on its link.
+"""Traffic of one rank in a step, by axis and collective, in closed forms; and how long that takes on its link.
 
 By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x; reduce-scatter of x: (n − 1)/n·x;
 all-reduce of x: 2(n − 1)/n·x. `tests/unit/estimate` holds these flows against executed ranks.

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class Trace:
-    """What a rank did. Bytes: built, of the device after the engine was built; passes, optimizer: the most at once in
+    """Record of a rank. Bytes: built, of the device after the engine was built; passes, optimizer: the most at once in
     them; at_rest: after the step. sent: [axis, collective, calls, bytes]. waits: place → times in the last step;
     all_pairs: tensors of all pairs of tokens."""
 

@@ -1,4 +1,4 @@
-"""What an evaluation leaves of a run on images besides its metrics: a confusion matrix, and pictures for the report."""
+"""Results of an evaluation on images besides its metrics: a confusion matrix, and pictures for the report."""
 
 import json
 import logging

@@ -14,7 +14,7 @@ TASK_METRICS = {
 
 
 def task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
-    """What the model does on the tasks of `evaluate.tasks`: a chart for each metric that several kinds have."""
+    """Charts of the tasks of `evaluate.tasks`: one for each metric that several kinds have."""
     tasks = list(dict.fromkeys(path[1] for path in run.curves if path[0] == "tasks"))
 
     def lines(metric: str) -> list[Line]:

@@ -64,7 +64,7 @@ class AnswerEncoder:
     def _encode_pairs(
         self, rows: Sequence[Row], target_length: int
     ) -> tuple[list[EncodedExample], list[str]]:
-        """What the encoder reads, prefix and text, and then the answer; EOS ends both."""
+        """Encode prefix and text for the encoder, then the answer; EOS ends both."""
         task, tokenizer, examples, n_cut = self.task, self.tokenizer, list[EncodedExample](), 0
         texts, answers = self._text_columns(rows)
         sides = [tokenizer.encode_batch([f"{task.prefix}{text}" for text in texts], THREADS)]

@@ -37,7 +37,7 @@ class Predictions:
 
     @property
     def expected(self) -> NDArray[Any]:
-        """What `predicted` is compared with."""
+        """Labels that `predicted` is compared with."""
         if self.task.form == "multilabel":
             return self.targets.astype(np.int64)
         return self.targets[:, 0] if self.task.form == "regression" else self.targets

@@ -32,7 +32,7 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class QuestionResult:
-    """What a model did with a question: metrics of it, and a record for the file of predictions."""
+    """Result of a question: metrics of it, and a record for the file of predictions."""
 
     values: Values
     record: Mapping[str, Any]

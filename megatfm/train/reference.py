@@ -39,7 +39,7 @@ class ReferenceModel:
 
     @property
     def identity(self) -> str:
-        """What tells the model from others: the hash of its checkpoint's metadata."""
+        """Identity of the model: the hash of its checkpoint's metadata."""
         identity = identity_of(self._source)
         assert isinstance(identity, dict)
         return str(identity["blake3"])

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 
 from tests.support.small_models import run_command, write_model, write_preferences, write_topics
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 TOPICS = """

@@ -241,28 +241,28 @@ DINOV3_MAPPING = {
 }
 
 
-def read_dinov3(theirs: Json) -> ModelConfig:
+def read_dinov3(hf_config: Json) -> ModelConfig:
     """Our config of a DINOv3 backbone."""
     return read_vision(
-        theirs,
+        hf_config,
         IMAGENET_MEAN,
         IMAGENET_STD,
-        **read_mapped(theirs, DINOV3_MAPPING),
+        **read_mapped(hf_config, DINOV3_MAPPING),
         **{
             "position.name": "rope_2d",
             "position.normalized": True,
-            "attention.key_bias": theirs["key_bias"],
-            "ffn.activation": activation_from_hf(theirs["hidden_act"], gated=theirs["use_gated_mlp"]),
+            "attention.key_bias": hf_config["key_bias"],
+            "ffn.activation": activation_from_hf(hf_config["hidden_act"], gated=hf_config["use_gated_mlp"]),
         },
     )
 
 
-def write_dinov3(ours: ModelConfig) -> Json:
+def write_dinov3(config: ModelConfig) -> Json:
     """The reverse of `read_dinov3`."""
-    attention = require_variant(ours.attention, GQAAttentionConfig, "model.attention")
-    is_gated = ours.ffn.activation in GATED.values()
-    activation = activation_to_hf(ours.ffn.activation, gated=is_gated)
-    plain = ours.with_changes({"ffn.activation": activation_from_hf(activation)})
+    attention = require_variant(config.attention, GQAAttentionConfig, "model.attention")
+    is_gated = config.ffn.activation in GATED.values()
+    activation = activation_to_hf(config.ffn.activation, gated=is_gated)
+    plain = config.with_changes({"ffn.activation": activation_from_hf(activation)})
     return {
         **write_vision(plain, DINOV3_MAPPING),
         "key_bias": attention.bias if attention.key_bias is None else attention.key_bias,

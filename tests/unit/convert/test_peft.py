@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,6 @@ from tests.support.hf_encoders import ENCODER_TOKENS, first_logits, hf_encoder
 from tests.support.hf_folders import hf_gpt2, hf_llama
 from tests.support.reference_gradients import doubled
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:fan_in_fan_out is set to False:UserWarning"
 )
