@@ -57,10 +57,11 @@ soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training 
 gpu: ## what needs a GPU, with the torch that is there, into OUT=benchmarks/results; PARTS="facts tests 124m" for some
 	bash benchmarks/gpu.sh $(PARTS)
 
-lint: $(VENV)/.installed-test ## ruff and mypy
+lint: $(VENV)/.installed-test ## ruff, mypy and the import rules
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
 
 docs: $(VENV)/.installed-docs ## the manual, into site/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
