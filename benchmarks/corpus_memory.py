@@ -25,7 +25,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.manifest import IndexFile, Manifest, Shard
+from megatfm.corpus.manifest import CorpusShard, IndexFile, Manifest
 from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, sample_dtype
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.packing_plan import build_packing_plan
@@ -73,7 +73,7 @@ def write(folder: Path, documents: int) -> None:
         with open(folder / f"{name}.tar.zst", "wb") as file:
             file.truncate(size)
         shards.append(
-            Shard(
+            CorpusShard(
                 file=f"{name}.tar.zst",
                 bytes=size,
                 blake3=blake3(name.encode()).hexdigest(),

@@ -45,7 +45,7 @@ Edges = NDArray[np.int64]
 """[n, 2]: pairs of similar rows, the lower one first."""
 
 
-class Slice(NamedTuple):
+class HashRange(NamedTuple):
     """Records `begin` … `end` − 1 in the file of a chunk, ordered by hash and row. base: first row of the chunk."""
 
     path: Path
@@ -68,7 +68,7 @@ class Buckets:
         self._at_once = max(2, memory_bytes // (3 * rows.columns * 4))
         self._pairs = max(64, min(PAIRS, memory_bytes // (16 * rows.columns)))
 
-    def edges(self, parts: list[Slice], low: int, high: int) -> Iterator[Edges]:
+    def edges(self, parts: list[HashRange], low: int, high: int) -> Iterator[Edges]:
         """Yield edges of rows whose hashes lie from `low` up to `high`; in halves if they don't fit the memory."""
         size = sum(part.end - part.begin for part in parts)
         if size * JOIN_BYTES <= self._memory:
@@ -83,7 +83,7 @@ class Buckets:
         else:
             yield from self._compare_on_disk(_places(part, self._at_once) for part in parts)
 
-    def _in_memory(self, parts: list[Slice], size: int) -> Iterator[Edges]:
+    def _in_memory(self, parts: list[HashRange], size: int) -> Iterator[Edges]:
         hashes, places, at = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         for part in parts:
             records = _records(part)
@@ -187,17 +187,17 @@ def _all_pairs(members: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator
         yield np.stack([groups[:, left].ravel(), groups[:, right].ravel()], axis=1)
 
 
-def _search(part: Slice, middle: int) -> int:
+def _search(part: HashRange, middle: int) -> int:
     """Find the first record whose hash is at least `middle`."""
     mapped = np.memmap(part.path, RECORD, "r", shape=(part.end,))
     return part.begin + int(np.searchsorted(mapped["hash"][part.begin :], np.uint64(middle)))
 
 
-def _records(part: Slice) -> NDArray[Any]:
+def _records(part: HashRange) -> NDArray[Any]:
     return read_array(part.path, RECORD, part.begin, part.end - part.begin)
 
 
-def _places(part: Slice, batch_rows: int) -> Iterator[RowIndices]:
+def _places(part: HashRange, batch_rows: int) -> Iterator[RowIndices]:
     for at in range(part.begin, part.end, batch_rows):
         records = _records(part._replace(begin=at, end=min(at + batch_rows, part.end)))
         yield records["place"].astype(np.int64) + part.base
@@ -255,7 +255,7 @@ class _Search:
         partitioning = self._partitioning
         ranges, range_index = partitioning.ranges, number % partitioning.ranges
         parts = [
-            Slice(self._index.path("sorted", chunk), chunk * partitioning.chunk_rows, begin, end)
+            HashRange(self._index.path("sorted", chunk), chunk * partitioning.chunk_rows, begin, end)
             for chunk in range(partitioning.chunks)
             for begin, end in find_slices(self._index.path("sorted", chunk), self._bands * ranges, number)
         ]

@@ -201,7 +201,7 @@ def _comparable(value: Any, limit: float | str) -> bool:
 
 
 @STEPS.register("sample")
-class Sample:
+class SampleDocuments:
     """Keeps documents by a hash of (seed, source): the same ones on any machine, and with a larger share the same
     ones and more. What should come more often than once is for the mixture of the training config."""
 

@@ -235,9 +235,9 @@ def compare_command(args: argparse.Namespace) -> int:
     from rich import box
     from rich.table import Table
 
-    from megatfm.report.compare import Comparison, write_comparison
+    from megatfm.report.compare import RunComparison, write_comparison
 
-    comparison = Comparison.of([check_path(Path(run)) for run in args.runs])
+    comparison = RunComparison.of([check_path(Path(run)) for run in args.runs])
     results = comparison.results()
     table = Table("", *comparison.names, box=box.SIMPLE_HEAD, title_justify="left")
     for key, cells in comparison.differences():

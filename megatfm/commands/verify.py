@@ -16,7 +16,7 @@ from megatfm.terminal import print_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatfm.verify.verify import Case, Comparison, Difference
+    from megatfm.verify.verify import Case, Difference, GradientComparison
 
 SHOWN = 8
 DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
@@ -150,7 +150,7 @@ def _print_summary(cases: "Sequence[Case]", seconds: float) -> int:
     return 1 if wrong else 0
 
 
-def _heading(comparison: "Comparison") -> str:
+def _heading(comparison: "GradientComparison") -> str:
     parallel = comparison.config.parallel
     axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
     if parallel.cp > 1:
@@ -174,7 +174,7 @@ def _heading(comparison: "Comparison") -> str:
     )
 
 
-def _gradients(comparison: "Comparison", n_rows: int) -> "Table":
+def _gradients(comparison: "GradientComparison", n_rows: int) -> "Table":
     from rich.table import Table
 
     hidden = len(comparison.gradients) - n_rows
@@ -203,7 +203,7 @@ def _gradients(comparison: "Comparison", n_rows: int) -> "Table":
     return table
 
 
-def _traffic(comparison: "Comparison") -> "Table":
+def _traffic(comparison: "GradientComparison") -> "Table":
     from rich.table import Table
 
     table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
@@ -226,7 +226,7 @@ def _traffic(comparison: "Comparison") -> "Table":
     return table
 
 
-def _conclusion(comparison: "Comparison") -> str:
+def _conclusion(comparison: "GradientComparison") -> str:
     bound, n_gradients = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.traffic_mismatches:
         more = (

@@ -25,7 +25,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.byte_cache import ByteCache, nbytes
-from megatfm.corpus.manifest import Manifest, Shard
+from megatfm.corpus.manifest import CorpusShard, Manifest
 from megatfm.corpus.shard_index import FRAME_DTYPE, SPAN, ShardIndex, running_sum
 from megatfm.corpus.storage import INDEXES, ShardCacheConfig, ShardStorage, acquire_lock, make_room
 from megatfm.errors import MegatfmError
@@ -82,7 +82,7 @@ class Indexes:
     def _load(self, number: int) -> ShardIndex:
         return self._open(self._manifest.shards[number]).without_keys()
 
-    def _open(self, shard: Shard) -> ShardIndex:
+    def _open(self, shard: CorpusShard) -> ShardIndex:
         self._store.check(shard.index)
         data = self._store.read(shard.index, 0, shard.index.bytes)
         try:

@@ -58,7 +58,7 @@ class IndexFile(_Strict):
     blake3: Blake3
 
 
-class Shard(_Strict):
+class CorpusShard(_Strict):
     """One tar of samples; `text_bytes` counts the UTF-8 bytes that its tokens stand for."""
 
     file: ShardName
@@ -106,7 +106,7 @@ class Manifest(_Strict):
     schema_version: Literal[1] = SCHEMA_VERSION
     token_dtype: TokenDtype
     tokenizer_hash: Annotated[str, Field(min_length=1)]
-    shards: Annotated[tuple[Shard, ...], Field(min_length=1, strict=False)]
+    shards: Annotated[tuple[CorpusShard, ...], Field(min_length=1, strict=False)]
     provenance: dict[str, Any]
 
     @model_validator(mode="after")

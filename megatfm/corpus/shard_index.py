@@ -14,7 +14,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.manifest import Shard
+from megatfm.corpus.manifest import CorpusShard
 from megatfm.errors import MegatfmError
 
 # A sample's frame is held in memory as a whole, so a damaged or hostile size must not pass.
@@ -106,7 +106,7 @@ class ShardIndex:
         return 3 if self.has_packed_frames else 1 if self.frame_hashes is None else 2
 
     @classmethod
-    def decode(cls, data: bytes, shard: Shard, token_bytes: int) -> "ShardIndex":
+    def decode(cls, data: bytes, shard: CorpusShard, token_bytes: int) -> "ShardIndex":
         """Read an index and check it against its shard's entry in the manifest.
 
         Raises a MegatfmError whose message is only the reason; the caller knows the place.
@@ -152,7 +152,7 @@ class ShardIndex:
         index._check(shard, token_bytes)
         return index
 
-    def _check(self, shard: Shard, token_bytes: int) -> None:
+    def _check(self, shard: CorpusShard, token_bytes: int) -> None:
         frames, samples = self.frames, self.samples
         expected = (shard.samples, shard.samples, shard.tokens, shard.text_bytes, shard.bytes)
         actual = (

@@ -23,7 +23,7 @@ INDEXES = "indexes"
 """Folder of the cache for indexes that processes share."""
 
 
-class FileEntry(Protocol):
+class ManifestFile(Protocol):
     """A manifest's entry of a file."""
 
     @property
@@ -45,19 +45,19 @@ class ShardStorage(Protocol):
         """Advice about a damaged file, for the end of an error."""
         ...
 
-    def path(self, entry: FileEntry) -> Path:
+    def path(self, entry: ManifestFile) -> Path:
         """Return where a file lies, or will lie when it was fetched."""
         ...
 
-    def check(self, entry: FileEntry) -> None:
+    def check(self, entry: ManifestFile) -> None:
         """Raise a MegatfmError unless the file is there in its size, as far as that is known without fetching it."""
         ...
 
-    def read(self, entry: FileEntry, offset: int, size: int) -> bytes:
+    def read(self, entry: ManifestFile, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`; a MegatfmError that names the file if that fails."""
         ...
 
-    def open(self, entry: FileEntry) -> int:
+    def open(self, entry: ManifestFile) -> int:
         """A descriptor for more than one reading of a file."""
         ...
 
@@ -72,16 +72,16 @@ class LocalStorage:
     def remedy(self) -> str:
         return RESTORE
 
-    def path(self, entry: FileEntry) -> Path:
+    def path(self, entry: ManifestFile) -> Path:
         return self.folder / entry.file
 
-    def check(self, entry: FileEntry) -> None:
+    def check(self, entry: ManifestFile) -> None:
         check_size(self.folder / entry.file, entry.bytes)
 
-    def read(self, entry: FileEntry, offset: int, size: int) -> bytes:
+    def read(self, entry: ManifestFile, offset: int, size: int) -> bytes:
         return read_range(self.folder / entry.file, offset, size)
 
-    def open(self, entry: FileEntry) -> int:
+    def open(self, entry: ManifestFile) -> int:
         return open_descriptor(self.folder / entry.file)
 
 
@@ -112,24 +112,24 @@ class CachedRemoteStorage:
     def remedy(self) -> str:
         return f"delete this file of the cache, and it is fetched again from {self.url}"
 
-    def path(self, entry: FileEntry) -> Path:
+    def path(self, entry: ManifestFile) -> Path:
         return self.folder / f"{entry.blake3[:16]}-{entry.file}"
 
-    def check(self, entry: FileEntry) -> None:
+    def check(self, entry: ManifestFile) -> None:
         if entry.bytes > self.cache.limit:
             raise UsageError(
                 f"{self.url}: {entry.file} has {entry.bytes:,} bytes, more than data.cache_bytes = "
                 f"{self.cache.limit:,}: raise it"
             )
 
-    def read(self, entry: FileEntry, offset: int, size: int) -> bytes:
+    def read(self, entry: ManifestFile, offset: int, size: int) -> bytes:
         descriptor = self.open(entry)
         try:
             return read_at(descriptor, self.path(entry), offset, size, self.remedy)
         finally:
             os.close(descriptor)
 
-    def open(self, entry: FileEntry) -> int:
+    def open(self, entry: ManifestFile) -> int:
         path = self.path(entry)
         for last in (False, False, True):
             if not _has_expected_size(path, entry):
@@ -149,7 +149,7 @@ class CachedRemoteStorage:
         """The manifest's bytes, which are never kept."""
         return with_retries(self.url, name, lambda fs, root: _read_manifest_bytes(fs, f"{root}/{name}"))
 
-    def _fetch(self, path: Path, entry: FileEntry) -> None:
+    def _fetch(self, path: Path, entry: ManifestFile) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path.with_name(f".{path.name}.lock")):
@@ -161,7 +161,7 @@ class CachedRemoteStorage:
                 f"{path}: cannot be written ({error.strerror}): make room, or choose another folder as data.cache_dir"
             ) from error
 
-    def _download(self, path: Path, entry: FileEntry) -> None:
+    def _download(self, path: Path, entry: ManifestFile) -> None:
         partial = path.with_name(
             f".{path.name}.partial"
         )  # named by its content, so that a killed download's goes on
@@ -212,7 +212,7 @@ def _read_manifest_bytes(fs: Any, path: str) -> bytes:
     return data
 
 
-def _has_expected_size(path: Path, entry: FileEntry) -> bool:
+def _has_expected_size(path: Path, entry: ManifestFile) -> bool:
     try:
         return path.stat().st_size == entry.bytes
     except OSError as error:

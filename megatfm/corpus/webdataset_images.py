@@ -17,7 +17,7 @@ import numpy as np
 from blake3 import blake3
 
 from megatfm.corpus.files import open_regular_file, regular_file_size, write_whole
-from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, IndexFile, Manifest, Shard
+from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, CorpusShard, IndexFile, Manifest
 from megatfm.corpus.safe_tar import tar_members
 from megatfm.corpus.shard_format import KEY, PAYLOAD_OFFSET
 from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, frame_hash, sample_dtype
@@ -37,7 +37,7 @@ EXTENSIONS = (*IMAGES, "cls", "json", "txt")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-class ImageFiles(NamedTuple):
+class ImageSample(NamedTuple):
     """One sample of a tar: its key, where its first member begins, and its files by extension."""
 
     key: str
@@ -103,9 +103,9 @@ class LabelRule:
         return int(label) if _NUMBER.fullmatch(label) else None
 
 
-def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageFiles]:
+def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageSample]:
     """The samples of an uncompressed tar, as a stream. Raises MegatfmError for one with a member twice."""
-    sample: ImageFiles | None = None
+    sample: ImageSample | None = None
     for member, data in tar_members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
         stem, _, extension = base.partition(".")
@@ -113,7 +113,7 @@ def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Ite
         if sample is None or key != sample.key:
             if sample is not None:
                 yield sample
-            sample = ImageFiles(key, member.offset, member.offset + PAYLOAD_OFFSET, {})
+            sample = ImageSample(key, member.offset, member.offset + PAYLOAD_OFFSET, {})
         if extension not in EXTENSIONS:
             continue
         if extension in sample.files:
@@ -123,7 +123,7 @@ def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Ite
         yield sample
 
 
-def read_image_files(frame: bytes, begin: int, end: int, path: Path) -> ImageFiles:
+def read_image_files(frame: bytes, begin: int, end: int, path: Path) -> ImageSample:
     """The sample that takes bytes `begin` to `end` of a frame. Raises MegatfmError for other samples."""
     samples = list(iter_images(io.BytesIO(frame[begin:end]), path, require_end_marker=False))
     if len(samples) != 1:
@@ -167,7 +167,7 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
     return IndexReport(manifest, folder, False)
 
 
-def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> Shard:
+def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusShard:
     """Write the index of a tar; returns its entry in a manifest. labels: those that were met → where first."""
     from megatfm.corpus.image_size import upright_size
 
@@ -194,7 +194,7 @@ def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> Shard:
     encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples_table, np.array(hashes, "<u8")).encode()
     name = index_name(path)
     write_whole(path.with_name(name), encoded)
-    return Shard(
+    return CorpusShard(
         file=path.name,
         bytes=regular_file_size(path),
         blake3=file_hash(path),

@@ -22,9 +22,9 @@ from megatfm.corpus.manifest import (
     DEFAULT_FRAME_BYTES,
     FOREIGN_SHARD,
     MANIFEST,
+    CorpusShard,
     IndexFile,
     Manifest,
-    Shard,
     TokenDtype,
 )
 from megatfm.corpus.safe_tar import STORED, TokenArray, iter_shard_samples, iter_tar_samples
@@ -112,7 +112,7 @@ def index_name(path: Path) -> str:
     return re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
 
 
-def _index(path: Path) -> tuple[Shard, str]:
+def _index(path: Path) -> tuple[CorpusShard, str]:
     """Write the index of a shard that stays as it is; its entry in a manifest, and the type of its tokens."""
     frames: list[tuple[int, int, int]] = []
     rows: list[tuple[int, int, int, bytes]] = []
@@ -136,7 +136,7 @@ def _index(path: Path) -> tuple[Shard, str]:
     name = index_name(path)
     encoded = index.encode()
     write_whole(path.with_name(name), encoded)
-    shard = Shard(
+    shard = CorpusShard(
         file=path.name,
         bytes=regular_file_size(path),
         blake3=file_hash(path),

@@ -18,9 +18,9 @@ from megatfm.corpus.manifest import (
     INDEX_NAME,
     MANIFEST,
     SHARD_NAME,
+    CorpusShard,
     IndexFile,
     Manifest,
-    Shard,
     TokenDtype,
 )
 from megatfm.corpus.shard_format import (
@@ -77,7 +77,7 @@ class ShardWriter:
         self._largest = int(np.iinfo(self._dtype).max)
         self._shard_bytes = shard_bytes
         self._final = on_file_written
-        self._shards: list[Shard] = []
+        self._shards: list[CorpusShard] = []
         self._open: _OpenShard | None = None
         with disk_errors_as_megatfm_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class _OpenShard:
         self._frame_bytes += size
         self.written += size
 
-    def commit(self) -> Shard:
+    def commit(self) -> CorpusShard:
         self._end_frame(END_OF_ARCHIVE)
         self._file.commit()
         has_sizes = len(self._image_sizes) == len(self._samples) and not self._packs
@@ -250,7 +250,7 @@ class _OpenShard:
         )
         encoded = index.encode()
         write_whole(self._index_path, encoded)
-        return Shard(
+        return CorpusShard(
             file=self._file.path.name,
             bytes=self._file.size,
             blake3=self._file.blake3,

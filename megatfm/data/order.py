@@ -19,7 +19,7 @@ MAX_GROUPS = 2**20
 """Units whose order is held in memory; in larger corpora a unit is a run of blocks instead of one."""
 
 
-class Stage(NamedTuple):
+class BatchStage(NamedTuple):
     """Some steps alike: `global_batch` positions of the order in each, every row cut into `parts` shorter ones."""
 
     steps: int
@@ -32,15 +32,15 @@ class BatchSchedule:
     """`warmup` stages, one after another, and then `global_batch` rows without end."""
 
     global_batch: int
-    warmup: tuple[Stage, ...] = ()
+    warmup: tuple[BatchStage, ...] = ()
 
-    def stage(self, step: int) -> Stage:
+    def stage(self, step: int) -> BatchStage:
         """Return the stage of a step (from 0)."""
         for stage in self.warmup:
             if step < stage.steps:
                 return stage
             step -= stage.steps
-        return Stage(1, self.global_batch)
+        return BatchStage(1, self.global_batch)
 
     def position(self, step: int) -> int:
         """Return the first position of a step (from 0), where nothing was skipped before."""

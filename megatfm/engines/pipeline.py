@@ -21,7 +21,7 @@ from megatfm.engines.passes import GradientSync, LossScaler, Terms, WeightBackwa
 from megatfm.errors import MegatfmError
 from megatfm.parallel.layout import replace_forward
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, add_send_recv, build_schedule
-from megatfm.parallel.pipeline_stages import Pipeline, Stage, StageOutput, activation_shape
+from megatfm.parallel.pipeline_stages import Pipeline, PipelineStage, StageOutput, activation_shape
 from megatfm.split_points import CarrySpec, Splittable
 
 Carry = dict[str, Tensor]
@@ -146,7 +146,7 @@ class PipelineForwardBackward:
         return terms
 
     def _forward(
-        self, stage: Stage, inputs: Mapping[str, Tensor], carry: Carry
+        self, stage: PipelineStage, inputs: Mapping[str, Tensor], carry: Carry
     ) -> tuple[Carry, dict[str, Tensor]]:
         """Run the view of one stage; returns the carry to later stages, and the losses of its heads."""
         received = {name: tensor for name, tensor in carry.items() if name in stage.inputs}
@@ -156,7 +156,9 @@ class PipelineForwardBackward:
         # FSDP2 puts its hooks on a model's outputs, and warns if one is a view.
         return {n: t if t._base is None else t.clone() for n, t in outputs.items()}, output.losses or {}
 
-    def _call(self, stage: Stage, batch: Batch, carry: Carry, objective: LossFunction) -> tuple[Carry, Terms]:
+    def _call(
+        self, stage: PipelineStage, batch: Batch, carry: Carry, objective: LossFunction
+    ) -> tuple[Carry, Terms]:
         """A stage's pass as the objective's model."""
         gives: Carry = {}
 
@@ -167,7 +169,7 @@ class PipelineForwardBackward:
 
         return gives, objective(cast(nn.Module, model), batch)
 
-    def _run_forward(self, step: StepState, stage: Stage, i: int) -> None:
+    def _run_forward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         inbox = step.inputs.pop((stage.index, i), None)
         inputs = inbox.wait() if inbox else {}
         for name in stage.inputs_with_grad:
@@ -181,14 +183,14 @@ class PipelineForwardBackward:
         elif stage.outputs:
             step.outputs[stage.index, i] = {name: tensor.detach() for name, tensor in gives.items()}
 
-    def _run_backward(self, step: StepState, stage: Stage, i: int) -> None:
+    def _run_backward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         passing = step.microbatches.pop((stage.index, i))
         roots, gradients = self._roots(step, stage, i, passing)
         if roots:  # none where all that lies so far down is frozen
             torch.autograd.backward(roots, gradients)
         self._queue_input_gradients(step, stage, i, passing)
 
-    def _run_backward_of_input(self, step: StepState, stage: Stage, i: int) -> None:
+    def _run_backward_of_input(self, step: StepState, stage: PipelineStage, i: int) -> None:
         passing = step.microbatches[stage.index, i]
         roots, gradients = self._roots(step, stage, i, passing)
         inputs = [tensor for tensor in passing.takes.values() if tensor.requires_grad]
@@ -196,13 +198,13 @@ class PipelineForwardBackward:
         passing.gives, passing.loss = {}, None
         self._queue_input_gradients(step, stage, i, passing)
 
-    def _run_backward_weight(self, step: StepState, stage: Stage, i: int) -> None:
+    def _run_backward_weight(self, step: StepState, stage: PipelineStage, i: int) -> None:
         later = step.microbatches.pop((stage.index, i)).backward_weight
         assert later is not None
         later()
 
     def _roots(
-        self, step: StepState, stage: Stage, i: int, passing: MicrobatchState
+        self, step: StepState, stage: PipelineStage, i: int, passing: MicrobatchState
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of a pass from which gradients flow back, and theirs."""
         inbox = step.gradients.pop((stage.index, i), None)
@@ -218,7 +220,9 @@ class PipelineForwardBackward:
         roots = [(root, gradient) for root, gradient in roots if root.requires_grad]
         return [root for root, _ in roots], [gradient for _, gradient in roots]
 
-    def _queue_input_gradients(self, step: StepState, stage: Stage, i: int, passing: MicrobatchState) -> None:
+    def _queue_input_gradients(
+        self, step: StepState, stage: PipelineStage, i: int, passing: MicrobatchState
+    ) -> None:
         """Gradients of what came in, to the stage before."""
         backward_group: Carry = {}
         for name in sorted(stage.inputs_with_grad):
@@ -231,23 +235,23 @@ class PipelineForwardBackward:
         elif stage.index:
             step.input_gradients[stage.index, i] = backward_group
 
-    def _send_forward(self, step: StepState, stage: Stage, i: int) -> None:
+    def _send_forward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         step.sent += self._send(
             stage.outputs, step.outputs.pop((stage.index, i)), stage.index + 1, self._group
         )
 
-    def _receive_forward(self, step: StepState, stage: Stage, i: int) -> None:
+    def _receive_forward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         step.inputs[stage.index, i] = self._receive(
             stage.inputs, step.batches[i], stage.index - 1, self._group
         )
 
-    def _send_backward(self, step: StepState, stage: Stage, i: int) -> None:
+    def _send_backward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         fields = {name: stage.inputs[name] for name in sorted(stage.inputs_with_grad)}
         step.sent += self._send(
             fields, step.input_gradients.pop((stage.index, i)), stage.index - 1, self._back
         )
 
-    def _receive_backward(self, step: StepState, stage: Stage, i: int) -> None:
+    def _receive_backward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         fields = {name: stage.outputs[name] for name in sorted(stage.outputs_with_grad)}
         step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1, self._back)
 

@@ -45,7 +45,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A legal layout and its score."""
 
     config: Config
@@ -69,21 +69,21 @@ class SearchResult:
     refused: Counter[str]
     n_fit: int
     seconds: float
-    smallest: Candidate | None
+    smallest: LayoutCandidate | None
 
 
 def search(estimator: Estimator) -> SearchResult:
     """Score all layouts, and estimate the best in full."""
     start = time.monotonic()
     scores, refused = QuickScores(estimator), Counter[str]()
-    fitting: list[Candidate] = []
-    smallest: Candidate | None = None
+    fitting: list[LayoutCandidate] = []
+    smallest: LayoutCandidate | None = None
     limit, tried = FULLEST * estimator.cluster.device.memory_bytes, 0
     for config in layouts(estimator, refused):
         train, parallel = config.train, config.parallel
         tried += 1
         microbatches = train.global_batch // (train.micro_batch * parallel.dp_shard * parallel.dp_replicate)
-        candidate = Candidate(config, microbatches, scores.score(config, microbatches))
+        candidate = LayoutCandidate(config, microbatches, scores.score(config, microbatches))
         if candidate.score.n_bytes <= limit:
             fitting.append(candidate)
         if smallest is None or candidate.score.n_bytes < smallest.score.n_bytes:
@@ -95,9 +95,9 @@ def search(estimator: Estimator) -> SearchResult:
     return SearchResult(best, tried, refused, len(fitting), time.monotonic() - start, smallest)
 
 
-def choose(candidates: Sequence[Candidate]) -> list[Candidate]:
+def choose(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
     """Choose the fastest by their scores, few of them with the same axes."""
-    chosen: list[Candidate] = []
+    chosen: list[LayoutCandidate] = []
     of_axes: Counter[tuple[int, ...]] = Counter()
     for candidate in sorted(candidates, key=lambda one: (one.score.seconds, one.score.n_bytes)):
         if of_axes[candidate.axes] < ALIKE:

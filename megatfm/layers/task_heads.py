@@ -153,7 +153,7 @@ class TextClassifier(TaskHead):
 
 
 @HEADS.register("multiple_choice")
-class MultipleChoice(TaskHead):
+class MultipleChoiceHead(TaskHead):
     """Scores [B, 1] of one token of each row, or, given targets, the summed cross-entropy of the right choices.
 
     An example is several texts, one for each choice, of which a token carries the score: `examples` [B, T] is the
@@ -205,7 +205,7 @@ class MultipleChoice(TaskHead):
 
 
 @HEADS.register("span_extraction")
-class SpanExtraction(TaskHead):
+class SpanExtractionHead(TaskHead):
     """Logits [B, T, 2] that an answer begins and ends at a token, or, given targets, their summed cross-entropy, the
     mean of both, over the tokens of each text.
 

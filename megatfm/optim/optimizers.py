@@ -52,7 +52,7 @@ def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
 
 @dataclass(frozen=True)
-class Slice:
+class ShardRows:
     """Rows of a weight, of its gradient and moments, and where they are in the full tensor."""
 
     weight: Tensor
@@ -82,7 +82,7 @@ class BF16StateAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] += 1
-            chunk: list[Slice] = []
+            chunk: list[ShardRows] = []
             for piece in self._pieces(group["params"]):
                 if chunk and sum(p.weight.numel() for p in chunk) + piece.weight.numel() > CHUNK_ELEMENTS:
                     self._update(chunk, group)
@@ -91,7 +91,7 @@ class BF16StateAdamW(torch.optim.Optimizer):
             if chunk:
                 self._update(chunk, group)
 
-    def _pieces(self, weights: list[Tensor]) -> Iterator[Slice]:
+    def _pieces(self, weights: list[Tensor]) -> Iterator[ShardRows]:
         for weight in weights:
             if weight.grad is None or not weight.numel():
                 continue
@@ -106,9 +106,9 @@ class BF16StateAdamW(torch.optim.Optimizer):
             for first in range(0, shape[0], rows):
                 w, g, mean, square = (tensor[first : first + rows] for tensor in tensors)
                 offsets = (shard.offsets[0] + first, *shard.offsets[1:])
-                yield Slice(w, g, mean, square, ShardLocation(shard.name, shard.shape, offsets))
+                yield ShardRows(w, g, mean, square, ShardLocation(shard.name, shard.shape, offsets))
 
-    def _update(self, pieces: list[Slice], group: dict[str, Any]) -> None:
+    def _update(self, pieces: list[ShardRows], group: dict[str, Any]) -> None:
         weights = [piece.weight for piece in pieces]
         means = [piece.mean.to(piece.weight.dtype) for piece in pieces]
         squares = [piece.square.to(piece.weight.dtype) for piece in pieces]

@@ -18,7 +18,7 @@ from megatfm.split_points import CarrySpec, SplitPoint, Splittable, live_fields
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A slice of a model's split points. inputs, outputs: the parts of the carry that come in and go out."""
 
     index: int
@@ -50,7 +50,7 @@ class Pipeline:
     schedule: str
     ranks: int
     stages_per_rank: int
-    stages: Sequence[Stage]
+    stages: Sequence[PipelineStage]
     parameter_ranks: Mapping[str, tuple[int, ...]]
     sequence_shards: int = 1
     """Ranks that share a sequence between blocks."""
@@ -64,7 +64,7 @@ class Pipeline:
         """Pipeline rank of each stage; one rank holds several in an interleaved schedule."""
         return [stage.rank for stage in self.stages]
 
-    def stages_of(self, rank: int) -> list[Stage]:
+    def stages_of(self, rank: int) -> list[PipelineStage]:
         """The stages that a pipeline rank holds, in the order in which a micro-batch meets them."""
         return [stage for stage in self.stages if stage.rank == rank]
 
@@ -123,7 +123,7 @@ def split_into_stages(
     stages = []
     for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(points)], strict=True)):
         stages.append(
-            Stage(
+            PipelineStage(
                 index,
                 rank_of[index],
                 points[first:last],
@@ -226,7 +226,7 @@ def _may_begin(point: SplitPoint, cost: float) -> bool:
     return cost > 0 or point.name.endswith("embedding")
 
 
-def _holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+def _holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     ranks_by_name: dict[str, set[int]] = {name: set() for name in names.values()}
     for stage in stages:
@@ -239,7 +239,7 @@ def _holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, 
     return {name: tuple(sorted(ranks)) for name, ranks in ranks_by_name.items()}
 
 
-def _module_holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+def _module_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
     used = {stage.rank: set[nn.Module]() for stage in stages}
     for stage in stages:
         for path in {path for point in stage.split_points for path in point.modules}:
@@ -251,12 +251,12 @@ def _module_holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tupl
     }
 
 
-def _used(model: nn.Module, stages: Sequence[Stage]) -> set[nn.Parameter]:
+def _used(model: nn.Module, stages: Sequence[PipelineStage]) -> set[nn.Parameter]:
     paths = {path for stage in stages for point in stage.split_points for path in point.modules}
     return {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
 
 
-def prune_to_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
+def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
     """Remove from a model all modules that these stages don't use.
 
     A module that owns a parameter which a kept one shares stays too, for the parameter's name.

@@ -25,14 +25,14 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Runs under names that tell them apart."""
 
     runs: Sequence[Run]
     names: Sequence[str]
 
     @classmethod
-    def of(cls, folders: Sequence[str | Path]) -> "Comparison":
+    def of(cls, folders: Sequence[str | Path]) -> "RunComparison":
         """Read the run directories. Raises UsageError for one that is none, or fewer than two."""
         if len(folders) < 2:
             raise UsageError("give two runs or more, for example runs/a runs/b")
@@ -132,7 +132,7 @@ class Comparison:
         return chart(title, unit, lines, from_zero=from_zero)
 
 
-def write_comparison(comparison: Comparison, path: str | Path) -> Path:
+def write_comparison(comparison: RunComparison, path: str | Path) -> Path:
     """Write the page, one file without any outside reference. Raises MegatfmError if it can't be written."""
     path = Path(path)
     content = render_page(

@@ -33,7 +33,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class CorpusFacts:
     """Facts of a corpus folder's manifest; `problem` instead where it can't be read now."""
 
     name: str
@@ -98,7 +98,7 @@ class Run:
         """The terms of a loss that has several."""
         return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 2 and path[0] == "terms"))
 
-    def corpora(self) -> list[Corpus]:
+    def corpora(self) -> list[CorpusFacts]:
         """The training corpora and the validation corpora that the config names."""
         validation = self.config.get("data", {}).get("validation") or {}
         named = [*self._trained_on(), *validation.items()]
@@ -229,7 +229,7 @@ def _remote_table(store: CachedRemoteStorage, name: str) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _corpus(name: str, folder: str) -> Corpus:
+def _corpus(name: str, folder: str) -> CorpusFacts:
     try:
         store = open_storage(folder, ShardCacheConfig())
         if isinstance(store, CachedRemoteStorage):
@@ -238,8 +238,8 @@ def _corpus(name: str, folder: str) -> Corpus:
             manifest = Manifest.load(store.folder)
         shards = manifest.shards
     except MegatfmError as error:
-        return Corpus(name, folder, problem=str(error))
-    return Corpus(
+        return CorpusFacts(name, folder, problem=str(error))
+    return CorpusFacts(
         name,
         folder,
         documents=sum(shard.samples for shard in shards),

@@ -19,7 +19,7 @@ SHOWN_ANSWERS = 5
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AnswerCandidate:
     """An answer: its characters in the text, and the sum of the logits of its first and last token."""
 
     begin: int
@@ -28,14 +28,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionAnswers:
     """A question's answers, best first, and the score of none. references: those of the file; empty: no answer."""
 
     row: int
     name: str
     context: str
     references: Sequence[str]
-    candidates: Sequence[Candidate]
+    candidates: Sequence[AnswerCandidate]
     null_score: float
 
     @property
@@ -43,7 +43,7 @@ class Question:
         """The score of no answer less that of the best one."""
         return self.null_score - self.candidates[0].score if self.candidates else float("inf")
 
-    def text(self, candidate: Candidate) -> str:
+    def text(self, candidate: AnswerCandidate) -> str:
         """Return an answer as the text spells it."""
         return self.context[candidate.begin : candidate.end].strip()
 
@@ -57,7 +57,7 @@ class Question:
 class SpanPredictions:
     """Answers to a file's questions, from logits [N, 2] of tokens with their windows [N] and places in them [N].
 
-    threshold: up to which `Question.difference` a question is answered, where some may have no answer; None: the one
+    threshold: up to which `QuestionAnswers.difference` a question is answered, where some may have no answer; None: the one
     that gives the best F1 on these questions.
     """
 
@@ -69,7 +69,7 @@ class SpanPredictions:
     threshold: float | None = None
 
     @cached_property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[QuestionAnswers]:
         """The questions whose windows were seen, in the order of the file."""
         numbers, starts = np.unique(self.examples, return_index=True)
         logits_by_window = dict(zip(numbers.tolist(), np.split(self.logits, starts[1:]), strict=True))
@@ -117,7 +117,7 @@ class SpanPredictions:
         differences = np.array([question.difference for question in self.questions])
         return best_threshold(f1, self._has_answer, differences)[1]
 
-    def answer(self, question: Question) -> str:
+    def answer(self, question: QuestionAnswers) -> str:
         """Return the answer to a question; empty where it has none."""
         return question.best if question.difference <= self.answered_up_to else ""
 
@@ -155,7 +155,7 @@ class SpanPredictions:
         row: int,
         facts: Mapping[str, Any],
         windows: Sequence[tuple[Mapping[str, Any], NDArray[np.float32]]],
-    ) -> Question:
+    ) -> QuestionAnswers:
         begins = [annotation["window"][0] for annotation, _ in windows]
         sizes = [len(annotation["offsets"]) for annotation, _ in windows]
         best: dict[tuple[int, int], float] = {}
@@ -165,8 +165,8 @@ class SpanPredictions:
             for begin, end, score in self._window_candidates(number, annotation, logits, begins, sizes):
                 best[begin, end] = max(best.get((begin, end), -np.inf), score)
         ordered = sorted(best.items(), key=lambda item: (-item[1], item[0]))[: self.task.n_best]
-        candidates = [Candidate(*span, score) for span, score in ordered]
-        return Question(row, facts["id"], facts["context"], facts["answers"], candidates, null)
+        candidates = [AnswerCandidate(*span, score) for span, score in ordered]
+        return QuestionAnswers(row, facts["id"], facts["context"], facts["answers"], candidates, null)
 
     def _window_candidates(
         self, number: int, annotation: Mapping[str, Any], logits: NDArray[np.float32], begins: Sequence[int],

@@ -18,7 +18,7 @@ from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, source_seed
-from megatfm.data.order import BatchSchedule, Interleave, Stage, choose_interleave
+from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import Mesh
@@ -194,7 +194,7 @@ def batch_schedule(config: Config) -> BatchSchedule:
                 f"data.rampup: sequence_length = {length} does not divide into parallel.tp = {config.parallel.tp} "
                 "shards of the sequence: choose a multiple of it, or parallel.sequence_parallel=false"
             )
-        stages.append(Stage(stage.steps, batch, data.sequence_length // length))
+        stages.append(BatchStage(stage.steps, batch, data.sequence_length // length))
     return BatchSchedule(train.global_batch, tuple(stages))
 
 

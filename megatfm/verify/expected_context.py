@@ -23,7 +23,7 @@ from megatfm.config.section import Section
 from megatfm.engines.interface import PRECISIONS
 from megatfm.verify.axes import CONTEXT
 from megatfm.verify.expected_keys import (
-    Rows,
+    MicroBatchRows,
     block_of,
     count_wide,
     deal,
@@ -367,9 +367,9 @@ class ContextShards:
         is_in_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
         return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
 
-    def _rows(self, microbatch: int, side: str) -> Rows:
+    def _rows(self, microbatch: int, side: str) -> MicroBatchRows:
         count = self._config.train.micro_batch
-        return Rows.of(self._batch, side, microbatch * count, count)
+        return MicroBatchRows.of(self._batch, side, microbatch * count, count)
 
     def _heads(self, q: Shape, k: Shape) -> tuple[int, int]:
         """Query and key heads of a tensor-parallel rank."""

@@ -33,7 +33,7 @@ Runs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class MicroBatchRows:
     """A micro-batch's rows. documents: int64 [B, S], −1 for padding; None: a row is one document. opened: tokens that
     all of their document sees [B, S]."""
 
@@ -43,7 +43,7 @@ class Rows:
     opened: NDArray[Any] | None
 
     @classmethod
-    def of(cls, batch: Mapping[str, NDArray[Any]], side: str, first: int, count: int) -> "Rows":
+    def of(cls, batch: Mapping[str, NDArray[Any]], side: str, first: int, count: int) -> "MicroBatchRows":
         """Rows of a side of the batch, from number `first` on."""
         fields = {
             name: batch[side + name][first : first + count]
@@ -168,7 +168,7 @@ def wide_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
 
 
 def needed(
-    pattern: Section, module: nn.Module, rows: Rows, query_positions: NDArray[Any], *, causal: bool
+    pattern: Section, module: nn.Module, rows: MicroBatchRows, query_positions: NDArray[Any], *, causal: bool
 ) -> NDArray[Any]:
     """Boolean [S]: tokens in any of the rows that queries at `query_positions` need, by the closed form or by the mask.
     Padding needs nothing."""
@@ -207,7 +207,7 @@ def _dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
     return mask
 
 
-def count_wide(pattern: Section, rows: Rows, rank_of: NDArray[Any], *, causal: bool) -> int:
+def count_wide(pattern: Section, rows: MicroBatchRows, rank_of: NDArray[Any], *, causal: bool) -> int:
     """Places in any of the rows of queries that see all of a document which lies on several ranks. stage_to_rank: by
     place."""
     wide = np.zeros(rows.length, np.bool_)

@@ -18,7 +18,7 @@ from megatfm.verify.traffic import ExpectedTraffic
 
 
 @dataclass(frozen=True)
-class Stage:
+class ExpectedStage:
     """A run of the model's split points on a pipeline rank. takes: what earlier stages hand it, by name; returns: names
     of those that get gradients back."""
 
@@ -33,12 +33,12 @@ class Stage:
 class Stages:
     """All stages, and the pipeline ranks that use each parameter and each module."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[ExpectedStage]
     holders: Mapping[str, tuple[int, ...]]
     module_holders: Mapping[str, tuple[int, ...]]
     sequence_parts: int
 
-    def of_rank(self, rank: int) -> list[Stage]:
+    def of_rank(self, rank: int) -> list[ExpectedStage]:
         """Stages of a pipeline rank, in their order."""
         return [stage for stage in self.stages if stage.rank == rank]
 
@@ -54,7 +54,7 @@ def divide(config: Config, model: nn.Module) -> Stages:
     for index, (first, last) in enumerate(zip((0, *bounds), (*bounds, len(points)), strict=True)):
         takes = _handed_on(points, first)
         returns = frozenset(takes) & _trained(model, points[:first])
-        stages.append(Stage(index, rank_of[index], points[first:last], takes, returns))
+        stages.append(ExpectedStage(index, rank_of[index], points[first:last], takes, returns))
     users = {rank: _used(model, stages, rank) for rank in range(parallel.pp)}
     holders = {
         name: tuple(rank for rank, used in users.items() if parameter in used.parameters)
@@ -151,7 +151,7 @@ class _Used:
     modules: set[nn.Module]
 
 
-def _used(model: nn.Module, stages: Sequence[Stage], rank: int) -> _Used:
+def _used(model: nn.Module, stages: Sequence[ExpectedStage], rank: int) -> _Used:
     paths = {
         path
         for stage in stages

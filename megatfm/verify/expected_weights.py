@@ -26,7 +26,7 @@ from megatfm.verify.axes import (
     MeshPosition,
     joined,
 )
-from megatfm.verify.expected_pipeline import Stage, Stages
+from megatfm.verify.expected_pipeline import ExpectedStage, Stages
 from megatfm.verify.module_calls import Call
 from megatfm.verify.module_cuts import ModuleCut, block_paths
 from megatfm.verify.shrink import objective_for
@@ -286,7 +286,7 @@ def _root_all_gathers(parameters: RankParameters, microbatches: int) -> int:
     return 1 + microbatches * sum(go_back) - go_back[0]
 
 
-def _trains(parameters: RankParameters, stage: Stage) -> bool:
+def _trains(parameters: RankParameters, stage: ExpectedStage) -> bool:
     modules = (parameters.model.get_submodule(path) for point in stage.split_points for path in point.modules)
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 

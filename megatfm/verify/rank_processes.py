@@ -54,7 +54,7 @@ class RankInit:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankStep:
     """A step that a rank process is asked to take."""
 
     place: RankInit
@@ -90,7 +90,7 @@ BLOCK = 8
 
 
 def run_rank(connection: Connection) -> None:
-    """Main function of a rank process: sends READY, then for each Job an Answer or a Failure, until None comes.
+    """Main function of a rank process: sends READY, then for each RankStep an Answer or a Failure, until None comes.
 
     After an answer it waits for a word before it leaves the group: to leave earlier would close sockets that other
     ranks still read.
@@ -113,7 +113,7 @@ def run_rank(connection: Connection) -> None:
         return
 
 
-def _answer(job: Job) -> RankResult | Failure:
+def _answer(job: RankStep) -> RankResult | Failure:
     place = job.place
     try:
         dist.init_process_group(
@@ -237,7 +237,7 @@ class RankTeam:
                     processes
                 ):  # all are there: from here on, a silent rank is a hanging one
                     place = RankInit(rank, world_size, store, COLLECTIVE_SECONDS)
-                    member.connection.send(Job(place, config, batch))
+                    member.connection.send(RankStep(place, config, batch))
                 answers: list[RankResult] = _collect(processes, STEP_SECONDS)
                 for member in processes:
                     member.connection.send("leave")

@@ -53,7 +53,7 @@ MICRO_BATCH, MICROBATCHES = 2, 2
 VOCABULARY = 1000  # where a config leaves it to the tokenizer, which is not needed here
 
 
-class Rows(NamedTuple):
+class RowLengths(NamedTuple):
     """Tokens of the longest row: in the config, and in the small one."""
 
     before: int
@@ -91,7 +91,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     if config.model.stages is not None:
         lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
         images = {"images": config.data.images.model_copy(update={"size": side})}
-    rows = Rows(*(max(filter(None, of.values())) for of in (original_lengths, lengths)))
+    rows = RowLengths(*(max(filter(None, of.values())) for of in (original_lengths, lengths)))
     try:
         model = _model(
             config.model,
@@ -139,7 +139,7 @@ def _matches(config: Config, pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
 
 
-def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, rows: Rows) -> ModelConfig:
+def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, rows: RowLengths) -> ModelConfig:
     """heads_over: ranks that may take heads, of tensor and context parallelism. shards: ranks that cut widths."""
     kv_heads = min(model.attention.kv_heads, 2 * heads_over)  # two a rank, so that their order shows
     heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
@@ -205,7 +205,7 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
     return {}
 
 
-def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
+def _sizes_of_pattern(pattern: Section, rows: RowLengths) -> dict[str, Any]:
     """Options of a pattern that shrink with the row, so that it has several windows, chunks or blocks. A window as wide
     as the row stays so; a plugin's pattern keeps its options."""
     old_length, length = rows
@@ -242,7 +242,7 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
     return {}
 
 
-def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Rows) -> dict[str, Any]:
+def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: RowLengths) -> dict[str, Any]:
     """Keys of a kind of blocks, with sizes made small as the model's are."""
     keys, layer = unflatten(model.layer_type[kind]), model.type_config(kind)
     if "d_ff" in keys.get("ffn", {}):

@@ -58,7 +58,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GradientComparison:
     """All differences, the worst first, and what the step moved."""
 
     config: Config
@@ -91,7 +91,9 @@ class Comparison:
         ]
 
 
-def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None = None) -> Comparison:
+def verify(
+    config: Config, documents: Documents = "mixed", team: RankTeam | None = None
+) -> GradientComparison:
     """Take one step of a shrunk config on one process, in float64, and under its layout, on the CPU; there in float32
     if its engine has no float64. documents: the kind of documents in each row. team: rank processes to use; left out,
     they start and end here.
@@ -113,7 +115,7 @@ def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None
         {key: flow for key, flow in flows.items() if key[0] not in unpredicted_axes}
         for flows in expected_flows(small, batch)
     ]
-    return Comparison(
+    return GradientComparison(
         config=small,
         shrunk=shrunk,
         gradients=gradient_differences(step.gradients, answers, limits),
@@ -301,7 +303,7 @@ def _case(
         return "FAILED", str(error)
 
 
-def _outcome(comparison: Comparison) -> tuple[Outcome, str]:
+def _outcome(comparison: GradientComparison) -> tuple[Outcome, str]:
     if wrong := comparison.wrong:
         worst = wrong[0]
         return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"

@@ -16,7 +16,7 @@ from megatfm.parallel.pipeline_schedule import (
     build_schedule,
     stage_to_rank,
 )
-from megatfm.parallel.pipeline_stages import Stage
+from megatfm.parallel.pipeline_stages import PipelineStage
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.layouts import PIPELINE_SCHEDULES
 from tests.support.parity import build_engine
@@ -33,7 +33,7 @@ METHODS: dict[str, Kind] = {
 
 
 def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable[..., None]:
-    def method(self: PipelineForwardBackward, step: StepState, stage: Stage, i: int) -> None:
+    def method(self: PipelineForwardBackward, step: StepState, stage: PipelineStage, i: int) -> None:
         real(self, step, stage, i)
         done.append(Action(stage.index, kind, i))
 

@@ -65,7 +65,7 @@ def is_host_readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
-class Rows:
+class SortedRows:
     """Rows of tokens in the order of choices by expert, and sums of such rows over the choices of each token.
 
     order: int64 [M], ends: int32 [E], as `sort_by_expert` gives them. What experts make of choices that are none's is
@@ -222,7 +222,7 @@ class Experts(nn.Module):
             taken_BTK = taken_BTK & self.split_row(taken_BSK, sequence)
         reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
         order_M, offs_E = sort_by_expert(reached_M, self.ep_size * len(self.w_up))
-        rows = Rows(order_M, offs_E, choices_BTK.shape[-1])
+        rows = SortedRows(order_M, offs_E, choices_BTK.shape[-1])
         x_ND = x_BTD.flatten(0, 1)
         extra_arguments = () if overlap_with is None else (overlap_with,)
         made_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), offs_E, *extra_arguments))

@@ -7,11 +7,11 @@ import pytest
 
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader, split_rows
-from megatfm.data.order import BatchSchedule, Stage, choose_interleave
+from megatfm.data.order import BatchSchedule, BatchStage, choose_interleave
 from megatfm.data.sequences import PAD_DOCUMENT_ID
 from megatfm.errors import UsageError
 
-WARMUP = BatchSchedule(12, (Stage(3, 4, 4), Stage(2, 8, 2)))
+WARMUP = BatchSchedule(12, (BatchStage(3, 4, 4), BatchStage(2, 8, 2)))
 N_STEPS = 9
 
 
@@ -102,7 +102,7 @@ def test_whole_sequences_are_not_cut(memory_corpus: Any, causal_type: Any) -> No
     rows = PackedDataset(memory_corpus([[5, 9]]), Whole(), sequence_length=16, seed=0)
     with pytest.raises(UsageError, match=r"data\.rampup: this objective's sequences are whole"):
         DataLoader(rows, global_batch=WARMUP, micro_batch=4)
-    with DataLoader(rows, global_batch=BatchSchedule(4, (Stage(2, 2),)), micro_batch=2) as loader:
+    with DataLoader(rows, global_batch=BatchSchedule(4, (BatchStage(2, 2),)), micro_batch=2) as loader:
         assert [len(next(loader)) for _ in range(4)] == [1, 1, 2, 2]
 
 

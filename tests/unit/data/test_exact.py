@@ -19,7 +19,7 @@ import pytest
 from megatfm.data.dataset import PackedDataset, RowDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase
-from megatfm.data.order import BatchSchedule, RowOrder, Stage
+from megatfm.data.order import BatchSchedule, BatchStage, RowOrder
 from megatfm.data.workers import RowWorkers, _exit_code, worker_loop
 from megatfm.errors import MegatfmError
 
@@ -113,7 +113,7 @@ def test_killed_again_and_again_it_goes_on_exactly(
 ) -> None:
     """Each time after a random number of steps, and on another number of ranks and workers; with warm-ups."""
     rows: RowDataset = request.getfixturevalue(of)
-    warmup = BatchSchedule(BATCH, (Stage(times // 5, 24, 4), Stage(times // 3, 48, 2)))
+    warmup = BatchSchedule(BATCH, (BatchStage(times // 5, 24, 4), BatchStage(times // 3, 48, 2)))
     draw = np.random.default_rng(0)
     lives = draw.integers(0, 3, times).tolist()
     full = list(run(rows, sum(lives), global_batch=warmup))

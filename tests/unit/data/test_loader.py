@@ -15,7 +15,7 @@ import pytest
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
-from megatfm.data.order import BatchSchedule, Stage
+from megatfm.data.order import BatchSchedule, BatchStage
 from megatfm.errors import UsageError
 
 Batch = dict[str, np.ndarray]
@@ -258,7 +258,7 @@ def read_together(rows: PackedDataset, count: int, n: int, **options: Any) -> li
         return list(pool.map(read, range(count)))
 
 
-WARMING = BatchSchedule(8, (Stage(2, 4, 4), Stage(2, 2, 2)))
+WARMING = BatchSchedule(8, (BatchStage(2, 4, 4), BatchStage(2, 2, 2)))
 
 
 @pytest.mark.parametrize("batch", [8, 2, WARMING], ids=["8 rows", "fewer rows than readers", "warming up"])

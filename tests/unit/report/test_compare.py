@@ -9,7 +9,7 @@ import pytest
 
 from megatfm.cli import main
 from megatfm.errors import UsageError
-from megatfm.report.compare import Comparison, write_comparison
+from megatfm.report.compare import RunComparison, write_comparison
 from megatfm.report.run import unique_names
 from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
 
@@ -54,7 +54,7 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
             "[parallel]", "[parallel]\npp = 1"
         )
     )
-    assert Comparison.of(runs).differences() == [
+    assert RunComparison.of(runs).differences() == [
         ("optimizer.lr", ["0.000123", "0.0001234"]),
         ("optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.950001]"]),
         ("optimizer.weight_decay", ["0.1", "0.1"]),
@@ -65,7 +65,7 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
 def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
     runs: list[Path], tmp_path: Path
 ) -> None:
-    page = Page(write_comparison(Comparison.of(runs), tmp_path / "c.html"))
+    page = Page(write_comparison(RunComparison.of(runs), tmp_path / "c.html"))
     titles = [chart.split(",")[0] for chart in page.charts()]
     assert titles == [
         "Training loss",
@@ -91,12 +91,12 @@ def test_utilization_of_unlike_peaks_is_not_compared(
         (run / "metrics.jsonl").write_text(
             "".join(json.dumps({**line, "mfu": 0.42}) + "\n" for line in lines)
         )
-    place = Comparison.of(runs).results().columns.index("MFU")
+    place = RunComparison.of(runs).results().columns.index("MFU")
 
     def compare(*peaks: str) -> tuple[list[str], list[str]]:
         for run, peak in zip(runs, peaks, strict=True):
             (run / "environment.json").write_text(json.dumps({"peak": peak}))
-        comparison = Comparison.of(runs)
+        comparison = RunComparison.of(runs)
         return [row[place] for row in comparison.results().rows], comparison.notes()
 
     assert compare("0.1 TFLOP/s", "0.1 TFLOP/s") == (["42 %", "42 %"], [])
@@ -119,14 +119,14 @@ def test_runs_are_told_apart_by_as_little_as_does() -> None:
 
 def test_one_run_is_no_comparison(runs: list[Path]) -> None:
     with pytest.raises(UsageError, match="give two runs or more"):
-        Comparison.of(runs[:1])
+        RunComparison.of(runs[:1])
     with pytest.raises(UsageError, match="not a run directory"):
-        Comparison.of([runs[0], runs[0].parent])
+        RunComparison.of([runs[0], runs[0].parent])
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_another_axis_is_drawn_without_a_complaint(runs: list[Path], tmp_path: Path) -> None:
-    page = write_comparison(Comparison.of(runs), tmp_path / "c.html")
+    page = write_comparison(RunComparison.of(runs), tmp_path / "c.html")
     flags = [
         "--headless",
         "--no-sandbox",

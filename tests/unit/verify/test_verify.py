@@ -12,7 +12,7 @@ from megatfm.commands.verify import add_verify_arguments, verify_command
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify import rank_processes
 from megatfm.verify.traffic import CollectiveTraffic
-from megatfm.verify.verify import Comparison, verify
+from megatfm.verify.verify import GradientComparison, verify
 from tests.support.verified_config import VERIFIED_CONFIG
 
 PLUGIN = """
@@ -135,15 +135,15 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Comparison]:
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[GradientComparison]:
     """What the command's calls of `verify` return."""
-    seen: list[Comparison] = []
+    seen: list[GradientComparison] = []
     monkeypatch.setattr("megatfm.verify.verify.verify", lambda *args: seen.append(verify(*args)) or seen[-1])
     return seen
 
 
 def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
-    tmp_path: Path, comparisons: list[Comparison], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, comparisons: list[GradientComparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "model.embedding.tied=false", "--all") == 0
     [comparison] = comparisons
@@ -171,7 +171,7 @@ def test_without_sequence_parallelism(tmp_path: Path) -> None:
 
 
 def test_sharded_data_parallelism_moves_its_gradients_once(
-    tmp_path: Path, comparisons: list[Comparison]
+    tmp_path: Path, comparisons: list[GradientComparison]
 ) -> None:
     assert run_command(tmp_path) == 0  # dp_shard = −1 becomes 2
     [comparison] = comparisons
@@ -183,7 +183,7 @@ def test_sharded_data_parallelism_moves_its_gradients_once(
 
 
 def test_pipelines_are_the_same_and_send_what_they_should(
-    tmp_path: Path, comparisons: list[Comparison], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, comparisons: list[GradientComparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run_command(
@@ -210,7 +210,7 @@ def test_pipelines_are_the_same_and_send_what_they_should(
 
 
 def test_an_axis_without_a_closed_form_says_why(
-    tmp_path: Path, comparisons: list[Comparison], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, comparisons: list[GradientComparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "train.recompute=1 kB") == 0
     [comparison] = comparisons
