@@ -112,6 +112,7 @@ class VisionLanguage(Model):
         )
         sequence = make_sequence(batch, "tokens", keys=keys, cache=cache)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
+        runs_embedding = self.decoder is not None and self.decoder.embedding is not None
 
         if encoder_patches is not None:
             # The two stacks number their layers alike, so the image encoder's random keys are others.
@@ -120,7 +121,7 @@ class VisionLanguage(Model):
                 encoder_hidden, losses = self.encoder(encoder_patches, images, hidden=encoder_hidden)
             if self.runs_connector:
                 image_vectors = self.connector(encoder_hidden)
-            if self.decoder is not None and self.decoder.embedding is not None:
+            if runs_embedding:
                 is_image_BT = batch["tokens"] == self.image_token_id
                 vectors_BSD = self.image_vectors(image_vectors)
                 sequence.inserted = (
@@ -135,7 +136,10 @@ class VisionLanguage(Model):
                 losses["causal"] = self.head(x_BTD, targets)
             elif not self.has_targets(batch):
                 logits = self.head(x_BTD)
-        carry = {"encoder_hidden": encoder_hidden, "image_vectors": image_vectors}
+        carry = {
+            "encoder_hidden": None if self.runs_connector else encoder_hidden,
+            "image_vectors": None if runs_embedding else image_vectors,
+        }
         return self.output(batch, x_BTD, losses, logits, carry=carry, sequence=sequence)
 
     def stage(self, names: Collection[str]) -> Self:
