@@ -28,6 +28,7 @@ from megatfm.config.model_parts import (
     InitConfig,
     MuPConfig,
     NormConfig,
+    PatchEmbeddingConfig,
     PixelDecoderConfig,
     RMSNormConfig,
     TokenEmbeddingConfig,
@@ -314,6 +315,13 @@ class ModelConfig(Section):
     def head_width(self) -> int:
         """Width of a head; in multi-head latent attention, of its channels without position."""
         return self.attention.head_dim_or_none or self.d_model // self.attention.n_heads
+
+    @property
+    def patch_embedding(self) -> PatchEmbeddingConfig | None:
+        """The embedding of patches, of an image encoder or of the vision tower; None where a model reads no images."""
+        if self.vision_tower is not None:
+            return self.vision_tower.embedding
+        return self.embedding if isinstance(self.embedding, PatchEmbeddingConfig) else None
 
     @property
     def embedding_width(self) -> int:

@@ -31,7 +31,9 @@ LLAVA_MODELS = {
     "linear": ModelConfig.from_dotted(
         LLAVA | {"connector": {"name": "linear", "image_token_id": 7, "bias": False}, "embedding.tied": True}
     ),
-    "dropout": ModelConfig.from_dotted(LLAVA | {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1}),
+    "dropout": ModelConfig.from_dotted(
+        LLAVA | {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1}
+    ),
 }
 SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
 """Heights and widths of images, in patches."""
