@@ -54,7 +54,9 @@ class ImageToText(Objective):
                 "vision_language: change one of the two"
             )
         tower = image_tower(model)
-        self.reader: ImageReader = image_reader(images, tower, config.name, row_lengths[0], training=training)
+        self.reader: ImageReader = image_reader(
+            images, tower, config.name, row_lengths[0], training=training, section="model.vision_tower"
+        )
         self.n_patches = self.reader.n_tokens - self.reader.layout.n_special
         self.special, self.begin_token = special, config.begin_token
         self.in_text = config.image_placement == "in_text"

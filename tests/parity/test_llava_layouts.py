@@ -8,9 +8,9 @@ from tests.support.llava_models import LLAVA_MODELS, llava_batch
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
-    layout_microbatches,
     model_gradient_errors,
     one_device_reference,
+    uneven_microbatches,
 )
 from tests.support.workers import Workers
 
@@ -49,7 +49,7 @@ def compare(ranks: int) -> dict[str, dict[str, float]]:
         for layout, parallel in LAYOUTS[ranks].items():
             recomputed = "full" if layout in RECOMPUTED else "none"
             engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)
-            stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
+            stats = engine.forward_backward(uneven_microbatches(engine, batch), objective)
             assert stats.loss == pytest.approx(loss, rel=1e-12), (name, layout)
             wrong[f"{name}, {layout}"] = model_gradient_errors(engine, model)
     return wrong
