@@ -11,7 +11,7 @@ from transformers.models.llava import modeling_llava
 
 from megatfm.config import ModelConfig
 from tests.support.images import pixels, to_batch
-from tests.support.reference_gradients import Figures, dtype_fixture, pair
+from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
 
 SIDE, IMAGE_TOKEN, GRID = 4, 55, 3
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -107,6 +107,7 @@ def test_logits_and_gradients(rows: list[list[int]], dtype: torch.dtype) -> None
     figures.see_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 50
+    hold_to_the_docs("llava-1.5-7b", dtype, figures)
 
 
 def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
