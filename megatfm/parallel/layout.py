@@ -1,8 +1,8 @@
-"""The layout of a model on its ranks: where each parameter's elements are, and over which axes gradients are summed.
+"""The layout of a model on its ranks: which block of each parameter a rank holds, and over which axes to sum gradients.
 
-What the axes of a model cut off are plain local tensors. The data axes may cut these once more (ZeRO); what a rank
-holds in the end is always one box of the global tensor. At the end stands how other rooms reach into a laid-out model:
-its blocks, and a module's replaced forward.
+Model axes (tp, ep) leave plain local tensors. Data axes may shard these further (ZeRO). In the end a rank holds one
+rectangular block of the global tensor. The last functions are for other packages: the blocks of a model, and a way to
+replace a module's forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shard:
-    """A dim of a tensor, divided over the ranks of an axis. index: this rank's. uneven: the last may be smaller."""
+    """A dim that is divided over the ranks of an axis. index: this rank's shard. uneven: the last may be smaller."""
 
     axis: str
     dim: int
@@ -34,9 +34,9 @@ class Shard:
 class TensorLayout:
     """Layout of one parameter or buffer.
 
-    shape: global. shards: by the axes of the model, in the order in which they are applied; empty: on every rank whole.
-    partial_axes: axes whose ranks have only their share of the gradient each, to be summed after the backward pass.
-    data_axes: the axes over which ranks hold the same block and see other rows. fsdp_dim: where ZeRO 2 and 3 cut it.
+    shape: global. shards: over model axes, in the order of application; empty if replicated. partial_axes: axes over
+    which the gradient is partial, to be summed after the backward pass. data_axes: axes whose ranks hold the same block
+    and see other rows. fsdp_dim: the dim that ZeRO 2 and 3 shard.
     """
 
     name: str
@@ -54,8 +54,8 @@ class TensorLayout:
             if cut.uneven and per_rank * (cut.count - 1) >= size:
                 fits = next(t for t in range(cut.count, 0, -1) if -(-size // t) * (t - 1) < size)
                 raise UsageError(
-                    f"parallel.{cut.axis} = {cut.count} leaves ranks without a part of {self.name} {list(self.shape)}: "
-                    f"the nearest {cut.axis} that fits is {fits}"
+                    f"parallel.{cut.axis} = {cut.count} leaves ranks without a shard of {self.name} "
+                    f"{list(self.shape)}: the nearest {cut.axis} that fits is {fits}"
                 )
             if not cut.uneven and size % cut.count:
                 raise UsageError(
@@ -65,24 +65,24 @@ class TensorLayout:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Axes whose ranks hold different blocks, before the data axes cut them."""
+        """Model axes over which ranks hold different blocks."""
         return frozenset(cut.axis for cut in self.shards)
 
     def has_same_shards(self, other: "TensorLayout") -> bool:
-        """Whether the same axes cut the same dims."""
+        """Whether the same axes shard the same dims."""
         return [(cut.axis, cut.dim) for cut in self.shards] == [(cut.axis, cut.dim) for cut in other.shards]
 
     @property
     def region(self) -> Chunk:
-        """The block on this rank, before the data axes cut it."""
+        """Offsets and sizes of this rank's block, before data axes shard it."""
         return self._narrowed(len(self.shards))
 
     def subregion(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        """The global box of a block within `region` (ZeRO's part of it)."""
+        """Global offsets and sizes of a block within `region`, e.g. ZeRO's shard of it."""
         return tuple(a + b for a, b in zip(self.region[0], offsets, strict=True)), sizes
 
     def _narrowed(self, cuts: int) -> Chunk:
-        """The block that the first `cuts` shards leave."""
+        """Offsets and sizes after the first `cuts` shards."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.shards[:cuts]:
             per_rank = -(-sizes[cut.dim] // cut.count)
@@ -97,39 +97,39 @@ class ModelLayout(Mapping[str, TensorLayout]):
 
     def __init__(
         self,
-        placements: Mapping[str, TensorLayout],
+        layouts: Mapping[str, TensorLayout],
         table: str,
         buffers: Mapping[str, TensorLayout] | None = None,
         state: Iterable[str] = (),
         contexts: ContextParallel | None = None,
     ) -> None:
-        self._placements = dict(placements)
+        self._layouts = dict(layouts)
         self.buffers = dict(buffers or {})
         """Layouts of the buffers, which are not trained."""
         self.state = {name: self.buffers[name] for name in state}
-        """Layouts of the buffers that a checkpoint holds: state of modules, which doesn't follow from the config."""
+        """Layouts of the persistent buffers, which checkpoints hold."""
         self.context_parallel = contexts
-        """Split of rows over ranks; None if they are not split."""
+        """Split of rows over context-parallel ranks; None without context parallelism."""
         self.table = table
-        """The plan as it was applied, for people."""
+        """The applied plan as text."""
 
     def __getitem__(self, name: str) -> TensorLayout:
-        return self._placements[name]
+        return self._layouts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._placements)
+        return iter(self._layouts)
 
     def __len__(self) -> int:
-        return len(self._placements)
+        return len(self._layouts)
 
 
 def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of all stacks: what is compiled, gathered and recomputed as one."""
+    """Yield the blocks of all stacks, the units of compilation, FSDP wrapping and recomputation."""
     for path, module in model.named_modules():
         if path.rpartition(".")[0].rpartition(".")[2] == "layers":
             yield module
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Have `module(*inputs)` run `forward(*inputs)`, with the module's hooks around it; no other module changes."""
+    """Replace the forward of this module alone; its hooks still run."""
     vars(module)["forward"] = forward

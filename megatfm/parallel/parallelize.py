@@ -1,26 +1,26 @@
-"""Laying parallelism over a model: tensor and expert parallelism by its plan, context parallelism by what parts say.
+"""Applies tensor, expert, context and data parallelism to a model, from the plans that its modules declare.
 
-**`tp_plan`**: a module's class says how it and the modules in it are cut, in rows of (pattern relative to the module,
-"" for itself; name of a style), such as `tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo",
-"rowwise"))`. They are
-strings, so that layers know nothing of parallelism. A pattern matches names segment by segment: `*` matches within one
-segment, `**` matches any number of segments. A row that matches nothing is for a part that not every model has.
+**`tp_plan`**: a class declares how its submodules are sharded, in rows of (name pattern relative to the module, "" for
+itself; name of a style): `tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))`. Plans are
+strings, so layers know nothing of parallelism. Patterns match names segment by segment: `*` within one segment, `**`
+any number of segments. Rows that match nothing are allowed, for submodules that only some models have.
 
-**`cp_plan`**: a module's class says how it computes on some tokens of rows. A module without it is refused.
+**`cp_plan`**: a class declares how it computes on a shard of a row. A module without a declaration is refused.
 
 | `cp_plan` | The module | Under context parallelism |
 |---|---|---|
-| alone | takes each token by itself, or consists of parts that say it themselves | runs as it is |
-| core | attends with queries to keys and values | fetches keys, sends them round a ring, or divides heads |
-| latents | attends to keys and values that are made of something narrower | the same, of what is narrower |
-| wide | attends with the few queries that see all keys | the queries go to the keys |
-| keys | is given keys and values that its own attention needs whole | gathers them |
-| around | looks up the tokens around spans | fetches them |
-| sums | gives `summed` sums over tokens | adds them up over ranks |
-| experts | takes capacity, expert choice or balance by whole rows | gathers the numbers that these follow from |
-| slots | makes means of all tokens, which go to experts | adds means up, and divides slots among ranks |
+| local | treats tokens independently, or consists of modules with their own plans | runs unchanged |
+| attention | attends with queries to keys and values | fetches keys, uses a ring, or Ulysses |
+| latent_attention | computes keys and values from narrower latents | the same, sending latents |
+| global_queries | attends with the few queries that see all keys | sends the queries to the keys |
+| gather_kv | passes keys and values to attention that needs the full row | gathers them |
+| span_boundary | looks up the tokens beside masked spans | fetches them |
+| all_reduce | sums over tokens, in its submodule `summed` | adds the sums over ranks |
+| moe | has capacity, expert choice or balance by full rows | gathers the values that these depend on |
+| soft_moe | computes slots as means over all tokens | adds means up, and divides slots among ranks |
 
-**`dp_plan = "ring"`**: a module compares all samples of a global batch, those of other data ranks block by block.
+**`dp_plan = "ring"`**: the module compares all samples of a global batch; samples of other data ranks come block by
+block around a ring.
 """
 
 import re
@@ -55,7 +55,7 @@ from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
 UNPLANNED = ParallelStyle("no row")
-"""Style of a module that no row names, in a model that nothing cuts."""
+"""Style of a module without a plan row, in a model without tensor parallelism."""
 GENERIC_PACKAGES = (
     "torch.",
     "megatfm.layers.linear",
@@ -63,16 +63,16 @@ GENERIC_PACKAGES = (
     "megatfm.layers.norm",
     "megatfm.layers.dropout",
 )
-"""Packages whose modules are used in many roles: the module around them says how they are cut."""
+"""Packages of general-purpose modules: the plan of the enclosing module says how they are sharded."""
 
 
 def parallelize(
     model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto"
 ) -> ModelLayout:
-    """Cut the model's parameters (still on the meta device) and install the communication. Returns the layout table.
+    """Shard the model's parameters (still on the meta device), install the communication, and return the layout.
 
-    Raises UsageError when a module has two styles, when one has none and there are several tensor-parallel ranks, or
-    when these do not divide a dim.
+    Raises UsageError if a module has two styles, if it has none under tensor parallelism, or if the ranks do not divide
+    a dim.
     """
     parts = mesh.size(TENSOR)
     ranks = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
@@ -86,22 +86,22 @@ def parallelize(
         style = styles[path] = planned.resolve(module, parts, mesh.expert_tp)
         layouts: dict[str, TensorLayout] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            layouts[key] = placement = _place(
+            layouts[key] = layout = _tensor_layout(
                 f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel
             )
-            shard = torch.empty(placement.region[1], dtype=tensor.dtype, device=tensor.device)
+            shard = torch.empty(layout.region[1], dtype=tensor.dtype, device=tensor.device)
             if not isinstance(tensor, nn.Parameter):
-                buffers[placement.name] = placement
+                buffers[layout.name] = layout
                 if is_stored := key not in module._non_persistent_buffers_set:
-                    state.append(placement.name)
+                    state.append(layout.name)
                 module.register_buffer(key, shard, persistent=is_stored)
                 continue
             if tensor not in local:
-                local[tensor] = placement, nn.Parameter(shard, requires_grad=tensor.requires_grad)
-            elif not local[tensor][0].has_same_shards(placement):
+                local[tensor] = layout, nn.Parameter(shard, requires_grad=tensor.requires_grad)
+            elif not local[tensor][0].has_same_shards(layout):
                 raise UsageError(
-                    f"{placement.name} is tied to {local[tensor][0].name}, but their plan rows cut different dims: "
-                    "give both the same cut, or untie them"
+                    f"{layout.name} is tied to {local[tensor][0].name}, but their plan rows shard different dims: "
+                    "give both the same style, or untie them"
                 )
             setattr(module, key, local[tensor][1])
         if style.apply_expert_parallel:
@@ -112,18 +112,17 @@ def parallelize(
     if contexts:
         install_context_parallel(model, contexts)
     install_data_ring(model, mesh)
-    placements = {placement.name: placement for placement, _ in local.values()}
-    return ModelLayout(
-        placements, _table(model, rows_by_module, styles, placements, mesh), buffers, state, contexts
-    )
+    layout_by_name = {layout.name: layout for layout, _ in local.values()}
+    table = _table(model, rows_by_module, styles, layout_by_name, mesh)
+    return ModelLayout(layout_by_name, table, buffers, state, contexts)
 
 
-def _place(
+def _tensor_layout(
     name: str, tensor: Tensor, style: ParallelStyle, mesh: Mesh, sequence_parallel: bool
 ) -> TensorLayout:
-    """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole.
+    """Return the layout of a module's tensor; one with too few dims, e.g. the bias of a row-wise matrix, is replicated.
 
-    Raises UsageError where its gradient would then be each rank's own share and the style takes it for complete.
+    Raises UsageError if its gradient would then be partial, and the style declares it replicated.
     """
     shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
     shard_experts = style.shard_experts or _unchanged
@@ -135,9 +134,9 @@ def _place(
         return shard_experts(TensorLayout(name, shape, (cut,)), mesh)
     if style.cut_dim(name.rpartition(".")[2], MOST_DIMS) is not None and style.gradient == "replicated":
         raise UsageError(
-            f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to cut over parallel.tp = "
-            f"{parts}: its gradient would be each rank's own share. Move it to a module with a style such as "
-            "'shared by heads', which adds these shares up"
+            f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to shard over parallel.tp "
+            f"= {parts}: its gradient would be partial on each rank. Move it to a module with a style such as "
+            "'replicated_partial_grad', which sums partial gradients"
         )
     partial = style.gradient == "partial" or (style.gradient == "partial_with_sp" and sequence_parallel)
     return shard_experts(TensorLayout(name, shape, partial_axes=(TENSOR,) if partial else ()), mesh)
@@ -148,12 +147,12 @@ def _unchanged(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
 
 
 MOST_DIMS = 8
-"""More than any parameter has."""
+"""Upper bound of a parameter's number of dims."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Row of a plan, with the module whose class has it. owner_path: that module's path, its numbers as *."""
+    """A row of a plan, and the module whose class declares it. owner_path: the module's path, with * for indices."""
 
     owner_path: str
     owner_class: str
@@ -169,10 +168,10 @@ class _Row:
 
 
 def match(model: nn.Module, *, complete: bool = True) -> dict[str, ParallelStyle]:
-    """Module name → style, in the order of the model's modules, from the rows that their classes bring.
+    """Return module name → style, in the order of the model's modules.
 
-    Raises UsageError for a style that there is not, for two styles of one module and, where `complete`, for a module
-    that owns parameters or buffers and has none.
+    Raises UsageError for an unknown style, for two styles of one module and, if `complete`, for a module with
+    parameters or buffers that has no style.
     """
     return _match(model, _rows_by_module(model), complete)
 
@@ -195,7 +194,7 @@ def _match(
                 linear = path.partition(".lora.")[0]
                 raise UsageError(
                     f"model.lora.targets: {linear} has the plan style {styles[linear].name!r}, which does not say how "
-                    "an adapter of it is cut: leave it out of the targets, or set parallel.tp = 1"
+                    "to shard an adapter of it: leave it out of the targets, or set parallel.tp = 1"
                 )
             if complete:
                 raise UsageError(_missing(model, path, tensors[0][0]))
@@ -204,7 +203,7 @@ def _match(
 
 
 def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
-    """Collect the rows of the plans of a model's modules that match each module."""
+    """Collect the plan rows that match each module."""
     rows_by_module: dict[nn.Module, list[_Row]] = {}
     for path, owner in model.named_modules():
         for pattern, style in getattr(type(owner), "tp_plan", ()):
@@ -220,8 +219,10 @@ def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module's name matches a pattern segment by segment: `*`, `?` and `[…]` match within a segment, and `**`
-    matches any number of segments, also none."""
+    """Whether a module's name matches a pattern, segment by segment.
+
+    `*`, `?` and `[…]` match within a segment, `**` matches any number of segments, including none.
+    """
     return _matches_segments(name.split(".") if name else [], pattern.split(".") if pattern else [])
 
 
@@ -235,8 +236,10 @@ def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _missing(model: nn.Module, path: str, key: str) -> str:
-    """Say how to give a module a style: by a row in its class, or in the class of the nearest enclosing module that
-    isn't a plain layer."""
+    """Return an error message that shows the missing plan row.
+
+    The row belongs to the module's class, or to the nearest enclosing class that is not general-purpose.
+    """
     owner, inner = path, ""
     while owner and type(model.get_submodule(owner)).__module__.startswith(GENERIC_PACKAGES):
         owner, _, last = owner.rpartition(".")
@@ -252,9 +255,10 @@ def _table(
     model: nn.Module,
     rows_by_module: Mapping[nn.Module, list[_Row]],
     styles: dict[str, ParallelStyle],
-    placements: dict[str, TensorLayout],
+    layouts: dict[str, TensorLayout],
     mesh: Mesh,
 ) -> str:
+    """Return the plan as a text table with the shapes that this rank holds (`plan.txt`)."""
     rows: dict[tuple[str, ParallelStyle], list[str]] = {}
     for path, style in styles.items():
         plan_rows = rows_by_module.get(model.get_submodule(path))
@@ -266,7 +270,7 @@ def _table(
         f"{'modules':<{width}}{'style':<26}{'parameters':<40}partial gradient",
     ]
     for (name, style), paths in rows.items():
-        tensors = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
+        tensors = [p for p in layouts.values() if p.name.rpartition(".")[0] in paths]
         if not (tensors or style.is_listed):
             continue
         shapes = dict.fromkeys(
@@ -285,12 +289,12 @@ FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] 
     "gather_kv": make_gather_kv_forward,
     "span_boundary": make_span_boundary_forward,
 }
-"""`cp_plan` → what makes a module's replaced `forward`."""
+"""`cp_plan` → function that makes a module's new `forward`."""
 
 
 def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> None:
-    """Have each module work on this rank's tokens as its `cp_plan` says. Raises UsageError for one that has none."""
-    refuse(model)
+    """Install context parallelism by each module's `cp_plan`. Raises UsageError for a module without one."""
+    check_context_plans(model)
     for module in model.modules():
         plan = getattr(module, "cp_plan", None)
         if plan in FORWARDS:
@@ -304,32 +308,34 @@ def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> Non
 
 
 def disable_compile_of_attention(block: nn.Module) -> None:
-    """Exclude attention from a block that is compiled: its communication, and the blocks of keys that it visits, depend
-    on the batch. Modules with `attends_in_chunks` are excluded, too."""
+    """Exclude attention from a compiled block, because its communication and its blocks of keys depend on the batch.
+
+    Modules with `attends_in_chunks` are excluded, too.
+    """
     for module in block.modules():
         if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "attends_in_chunks", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums over this rank's tokens → over all tokens, used otherwise on each rank. Adjoint: the same."""
+    """Sum over ranks in both passes: each rank uses the sum in a different way."""
     return copy_to_group(reduce_from_group(x, group), group)
 
 
-def refuse(model: nn.Module) -> None:
-    """Raise UsageError that names the first part without a `cp_plan`."""
-    for path, module in _parts(model):
+def check_context_plans(model: nn.Module) -> None:
+    """Raise a UsageError that names the first module without a `cp_plan`."""
+    for path, module in _modules_with_context_plan(model):
         if getattr(module, "cp_plan", None) is None:
             name = f"{type(module).__name__}{f' ({path})' if path else ''}"
             raise UsageError(
-                f"parallel.cp > 1: {name} needs whole rows, or does not say how it computes on parts of them "
-                "(`cp_plan`): use parallel.cp = 1 with dp_shard, tp or pp, or another part"
+                f"parallel.cp > 1: {name} needs full rows, or does not declare how it computes on a shard of "
+                "them (`cp_plan`): use parallel.cp = 1 with dp_shard, tp or pp, or another module"
             )
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model, modules beside its stacks, and of each block attention, its core, and the feed-forward
-    network."""
+def _modules_with_context_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that must have a `cp_plan`: the model, its direct submodules, and in each block the attention,
+    its core and the feed-forward network."""
     yield "", model
     in_blocks = {module for block in transformer_blocks(model) for module in block.modules()}
     for path, module in model.named_modules():

@@ -138,18 +138,22 @@ class LatentKeyValues:
 
 
 class RingStep(NamedTuple):
-    """Keys that are attended to in one step: under which key all layers share their plan, and their row indices."""
+    """One step of the ring."""
 
     key: Hashable
+    """Cache key under which all layers share the plan of this step."""
     key_indices: Tensor
+    """Row indices of the keys to attend to."""
 
 
 def ring_attention(
     core: Any, q: Tensor, kv: Tensor, kv_format: KeyValueFormat, bias: Tensor | None, sequence: Any,
     steps: Sequence[RingStep], contexts: ContextParallel,
 ) -> Tensor:  # fmt: skip
-    """[B, N, T, V]. kv: what the keys of the first step are made of; that of each further step comes from the rank
-    before."""
+    """Attend to the keys of all steps; returns [B, N, T, V].
+
+    kv: the local key-value shard of the first step; each further step receives its shard from the previous rank.
+    """
     dropout_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
     plans = [block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
@@ -160,7 +164,7 @@ def ring_attention(
 
 
 class _WeightGradients(NamedTuple):
-    """Gradients that a backward pass in two parts keeps for its second part."""
+    """Weight gradients that the input half of a split backward pass keeps for the weight half."""
 
     bias: Tensor | None
     sinks: Tensor | None
@@ -168,8 +172,10 @@ class _WeightGradients(NamedTuple):
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keys and values pass from rank to rank; in the backward pass their gradients follow one step behind and arrive at
-    their owner after the last step. The transfer of the next step is under way while a part is computed."""
+    """Rotates key-value shards around the ranks, overlapping the next transfer with the computation of a step.
+
+    In the backward pass the gradients of a shard follow it one step behind, and reach its owner after the last step.
+    """
 
     @staticmethod
     def forward(
@@ -184,11 +190,11 @@ class _RingAttention(torch.autograd.Function):
         kv_format: KeyValueFormat,
         *weights: Tensor,
     ) -> Tensor:
-        current, flight = kv, _shift(kv, contexts, plans[1:2])
+        current, transfer = kv, _shift(kv, contexts, plans[1:2])
         out, lse = partial_attention(q, *kv_format.heads(kv), bias, dropout_keys, plans[0])
         for step, plan in enumerate(plans[1:], 1):
-            (current,) = flight.wait()
-            flight = _shift(current, contexts, plans[step + 1 : step + 2])
+            (current,) = transfer.wait()
+            transfer = _shift(current, contexts, plans[step + 1 : step + 2])
             part = partial_attention(q, *kv_format.heads(current), bias, dropout_keys, plan)
             out, lse = merge_partial(out, lse, *part)
         out, lse = block_sparse.with_sinks(out.to(q.dtype), lse, sinks)
@@ -199,7 +205,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         saved = vars(ctx).pop("weight_gradients", None) if current_part() == "weights" else None
-        if saved is not None:  # computed with the gradients of inputs: nothing is sent again
+        if saved is not None:  # computed in the input half: nothing is sent again
             return None, None, saved.bias, None, saved.sinks, None, None, None, *saved.weights
         q, kv, bias, dropout_keys, sinks, out, lse, *weights = ctx.saved_tensors
         plans: Sequence[BlockAttentionPlan] = ctx.plans
@@ -212,20 +218,20 @@ class _RingAttention(torch.autograd.Function):
             dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
             return dq, *kv_format.backward(current, weights, dk, dv)
 
-        current, keys_in_flight, grads_in_flight = kv, _shift(kv, contexts, plans[1:2]), None
+        current, kv_transfer, grad_transfer = kv, _shift(kv, contexts, plans[1:2]), None
         dq, kv_grad, *weight_grads = gradients_of(kv, plans[0])
-        dq, *weight_grads = (x.to(lse.dtype) for x in (dq, *weight_grads))  # rounded once, not once a part
+        dq, *weight_grads = (x.to(lse.dtype) for x in (dq, *weight_grads))  # rounded once, not once per step
         for step, plan in enumerate(plans[1:], 1):
-            (current,) = keys_in_flight.wait()
-            keys_in_flight = _shift(current, contexts, plans[step + 1 : step + 2])
+            (current,) = kv_transfer.wait()
+            kv_transfer = _shift(current, contexts, plans[step + 1 : step + 2])
             dq_part, kv_part, *weight_parts = gradients_of(current, plan)
             dq = dq + dq_part
             weight_grads = [total + x for total, x in zip(weight_grads, weight_parts, strict=True)]
-            if grads_in_flight is not None:
-                kv_part = grads_in_flight.wait()[0] + kv_part
-            grads_in_flight = _shift(kv_part, contexts, [plans[(step + 1) % len(plans)]])
-        if grads_in_flight is not None:
-            kv_grad = kv_grad + grads_in_flight.wait()[0]
+            if grad_transfer is not None:
+                kv_part = grad_transfer.wait()[0] + kv_part
+            grad_transfer = _shift(kv_part, contexts, [plans[(step + 1) % len(plans)]])
+        if grad_transfer is not None:
+            kv_grad = kv_grad + grad_transfer.wait()[0]
         weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         sinks_grad = block_sparse.gradient_of_sinks(g, out, lse, sinks)
@@ -236,8 +242,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _shift(x: Tensor, contexts: ContextParallel, next_plans: Sequence[BlockAttentionPlan]) -> P2PExchange:
-    """Start to send x to the next rank, and to receive from the one before the tokens that the next step attends to.
-    Sends nothing if there is no next step."""
+    """Start to send x to the next rank and to receive the next step's shard from the previous one.
+
+    Sends nothing if there is no next step.
+    """
     if not next_plans:
         return P2PExchange(contexts.group, [], [])
     (plan,) = next_plans

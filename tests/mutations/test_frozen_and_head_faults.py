@@ -57,14 +57,16 @@ def frozen_weights_creep(patch: Patch) -> None:
 
 def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
     """Ranks that compute a head alike each have all of its loss."""
-    real = styles.WHOLE_INPUT.apply
+    real = styles.REPLICATED_INPUT.apply
     assert real is not None
 
     def install(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
         real(module, ranks, layouts)
         module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
 
-    patch.setitem(styles.STYLES._parts, styles.WHOLE_INPUT.name, replace(styles.WHOLE_INPUT, apply=install))
+    patch.setitem(
+        styles.STYLES._parts, styles.REPLICATED_INPUT.name, replace(styles.REPLICATED_INPUT, apply=install)
+    )
 
 
 def the_last_stage_forgets_a_head(patch: Patch) -> None:

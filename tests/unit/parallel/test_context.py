@@ -19,7 +19,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
 from megatfm.parallel.context_parallel import ContextParallel, split_batch, token_indices, zigzag_rule
-from megatfm.parallel.parallelize import refuse
+from megatfm.parallel.parallelize import check_context_plans
 from megatfm.verify.shrink import random_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
 from tests.support.expert_models import EXPERT_MODELS
@@ -57,7 +57,7 @@ def test_every_model_is_compared_with_one_device() -> None:
         if config.family == "hierarchical":
             continue
         with torch.device("meta"):
-            refuse(build(config))
+            check_context_plans(build(config))
         assert attention_kinds(config) <= compared, name
 
 
@@ -66,7 +66,7 @@ def test_hierarchical_models_need_whole_images(name: str) -> None:
     with torch.device("meta"):
         model = build(FAMILY_MODELS[name])
     with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
-        refuse(model)
+        check_context_plans(model)
 
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
@@ -74,9 +74,9 @@ def test_what_needs_whole_rows_is_refused_by_name() -> None:
         model = build(FAMILY_MODELS["bert"].with_changes({"extra_heads": {}}))
     model.get_submodule("encoder.layers.0.ffn").cp_plan = None  # type: ignore[assignment]
     with pytest.raises(UsageError) as error:
-        refuse(model)
+        check_context_plans(model)
     (line,) = str(error.value).splitlines()
-    assert line.startswith("parallel.cp > 1: FFN (encoder.layers.0.ffn) needs whole rows")
+    assert line.startswith("parallel.cp > 1: FFN (encoder.layers.0.ffn) needs full rows")
     assert "use parallel.cp = 1 with dp_shard, tp or pp, or another part" in line
 
 
@@ -115,6 +115,7 @@ OTHER_MODELS = {
     *IMAGE_OBJECTIVES,
     "answers",
     "contrastive",
+    "image_to_text",
     "multiple_choice",
     "preference",
     "span_extraction",
@@ -135,7 +136,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     batch = {field: torch.from_numpy(values) for field, values in random_batch(config).items()}
     with torch.device("meta"):
         model = build(config.model)
-    refuse(model)
+    check_context_plans(model)
     compare_cuts(batch, folded=zigzag_rule(model)(config.data.sequence_length))
 
 
@@ -144,7 +145,7 @@ def test_rows_of_images_are_cut_token_by_token() -> None:
     with torch.device("meta"):
         model = build(IMAGE_MODELS["mae"])
     with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
-        refuse(model)
+        check_context_plans(model)
 
 
 def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
@@ -162,7 +163,9 @@ def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
 
 def test_a_field_that_is_not_one_a_token_is_refused() -> None:
     batch = {"positions": torch.arange(8).expand(2, -1), "patches": torch.zeros(2, 5, 3)}
-    with pytest.raises(UsageError, match=r"'patches' \[2, 5, 3\] has not one place for each of 8 tokens"):
+    with pytest.raises(
+        UsageError, match=r"'patches' \[2, 5, 3\] does not have one value for each of 8 tokens"
+    ):
         split_batch(batch, cast(ContextParallel, Here(0, 2, folded=False)))
 
 
@@ -206,7 +209,7 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
 
 def test_a_row_that_is_too_short_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"a row of 3 tokens can't be cut into 4 runs of at least 1 for parallel\.cp = 2"
+        UsageError, match=r"a row of 3 tokens can't be cut into 4 chunks of at least 1 for parallel\.cp = 2"
     ):
         token_indices(3, 2, is_zigzag=True)
 
@@ -297,7 +300,7 @@ def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
         try:
             Config.model_validate({**dict(base), "train": train, "parallel": layout})
             if layout.cp > 1:
-                refuse(model)
+                check_context_plans(model)
         except ValidationError as error:
             output = error.errors()[0]["msg"]
         assert expected in output if expected else not output, (axes, engine, compiled, output)

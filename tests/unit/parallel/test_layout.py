@@ -63,7 +63,7 @@ def test_parts_of_unlike_size() -> None:
     assert [(offsets[0], sizes[0]) for offsets, sizes in rows] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     with pytest.raises(
         UsageError,
-        match=r"^parallel\.tp = 4 leaves ranks without a part of w \[9, 2\]: the nearest tp that fits is 3",
+        match=r"^parallel\.tp = 4 leaves ranks without a shard of w \[9, 2\]: the nearest tp that fits is 3",
     ):
         cut((9, 2), 0, 3, 4, uneven=True)
 
@@ -251,7 +251,9 @@ def test_a_tensor_of_too_few_dims_needs_a_style_that_knows_its_gradient(workers:
     """Under "colwise" each rank's gradient of a scalar is that of its own channels."""
     for style in ("colwise", "shard_last_dim"):
         (message,) = set(workers.run(lay_a_scalar, 2, style))
-        assert message.startswith(f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to cut")
+        assert message.startswith(
+            f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to shard"
+        )
     assert set(workers.run(lay_a_scalar, 2, "replicated_partial_grad")) == {"('tp',) (8, 4)"}
     assert set(workers.run(lay_a_scalar, 2, "rowwise")) == {"('tp',) (8, 2)"}
 
@@ -260,7 +262,7 @@ def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:
     assert set(workers.run(lay_a_tie, 2, "colwise")) == {"one weight"}
     (message,) = set(workers.run(lay_a_tie, 2, "rowwise"))
     assert message == (
-        "second.weight is tied to first.weight, but their plan rows cut different dims: give both the same cut, or "
+        "second.weight is tied to first.weight, but their plan rows shard different dims: give both the same style, or "
         "untie them"
     )
 

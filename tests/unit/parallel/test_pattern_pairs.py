@@ -16,7 +16,7 @@ from megatfm.config.objective import CausalObjective, MaskedObjective
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.models import build
-from megatfm.parallel.parallelize import match, refuse
+from megatfm.parallel.parallelize import check_context_plans, match
 from megatfm.train.build import plan_pipeline_split
 from tests.support.context_models import (
     BIASED_PATTERNS,
@@ -99,7 +99,7 @@ def accept(sections: dict[str, Any], way: str) -> None:
         built = build(config.model)
     match(built, complete=parallel.tp > 1)
     if parallel.cp > 1:
-        refuse(built)
+        check_context_plans(built)
     if parallel.pp > 1:
         plan_pipeline_split(config, built)
 

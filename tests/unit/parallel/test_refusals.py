@@ -13,7 +13,7 @@ from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.parallel.parallelize import _place, match
+from megatfm.parallel.parallelize import _tensor_layout, match
 from megatfm.train.build import plan_pipeline_split
 
 GPT = (
@@ -57,7 +57,7 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
                 mesh: Any = SimpleNamespace(
                     size=lambda axis: getattr(parallel, axis, 1), rank=lambda axis, part=part: part
                 )
-                _place(f"{path}.{key}", tensor, style, mesh, True)
+                _tensor_layout(f"{path}.{key}", tensor, style, mesh, True)
     if parallel.pp > 1:
         plan_pipeline_split(config, model)
 
@@ -77,7 +77,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
      r"parallel\.tp = 6 does not divide model\.attention\.n_kv_heads = 4: the nearest .* is (4)$",
      ["parallel.tp={0}"]),
     (GPT, ["parallel.tp=4", "model.vocab_size=5"], None,
-     r"parallel\.tp = 4 leaves ranks without a part of .*tokens\.weight \[5, 32\]: the nearest .* is (3)$",
+     r"parallel\.tp = 4 leaves ranks without a shard of .*tokens\.weight \[5, 32\]: the nearest .* is (3)$",
      ["parallel.tp={0}", "model.attention.n_heads=3", "model.attention.head_dim=8"]),
     (GPT, ["parallel.tp=4", "data.sequence_length=22"], None,
      r"data\.sequence_length = 22 does not divide .* parallel\.tp = 4 .*: choose (20), or parallel\.(seq.*=false)$",
