@@ -329,7 +329,7 @@ def check_context_plans(model: nn.Module) -> None:
             name = f"{type(module).__name__}{f' ({path})' if path else ''}"
             raise UsageError(
                 f"parallel.cp > 1: {name} needs full rows, or does not declare how it computes on a shard of "
-                "them (`cp_plan`): use parallel.cp = 1 with dp_shard, tp or pp, or another module"
+                "them (`cp_plan`): use parallel.cp = 1 with dp_shard, tp or pp, or another part"
             )
 
 
