@@ -241,7 +241,17 @@ def migrate(
         *parents, last = key.split(".")
         for table in _tables_at(tables, parents):
             table.setdefault(last, value)
+    _tag_all_tokens(tables)
     return tables
+
+
+def _tag_all_tokens(tables: Mapping[str, Any]) -> None:
+    """Translate the head of a tagging task, which named the first token before it could name all."""
+    task, model = tables.get("task"), tables.get("model")
+    if isinstance(task, Mapping) and isinstance(model, Mapping) and task.get("form") == "tagging":
+        for head in (model.get("extra_heads") or {}).values():
+            if isinstance(head, dict) and head.get("name") == "text_classifier":
+                head["token"] = "all"
 
 
 def migrate_prep(values: Any, renamed: Renames | None = None) -> Any:

@@ -8,7 +8,7 @@ from megatfm.config.section import MAX_WIDTH, DropProbability, Section
 
 
 class TextClassifierHeadConfig(Section):
-    """Classes of labelled texts, told from one token of each."""
+    """Classify texts by one token of each, or every token."""
 
     name: Literal["text_classifier"] = "text_classifier"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
@@ -20,8 +20,9 @@ class TextClassifierHeadConfig(Section):
     """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
     loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
     """One class of several, any number of them, or one number for each."""
-    token: Literal["first", "last"] = "first"
-    """The token whose vector is classified in a batch without targets: the last one in decoders."""
+    token: Literal["first", "last", "all"] = "first"
+    """Tokens that are classified in a batch without targets: the first, the last (in decoders), or all of them (in
+    `tagging`). With targets, those that have a label."""
     bias: bool = True
     """A bias for each class."""
     dropout: DropProbability = 0.1

@@ -147,7 +147,8 @@ def architectures_of(config_json: Json) -> list[str]:
     ):
         raise UsageError(f"config.json: architectures = {architecture_names!r:.80} is no list of names")
     candidates = architecture_names[:1]
-    if candidates and (downstream := TASK_CLASSES.fullmatch(candidates[0])):
+    is_registered = candidates and candidates[0] in ARCHITECTURES.names()
+    if candidates and not is_registered and (downstream := TASK_CLASSES.fullmatch(candidates[0])):
         bare = f"{downstream[1]}Model"
         # Without a prefix, as in T5, the head's tensors can't be told from the model's.
         has_prefix = bare in ARCHITECTURES.names() and ARCHITECTURES.get(bare).base_model_prefix

@@ -215,8 +215,8 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         broken += reader.broken
         notes += part.architecture.remarks(model)
         part_origin = origin if part.name == origin.get("name") else {}
-        restored = tokenizer_files.restore_origin(part_origin, part.hf_config)
         labels = task_labels(config) if "problem_type" in part.hf_config else {}
+        restored = tokenizer_files.restore_origin(part_origin, part.hf_config | labels)
         hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := part_origin.get("generation"), dict):
             write_json(place / tokenizer_files.GENERATION, generation)

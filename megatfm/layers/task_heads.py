@@ -61,7 +61,8 @@ class TaskHead(nn.Module):
         width = d if has_pooler else width
         self.classifier = Linear(width, classes, initial("dense", width, classes), bias=section.bias)
         self.dropout: float = section.dropout
-        self.token = 0 if getattr(section, "token", "first") == "first" else -1
+        columns: dict[str, int | slice[None, None, None]] = {"first": 0, "last": -1, "all": slice(None)}
+        self.token = columns[getattr(section, "token", "first")]
         self.on_logits: OnLogits | None = None
         """Set while an evaluation collects predictions."""
 
@@ -92,7 +93,7 @@ class TaskHead(nn.Module):
 
 @HEADS.register("text_classifier")
 class TextClassifier(TaskHead):
-    """Logits [B, C] of one token of each row, or, given targets, the summed loss of all tokens with a label.
+    """Logits of one token of each row [B, C] or of all [B, T, C], or, given targets, the summed loss of all labels.
 
     targets: classes [B, T], −100 where there is none; with other losses numbers [B, T, C] at the tokens with a label,
     which `examples` tells: [B, T], the number of the example there, −1 elsewhere. words [B, T]: the number of the word

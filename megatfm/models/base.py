@@ -41,8 +41,9 @@ class Output(NamedTuple):
     losses: dict[str, Tensor] | None = None
     """Summed loss in nats of each term, if the batch has targets of a head."""
     predictions: dict[str, Tensor] | None = None
-    """Predictions of `model.extra_heads` by name, if the batch has no targets of any head: of "sentence" logits [B,
-    C], of "classifier" [images, C], one after another as they stand in the rows."""
+    """Predictions of `model.extra_heads` by name, if the batch has no targets of any head: of "sentence" logits [B, C],
+    or [B, T, C] with `token = "all"`; of "span" [B, T, 2]; of "classifier" [images, C], one after another as they
+    stand in the rows."""
     carry: dict[str, Tensor] | None = None
     """Hidden vectors besides `hidden` that a later pipeline stage reads, by name: "encoder_hidden" [B, S, D]."""
 

@@ -1,6 +1,7 @@
 """The config of a fine-tuning run: what a task's files and a pretrained checkpoint decide of it."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, PreferenceObjective, TaskConfig, invalid
+from megatfm.config.key_migrations import migrate
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
@@ -33,6 +35,8 @@ LOSSES = {
 }
 TASK_HEADS = {"span_extraction": "span_extraction", "multiple_choice": "multiple_choice"}
 """Heads, and objectives of the same name, of forms that have others than a text classifier."""
+UNSTORED_OPTIONS = ("dropout", "token")
+"""Options of a head that don't change what its weights mean."""
 
 
 def resolve_task(config: Config) -> tuple[Config, list[str]]:
@@ -121,7 +125,8 @@ def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     configured = config.model.extra_heads.get(name)
     is_pooled = family == "encoder" and form not in ("tagging", "span_extraction")
     section: dict[str, Any] = {"name": kind or "text_classifier"}
-    usual = {"pooler": "tanh" if is_pooled else "none", "token": "last" if family == "decoder" else "first"}
+    token = "all" if form == "tagging" else "last" if family == "decoder" else "first"
+    usual = {"pooler": "tanh" if is_pooled else "none", "token": token}
     if kind is None:
         section |= {
             "classes": max(1, len(task.labels)),
@@ -152,18 +157,54 @@ def _train_head_beside_adapters(config: Config) -> Config:
 
 
 def weights_to_load(config: Config) -> list[str]:
-    """Return patterns of the pretrained weights that fine-tuning starts from: the stack, and BERT's pooler if it is
-    there; none for a run that starts from nothing."""
+    """Return patterns of the pretrained weights that fine-tuning starts from; none for a run that starts from nothing.
+
+    These are the stack and, where they are there, BERT's pooler, or the whole head if it was trained for the same
+    labels in the same order.
+    """
     if config.train.init_from is None:
         return []
-    stored = checkpoint.names(checkpoint.find_checkpoint(Path(config.train.init_from)))
+    path = checkpoint.find_checkpoint(Path(config.train.init_from))
+    stored = checkpoint.names(path)
     head = head_name(config)
-    pooler = f"{head}.pooler.*"
     section = config.model.extra_heads[head]
     is_pooled = getattr(section, "pooler", "none") != "none" and not getattr(section, "layers", ())
-    has_pooler = is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored)
+    head_patterns = []
+    if has_same_head(config, checkpoint.read_state(path)):
+        head_patterns = [f"{head}.*"]
+    elif is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored):
+        head_patterns = [f"{head}.pooler.*"]
     has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
-    return [f"{config.model.family}.*", *[pooler] * has_pooler, *["head.*"] * bool(has_lm_head)]
+    return [f"{config.model.family}.*", *head_patterns, *["head.*"] * bool(has_lm_head)]
+
+
+def has_same_head(config: Config, state: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint with this state has the head of a run's task, trained for the same labels."""
+    saved, name = migrate(state.get("config")), head_name(config)
+    if not isinstance(saved, Mapping) or config.task is None:
+        return False
+    stored_section = (saved.get("model", {}).get("extra_heads") or {}).get(name)
+    section = config.model.extra_heads[name].model_dump(mode="json")
+    if stored_section is None or any(
+        stored_section.get(key) != value for key, value in section.items() if key not in UNSTORED_OPTIONS
+    ):
+        return False
+    return section["name"] != "text_classifier" or stored_labels(state) == config.task.labels
+
+
+def stored_labels(state: Mapping[str, Any]) -> list[str]:
+    """Return the labels of a checkpoint's head in the order of its classes; empty where it names none.
+
+    A fine-tuning run has them in its task, a converted folder in what it keeps of config.json.
+    """
+    saved = migrate(state.get("config"))
+    if isinstance(saved, Mapping) and (task := saved.get("task")):
+        return list(task.get("labels", ()))
+    origin = state.get("origin")
+    kept = origin.get("config", {}).get("id2label") if isinstance(origin, Mapping) else None
+    if not kept or not isinstance(kept.get("theirs"), Mapping):
+        return []
+    return [str(label) for _, label in sorted(kept["theirs"].items(), key=lambda item: int(item[0]))]
 
 
 def _with_steps(config: Config) -> Config:

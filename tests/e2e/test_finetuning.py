@@ -155,6 +155,38 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     assert lines(folder / "new.predictions.jsonl") == predictions
 
 
+def test_training_goes_on_from_a_head_for_the_same_labels(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From a folder of transformers and from a run. For as many other labels the head is drawn anew."""
+    labels = {0: "animal", 1: "sharp", 2: "tool"}
+    base = transformers.BertForPreTraining.from_pretrained("bert")
+    torch.manual_seed(1)
+    classifier = transformers.BertForSequenceClassification(
+        transformers.BertConfig.from_dict(base.config.to_dict() | {"id2label": labels, "num_labels": 3})
+    )
+    classifier.save_pretrained("classifier")
+    transformers.AutoTokenizer.from_pretrained("bert").save_pretrained("classifier")
+    no_steps = ["optimizer.lr=1e-30", "task.epochs=1", "task.test=", "--export"]
+
+    assert run("finetune", "task.toml", "--from", "classifier", "name=same", *no_steps, "same") == 0
+    assert run("finetune", "task.toml", "--from", "runs/same", "name=again", *no_steps, "again") == 0
+    for exported in ("same", "again"):
+        same = transformers.BertForSequenceClassification.from_pretrained(exported)
+        assert torch.equal(same.classifier.weight, classifier.classifier.weight)
+
+    for name in ("train", "validation"):
+        text = (folder / f"{name}.csv").read_text()
+        (folder / f"{name}.csv").write_text(re.sub("tool(?=[\r\n])", "zeug", text))
+    assert run("finetune", "task.toml", "--from", "classifier", "name=other", *no_steps, "other") == 0
+    other = transformers.BertForSequenceClassification.from_pretrained("other")
+    assert not torch.equal(other.classifier.weight, classifier.classifier.weight)
+    assert torch.equal(other.bert.pooler.dense.weight, classifier.bert.pooler.dense.weight)
+    assert other.config.id2label == {0: "animal", 1: "sharp", 2: "zeug"}, (
+        "not those of the folder it began from"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

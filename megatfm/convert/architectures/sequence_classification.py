@@ -5,6 +5,7 @@ Each is the bare model, its pooler where the class has one, and a linear layer. 
 of sequences have a pooler of their own.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,7 +70,9 @@ def register_task_class(
             config_to_hf=write,
             weight_mappings=_with_head(architecture.weight_mappings, module, tensors),
             ignored_tensors=tuple(
-                p for p in architecture.ignored_tensors if "pooler" not in p or len(tensors) == 1
+                pattern
+                for pattern in architecture.ignored_tensors
+                if not any(re.search(pattern, f"{tensor}.weight") for tensor in tensors)
             ),
         ),
     )
@@ -92,34 +95,43 @@ def _with_head(rules: Rules, module: str, tensors: Sequence[str]) -> Rules:
     ]
 
 
-def read_classifier(hf_config: Json, config: ModelConfig, *, pooler: str = "tanh") -> Json:
-    """Return our head of a classifier's config.json."""
-    labels, number = hf_config.get("id2label"), hf_config.get("num_labels")
+def read_classifier(
+    hf_config: Json, config: ModelConfig, *, pooler: str = "tanh", token: str = "first"
+) -> Json:
+    """Return our head of a classifier's config.json. One label without a problem_type is a number, as there."""
+    labels, count = hf_config.get("id2label"), hf_config.get("num_labels")
     losses = {problem: loss for loss, problem in PROBLEMS.items()}
+    classes = count if count is not None else 2 if labels is None else len(labels)
+    problem = hf_config.get("problem_type") or PROBLEMS["squared_error" if classes == 1 else "cross_entropy"]
+    if problem not in losses:
+        raise UsageError(f"config.json: problem_type = {problem!r}: megatfm has {', '.join(losses)}")
     return {
         "name": "text_classifier",
-        "classes": number if number is not None else 2 if labels is None else len(labels),
-        "loss": losses[hf_config.get("problem_type") or PROBLEMS["cross_entropy"]],
+        "classes": classes,
+        "loss": losses[problem],
         "pooler": pooler,
+        "token": token,
         "dropout": _dropout(hf_config, config),
     }
 
 
-def write_classifier(head: Any, *, pooler: str = "tanh") -> Json:
+def write_classifier(head: Any, *, pooler: str = "tanh", token: str = "first") -> Json:
     """Return the keys of config.json that a head decides. Raises UsageError for another kind of head."""
-    if not isinstance(head, TextClassifierHeadConfig) or head.pooler != pooler or head.both_orders:
-        raise UsageError(f"the class has a head of classes with pooler = {pooler!r}, over one text or pair")
+    if not isinstance(head, TextClassifierHeadConfig) or head.both_orders:
+        raise UsageError("the class has a head 'text_classifier', over one text or pair")
+    if (head.pooler, head.token) != (pooler, token):
+        raise UsageError(f"the class has a head with pooler = {pooler!r} and token = {token!r}")
     return {**label_keys([], head), "classifier_dropout": head.dropout}
 
 
 def read_token_classifier(hf_config: Json, config: ModelConfig) -> Json:
     """Return our head of a classifier of words."""
-    return read_classifier(hf_config, config, pooler="none")
+    return read_classifier(hf_config, config, pooler="none", token="all")
 
 
 def write_token_classifier(head: Any) -> Json:
     """Return the keys of a classifier of words. Raises UsageError for another kind of head."""
-    return write_classifier(head, pooler="none")
+    return write_classifier(head, pooler="none", token="all")
 
 
 def read_choices(hf_config: Json, config: ModelConfig) -> Json:
