@@ -1,0 +1,170 @@
+"""Labelled texts that every Debian machine with a network can make: the descriptions of Debian's packages.
+
+    python benchmarks/debian_texts.py OUT [--language de]
+
+Writes OUT/KIND.{train,validation,test}.jsonl:
+
+    topics       {"text", "label"}: a description, and its section of the archive
+    pairs        {"first", "second", "label"}: a synopsis and a description, of one package ("same") or two ("other")
+    translation  {"source", "target"}: English and LANGUAGE, translated by people (with --language)
+
+The hash of a source package's name decides the split, so packages of one source never lie in two. apt-get fetches the
+lists into a temporary folder. Descriptions are under the licences of their packages: don't commit the files.
+"""
+
+import hashlib
+import json
+import random
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import common
+
+MIN_CHARACTERS, MIN_TEXTS_OF_SECTION = 120, 300
+SAME_SECTION_SHARE = 0.98
+"""Share of the "other" pairs whose texts are of one section, so that the topic doesn't give the label away."""
+
+
+class Package(NamedTuple):
+    source: str
+    section: str
+    synopsis: str
+    description: str
+
+
+def main() -> None:
+    """Fetch the lists, and write all files."""
+    parser = common.make_parser(__doc__)
+    parser.add_argument("out", type=common.output_folder)
+    parser.add_argument("--language", help="of translations, for example de")
+    args = parser.parse_args()
+    packages, translations = read_packages(args.language)
+    rows = [("topics", *row) for row in topics(packages)] + [("pairs", *row) for row in pairs(packages)]
+    rows += [("translation", *row) for row in translations]
+    lines: dict[str, list[str]] = {}
+    for kind, source, row in rows:
+        lines.setdefault(f"{kind}.{split_of(source)}", []).append(json.dumps(row, ensure_ascii=False))
+    for name, content in sorted(lines.items()):
+        common.write_text(args.out / f"{name}.jsonl", "\n".join(content))
+        print(f"{name}: {len(content):,} rows")
+
+
+def split_of(source: str) -> str:
+    """Return the split of a source package: a twentieth each is for validation and test."""
+    bucket = int.from_bytes(hashlib.sha256(source.encode()).digest()[:4], "big") % 20
+    return {0: "validation", 1: "test"}.get(bucket, "train")
+
+
+def read_packages(language: str | None) -> tuple[list[Package], list[tuple[str, Mapping[str, str]]]]:
+    """Return packages with distinct long descriptions, and pairs of translated paragraphs by package."""
+    languages = ["en", *([language] if language else [])]
+    texts: dict[tuple[str, str], dict[str, str]] = {}
+    with TemporaryDirectory() as folder:
+        lists = Path(folder)
+        (lists / "partial").mkdir()
+        options = ["-o", f"Dir::State::lists={folder}", "-o", "APT::Sandbox::User=root"]
+        wanted = f"Acquire::Languages={','.join(languages)}"
+        subprocess.run(["apt-get", "-qq", *options, "-o", wanted, "update"], check=True)
+        available = output_of("apt-cache", *options, "dumpavail")
+        for name in languages:
+            for path in sorted(lists.glob(f"*_i18n_Translation-{name}*")):
+                for fields in stanzas(output_of("/usr/lib/apt/apt-helper", "cat-file", str(path))):
+                    if body := fields.get(f"Description-{name}"):
+                        texts.setdefault((fields["Package"], fields.get("Description-md5", "")), {})[name] = (
+                            body
+                        )
+    english = {package: bodies["en"] for (package, _), bodies in texts.items() if "en" in bodies}
+    by_description: dict[str, Package] = {}
+    for fields in stanzas(available):
+        synopsis, _, body = english.get(fields["Package"], "").partition("\n")
+        description = unwrap(body)
+        source = fields.get("Source", fields["Package"]).split()[0]
+        section = fields.get("Section", "").rpartition("/")[2]
+        if len(description) >= MIN_CHARACTERS:
+            by_description.setdefault(description, Package(source, section, synopsis.strip(), description))
+    return list(by_description.values()), list(translated(texts, language)) if language else []
+
+
+def output_of(*command: str) -> str:
+    """Return what a command prints."""
+    return subprocess.run(command, capture_output=True, check=True).stdout.decode("utf-8", "replace")
+
+
+def stanzas(text: str) -> Iterator[dict[str, str]]:
+    """Yield the fields of each package in a control file."""
+    for block in text.split("\n\n"):
+        fields: dict[str, str] = {}
+        key = ""
+        for line in block.split("\n"):
+            if line[:1] in (" ", "\t") and key:
+                fields[key] += "\n" + line[1:]
+            elif ":" in line:
+                key, _, value = line.partition(":")
+                fields[key] = value.strip()
+        if fields.get("Package"):
+            yield fields
+
+
+def unwrap(body: str) -> str:
+    """Join the lines of each paragraph; a line with a dot alone separates paragraphs."""
+    paragraphs = re.sub(r"\n\.\n", "\n\n", "\n" + body)
+    return re.sub(r"[ \t]*\n(?!\n)[ ]?", " ", paragraphs).replace("  ", " ").strip()
+
+
+def topics(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield source and row of each package in a section with enough texts."""
+    counts = Counter(package.section for package in packages)
+    for package in packages:
+        if counts[package.section] >= MIN_TEXTS_OF_SECTION:
+            yield package.source, {"text": package.description, "label": package.section}
+
+
+def pairs(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield source and row of each package: half with their own descriptions, half with another's of the same split."""
+    draw = random.Random(0)
+    groups: dict[tuple[str, str], list[Package]] = {}
+    splits: dict[str, list[Package]] = {}
+    for package in packages:
+        split = split_of(package.source)
+        groups.setdefault((split, package.section), []).append(package)
+        splits.setdefault(split, []).append(package)
+    for package in packages:
+        split, other = split_of(package.source), package
+        if draw.random() < 0.5:
+            for _ in range(100):  # a section may hold one source alone
+                is_same_section = draw.random() < SAME_SECTION_SHARE
+                other = draw.choice(groups[split, package.section] if is_same_section else splits[split])
+                if other.source != package.source:
+                    break
+        label = "same" if other is package else "other"
+        if label == "same" or other.source != package.source:
+            yield package.source, {"first": package.synopsis, "second": other.description, "label": label}
+
+
+def translated(
+    texts: Mapping[tuple[str, str], Mapping[str, str]], language: str
+) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield package and row of each distinct pair of paragraphs of similar length."""
+    pairs_so_far = set()
+    for (package, _), bodies in texts.items():
+        if "en" not in bodies or language not in bodies:
+            continue
+        columns = []
+        for body in (bodies["en"], bodies[language]):
+            synopsis, _, long = body.partition("\n")
+            columns.append([synopsis.strip(), *(text.strip() for text in unwrap(long).split("\n\n"))])
+        for pair in zip(*columns, strict=False):
+            source, target = pair
+            is_usable = source and target and source != target and 0.5 < len(source) / len(target) < 2
+            if is_usable and pair not in pairs_so_far:
+                pairs_so_far.add(pair)
+                yield package, {"source": source, "target": target}
+
+
+if __name__ == "__main__":
+    main()
