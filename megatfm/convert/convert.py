@@ -52,6 +52,7 @@ OBJECTIVES = {
     "electra": "replaced_token",
     "discriminator": "replaced_token",
     "hierarchical": "image_classification",
+    "vision_language": "image_to_text",
 }
 """The usual objective of each family."""
 DEFAULT_SEQUENCE_LENGTH = 512  # tokens in a row where config.json doesn't say how long sequences are
@@ -80,6 +81,10 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
 
 def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the sections that a model of images needs instead: images of the size that its positions are for."""
+    if (tower := model.vision_tower) is not None:
+        n_patches, side = tower.grid[0] * tower.grid[1], max(tower.grid) * tower.embedding.patch_size
+        lengths = {"sequence_length": tower.embedding.n_special_tokens + n_patches}
+        return {"data": {**data, **lengths, "target_length": n_patches + 256, "images": {"size": side}}}
     embedding, position = model.embedding, model.position
     if not isinstance(embedding, PatchEmbeddingConfig) or not isinstance(position, LearnedPosition2dConfig):
         return {}

@@ -180,6 +180,8 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         model, heads_over, layers, HEAD_DIM, lambda width: _shrunk_size(width, WIDTH, shards)
     )
     changes |= shrunk_features(model, changes["d_model"])
+    if model.connector is not None and changes.get("vocab_size"):
+        changes["connector.image_token_id"] = min(model.connector.image_token_id, changes["vocab_size"] - 1)
     changes["layer_type"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.layer_type}
     return model.with_changes(changes)
 
