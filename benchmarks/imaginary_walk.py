@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatfm.errors import MegatfmError
 from tests.support.recommended_layouts import Recommended, recommended, traced_layout
 
 
@@ -30,8 +29,8 @@ def measure(layout: Recommended) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name_of(layout), "gpus": layout.gpus, "overrides": list(layout.overrides)}
     try:
         traced = traced_layout(layout)
-    except MegatfmError as error:
-        return {**row, "error": str(error), "seconds": time.perf_counter() - start}
+    except Exception as error:  # a crash is a result, too
+        return {**row, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
     facts = traced.traced.facts
     row |= {
         "layout": facts["layout"],
@@ -89,7 +88,9 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path)
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th layout, from the I-th on")
     parser.add_argument("--only", nargs="*", help="presets to trace")
