@@ -6,7 +6,7 @@ block of a kind stands for the others. Attention is recorded as one fused kernel
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config
 from megatfm.cost import TokenCounts
@@ -33,11 +34,15 @@ from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
+from megatfm.verify.shrink import random_batch
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 """Type of activations by `train.precision`; of the others bfloat16."""
-BY_VALUES = ("electra", "xlnet")
-"""Families whose text models read values of a batch on the host: drawn tokens, orders of permutation."""
+BY_VALUES = ("electra", "two_towers", "vision_language", "xlnet")
+"""Families whose passes depend on a batch's values on the host: masked tokens, orders of permutation. Models of images
+are others: grids, labels."""
+WITHOUT_VALUES = ("keys", "patches")
+"""Suffixes of fields whose values no shape depends on. They are large, or much is computed from them."""
 KEPT_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation keeps, beside sums over tensor-parallel ranks."""
 
@@ -135,21 +140,20 @@ class LocalModel:
                 "expert_tp": _expert_tp(config),
             }
         )
-        self._mode = FakeTensorMode()
+        self._by_values = depends_on_values(config)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=self._by_values)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
         with quiet():
             self._build(build_mesh(alone, dist.get_world_size(), "cpu"))
 
     @staticmethod
     def check(config: Config) -> None:
-        """Raise UsageError for a model whose passes depend on values, which tensors of shapes alone have not."""
-        by_values = "images" if not reads_text(config.objective.name) else ""
-        if config.model.family in BY_VALUES:
-            by_values = f"model.family = {config.model.family!r}"
-        if by_values:
+        """Raise UsageError for a model whose parts can't be profiled with this layout."""
+        if depends_on_values(config) and config.parallel.cp > 1:
             raise UsageError(
-                f"{config.name}: {by_values} can't be estimated, as passes depend on the values of a batch: trace a "
-                "rank instead: python -m megatfm.imaginary CONFIG --world GPUS --rank 0"
+                f"{config.name}: its passes depend on the values of a batch, so it can't be estimated with "
+                f"parallel.cp = {config.parallel.cp}: trace a rank instead: python -m megatfm.imaginary CONFIG "
+                "--world GPUS --rank 0"
             )
 
     def _build(self, mesh: Mesh) -> None:
@@ -161,7 +165,7 @@ class LocalModel:
                     f"model.family = {config.model.family!r} has no split points, so its parts can't be profiled"
                 )
             for module in self.model.modules():
-                if isinstance(module, LMHead) and module.sparse:
+                if isinstance(module, LMHead) and module.sparse and not self._by_values:
                     replace_forward(module, partial(_predicted_alone, module, self._fraction))
             self.layout: ModelLayout = parallelize(
                 self.model, mesh, sequence_parallel=parallel.sequence_parallel
@@ -183,21 +187,29 @@ class LocalModel:
         blocks = {id(block) for block in transformer_blocks(self.model)}
         parts: dict[Hashable, PartProfile] = {}
         order: list[PartProfile] = []
-        with quiet(), self._mode, experts_by_shapes(self._note):
-            fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
+        host_values = HostValues() if self._by_values else nullcontext()
+        with quiet(), self._mode, host_values, experts_by_shapes(self._note):
+            if self._by_values:
+                fields, lengths = self._batch_with_values(micro_batch), {}
+            else:
+                fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
+            written: dict[str, CarrySpec] = {}
             for point in splittable.split_points:
                 module = self.model.get_submodule(point.modules[0]) if point.modules else None
                 is_block = id(module) in blocks
-                name = point.name.rpartition(".")[0] if is_block else point.name
+                carry = self._carry(splittable, point, written, fields, lengths)
                 key = (
-                    name,
+                    point.name.rpartition(".")[0] if is_block else point.name,
                     type(module),
+                    len(point.modules),
                     getattr(module, "kind", None),
                     repr(getattr(module, "pattern", None)),
+                    tuple((name, tensor.shape) for name, tensor in carry.items()),
                 )
                 if key not in parts:
-                    parts[key] = self._run(splittable, point, fields, lengths, is_block)
+                    parts[key] = self._run(splittable, point, fields, carry, is_block)
                 order.append(parts[key])
+                written |= point.writes
         return ModelProfile(order, splittable.split_points)
 
     def _run(
@@ -205,15 +217,11 @@ class LocalModel:
         model: Splittable,
         point: SplitPoint,
         fields: Mapping[str, Tensor],
-        lengths: Mapping[str, int],
+        carry: Mapping[str, Tensor],
         is_block: bool,
     ) -> PartProfile:
         self._recorder = recorder = OperatorRecorder()
         weights = frozenset(recorder.number(p) for p in self.model.parameters())
-        specs = {n: spec for p in model.split_points for n, spec in p.writes.items() if n in point.reads}
-        sides = {n: p.token_field for p in reversed(model.split_points) for n in p.writes}
-        parts = self.tp if self.config.parallel.sequence_parallel else 1
-        carry = {n: self._carried(spec, lengths[sides[n]], parts) for n, spec in specs.items()}
         saved: dict[int, SavedTensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -239,13 +247,34 @@ class LocalModel:
             forward.operators,
             [replace(op, is_backward=True) for op in backward.operators],
             list(saved.values()),
-            sum(tensor.nbytes for tensor in carry.values()),
+            sum(tensor.nbytes for name, tensor in carry.items() if name in point.reads),
             sum(tensor.nbytes for tensor in handed_on.values()),
             max(0, forward.peak() - forward.left),
             backward.peak(gradients),
             is_block,
             weight_numbers=weights,
         )
+
+    def _carry(
+        self,
+        model: Splittable,
+        point: SplitPoint,
+        written: Mapping[str, CarrySpec],
+        fields: Mapping[str, Tensor],
+        lengths: Mapping[str, int],
+    ) -> dict[str, Tensor]:
+        """Return the tensors that earlier split points hand to one. written: their specs.
+
+        Tokens that the model itself draws are handed to all that follow, as its forward passes them on.
+        """
+        token_fields = {name: p.token_field for p in reversed(model.split_points) for name in p.writes}
+        parts = self.tp if self.config.parallel.sequence_parallel else 1
+        carry = {}
+        for name, spec in written.items():
+            if name in point.reads or spec.d_model is None:
+                length = _carry_length(spec, fields) if self._by_values else lengths[token_fields[name]]
+                carry[name] = self._carried(spec, length, parts)
+        return carry
 
     def _carried(self, spec: CarrySpec, length: int, parts: int) -> Tensor:
         if spec.d_model is None:
@@ -267,6 +296,24 @@ class LocalModel:
         names = {side.removesuffix("tokens") + name: n for side, n in lengths.items() for name in read}
         zeros = {n: torch.zeros(rows, size, dtype=torch.int64) for n, size in names.items() if n in accepted}
         return {**zeros, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
+
+    def _batch_with_values(self, rows: int) -> dict[str, Tensor]:
+        """Return a batch of rows full of documents or images, whose values the host can read; some have shapes alone.
+
+        Documents are left out where each row holds one and no padding.
+        """
+        train = self.config.train.model_copy(update={"global_batch": rows})
+        with _disable_current_modes():
+            arrays = random_batch(self.config.model_copy(update={"train": train}), "one")
+            fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        for name in [name for name in fields if name.endswith("documents") and not arrays[name].any()]:
+            del fields[name]
+        return {
+            name: torch.empty(values.shape, dtype=values.dtype, device="cpu")
+            if name.endswith(WITHOUT_VALUES)
+            else values
+            for name, values in fields.items()
+        }
 
     def _attend(
         self, core: DotProductAttention, part: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
@@ -311,6 +358,33 @@ class LocalModel:
             flops = 2 * rows * dims[2] * dims[3]
         operator = Operator(name, kind, flops, reads, writes, dims, inputs[0].element_size())
         self._recorder.recording.operators.append(operator)
+
+
+class HostValues(TorchDispatchMode):
+    """Computes for real what reads no fake tensor, so that the host can decide by a batch's values.
+
+    To be entered within a FakeTensorMode, which gets all other operators.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_index = func._schema.name == "aten::arange"
+        if (tensors or is_index) and not any(isinstance(x, FakeTensor) for x in tensors):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def depends_on_values(config: Config) -> bool:
+    """Whether shapes in a model's passes depend on the values of a batch."""
+    return config.model.family in BY_VALUES or not reads_text(config.objective.name)
+
+
+def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
+    return spec.length_of(fields) if spec.length_of else fields[spec.shape_of].shape[1]
 
 
 def _expert_tp(config: Config) -> str:

@@ -1,0 +1,113 @@
+"""Trace a recommended layout of every preset on the imaginary GPU and tabulate it beside the estimate.
+
+    python benchmarks/imaginary_walk.py walk.jsonl [--shard 0/2]   # resumes: recorded layouts are skipped
+    python benchmarks/imaginary_walk.py walk.jsonl --table >> docs/internals/imaginary-walk.md
+
+`walk.jsonl` gets one line a layout. `tests/unit/imaginary/test_walk.py` asserts the same quantities.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.support.recommended_layouts import Recommended, recommended, traced_layout
+
+
+def name_of(layout: Recommended) -> str:
+    """Name of a layout: its preset, and its row length where that is not the preset's."""
+    length = next((x for x in layout.overrides if x.startswith("data.sequence_length=")), "")
+    return " ".join([layout.preset, *([f"rows of {int(length.partition('=')[2]):,}"] if length else [])])
+
+
+def measure(layout: Recommended) -> dict[str, Any]:
+    """Trace one layout. Returns a JSON object; `error` where the estimate or the trace failed."""
+    start = time.perf_counter()
+    row: dict[str, Any] = {"name": name_of(layout), "gpus": layout.gpus, "overrides": list(layout.overrides)}
+    try:
+        traced = traced_layout(layout)
+    except Exception as error:  # a crash is a result, too
+        return {**row, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
+    facts = traced.traced.facts
+    row |= {
+        "layout": facts["layout"],
+        "differences": traced.differences,
+        "traced_peak": traced.traced.peak,
+        "waits": traced.waits,
+        "microbatches": facts["microbatches"],
+        "all_pairs": facts["all_pairs"],
+    }
+    if traced.full is not None:
+        row["fits"] = traced.full.fits
+        row["full_share"] = traced.full.worst.total / traced.full.cluster.device.memory_bytes
+    return {**row, "seconds": time.perf_counter() - start}
+
+
+def peak_error(row: dict[str, Any]) -> float | None:
+    """Relative error of the modelled peak; None where the model is traced alone."""
+    pairs = {name: (modelled, traced) for name, modelled, traced in row.get("differences", [])}
+    return pairs["peak"][0] / pairs["peak"][1] - 1 if "peak" in pairs else None
+
+
+def traffic_error(row: dict[str, Any]) -> float | None:
+    """Largest relative error of traffic by axis and collective, of flows of a mebibyte or more."""
+    flows = [(a, b) for name, a, b in row.get("differences", []) if name not in ("peak", "stored weights")]
+    return max((abs(a - b) / max(a, b) for a, b in flows), default=0.0) if row.get("differences") else None
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table, with a summary above it."""
+    errors = [abs(error) for row in rows if (error := peak_error(row)) is not None]
+    yield (
+        f"{len(rows)} layouts, {sum('error' in row for row in rows)} failed. Error of the modelled peak: median "
+        f"{median(errors):.1%}, 90 % of layouts below {sorted(errors)[int(0.9 * (len(errors) - 1))]:.1%}, "
+        f"largest {max(errors):.1%}. {sum(row['seconds'] for row in rows) / 60:.0f} minutes in all."
+    )
+    yield ""
+    yield "| Preset | GPUs | Layout | Memory used | Error of peak | Error of traffic | Host waits a step | All pairs |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in sorted(rows, key=lambda row: str(row["name"])):
+        cells = [row["name"], f"{row['gpus']:,}"]
+        if "error" in row:
+            yield f"| {' | '.join(cells)} | **{row['error']}** | | | | | |"
+            continue
+        peak, traffic = peak_error(row), traffic_error(row)
+        waits = ", ".join(f"{times} `{path}`" for path, times in row["waits"].items())
+        cells += [
+            row["layout"],
+            f"{row['full_share']:.0%}" if "full_share" in row else "–",
+            f"{peak:+.1%}" if peak is not None else "–",
+            f"{traffic:.2%}" if traffic is not None else "–",
+            waits or "none",
+            ", ".join(row["all_pairs"]) or "none",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th layout, from the I-th on")
+    parser.add_argument("--only", nargs="*", help="presets to trace")
+    parser.add_argument("--table", action="store_true", help="print the table of recorded results")
+    args = parser.parse_args()
+    lines = args.results.read_text().splitlines() if args.results.exists() else []
+    recorded = {row["name"]: row for row in map(json.loads, lines)}
+    if args.table:
+        print("\n".join(table(list(recorded.values()))))
+        return
+    index, n_shards = map(int, args.shard.split("/"))
+    for layout in recommended()[index::n_shards]:
+        if name_of(layout) in recorded or (args.only is not None and layout.preset not in args.only):
+            continue
+        with args.results.open("a") as file:
+            file.write(json.dumps(measure(layout)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
