@@ -21,7 +21,7 @@ import torch
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.mask import reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_little, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_sparse_fetch, token_indices
 
 NUMBERS_PER_TOKEN = 2 * 8 * 128
 """Numbers of keys and values."""
@@ -61,10 +61,10 @@ def row_of(length: int, mean: int, random: np.random.Generator) -> SequenceMetad
 
 def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     """Around a ring, and as it is chosen."""
-    length, dealt = row.length, token_indices(row.length, ranks, folded=True)
+    length, dealt = row.length, token_indices(row.length, ranks, is_zigzag=True)
     start = time.perf_counter()
     needs = [reachable_keys(PATTERN, row, at) for at in dealt]
-    if fetches := is_little(dealt, needs):
+    if fetches := is_sparse_fetch(dealt, needs):
         FetchPlan.of(cast(ContextParallel, RankStub(0, ranks)), dealt, needs)
     plan_ms = 1000 * (time.perf_counter() - start)
     round_ = length * (ranks - 1) / ranks

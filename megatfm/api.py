@@ -135,8 +135,11 @@ class Model:
         seed: int = 0,
         begin: Literal["auto", "bos", "none"] = "auto",
         sentinel: Literal["auto", "always", "never"] = "auto",
+        image: str | Path | None = None,
     ) -> str:
         """Return the text that follows a prompt, without it: as `megatfm generate` does, whose options these are.
+
+        image: a file, which a vision-language model describes.
 
         Raises UsageError for a model that makes no text.
         """
@@ -153,9 +156,13 @@ class Model:
                 raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
         loaded = self._with_tokenizer()
         if beams:
-            return generate_text_beam(loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel)
+            return generate_text_beam(
+                loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel, image
+            )
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel)
+        (text,) = generate_text(
+            loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel, image=image
+        )
         return text
 
     def encode(

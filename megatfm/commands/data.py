@@ -150,7 +150,8 @@ def _draw_images(args: argparse.Namespace) -> str:
     from megatfm.data.contact_sheet import SeenImage, contact_sheet, images_of_rows
 
     names = Corpus.open(args.dir).manifest.provenance.get("classes", [])
-    patch_size, images, position = config.model.embedding.patch_size, list[SeenImage](), 0  # type: ignore[union-attr]
+    embedding = config.model.patch_embedding
+    patch_size, images, position = embedding.patch_size if embedding else 1, list[SeenImage](), 0
     while len(images) < args.count:
         decode = tokenizer.decode if tokenizer else None
         images += images_of_rows(rows.rows([position]), patch_size, names, decode)

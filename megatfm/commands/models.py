@@ -23,6 +23,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory or a checkpoint, e.g. runs/quickstart, or a Hugging Face folder",
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue (none)")
+    parser.add_argument("--image", metavar="FILE", help="of a vision-language model: the image of the prompt")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="at most so many (200)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (0.8)"
@@ -102,6 +103,7 @@ def generate_command(args: argparse.Namespace) -> int:
             args.length_penalty,
             args.bos,
             args.sentinel,
+            args.image,
         )
         print(f"{args.prompt}{text}")
         _append_samples(loaded, args.prompt, [text])
@@ -111,7 +113,15 @@ def generate_command(args: argparse.Namespace) -> int:
     )
     show = _show if args.num_samples == 1 else _discard
     texts = generate_text(
-        loaded, args.prompt, sampling, args.max_tokens, args.num_samples, show, args.bos, args.sentinel
+        loaded,
+        args.prompt,
+        sampling,
+        args.max_tokens,
+        args.num_samples,
+        show,
+        args.bos,
+        args.sentinel,
+        args.image,
     )
     if args.num_samples > 1:
         for number, text in enumerate(texts, start=1):

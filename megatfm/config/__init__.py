@@ -19,7 +19,7 @@ from megatfm.config.attention import (
 )
 from megatfm.config.data import DataConfig
 from megatfm.config.evaluation_task import EvaluationTaskConfig
-from megatfm.config.image_text import ContrastiveConfig, TextTowerConfig
+from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
 from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
 from megatfm.config.model import ModelConfig
@@ -35,6 +35,7 @@ from megatfm.config.objective import (
     CausalObjective,
     ContrastiveObjective,
     ImageClassificationObjective,
+    ImageToTextObjective,
     MaskedImageObjective,
     MaskedObjective,
     MultipleChoiceObjective,
@@ -109,6 +110,7 @@ __all__ = [
     "ClassifierHeadConfig",
     "CompressedAttentionConfig",
     "Config",
+    "ConnectorConfig",
     "ConstantSchedule",
     "ContrastiveConfig",
     "ContrastiveObjective",
@@ -120,6 +122,7 @@ __all__ = [
     "FixedPatternConfig",
     "GQAAttentionConfig",
     "ImageClassificationObjective",
+    "ImageToTextObjective",
     "ImagesConfig",
     "InverseSqrtSchedule",
     "LambConfig",
@@ -178,6 +181,7 @@ __all__ = [
     "TextTowerConfig",
     "TrainConfig",
     "UL2Objective",
+    "VisionTowerConfig",
     "WSDSchedule",
     "WindowPatternConfig",
     "WindowedAttentionConfig",

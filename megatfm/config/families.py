@@ -21,7 +21,7 @@ class Family:
 FAMILY_KEYS = (
     "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
     "embedding.n_segments", "generator",
-    "ffn.name = 'moe'", "mup", "stages", "pixel_decoder", "text_tower", "contrastive",
+    "ffn.name = 'moe'", "mup", "stages", "pixel_decoder", "text_tower", "contrastive", "vision_tower", "connector",
 )  # fmt: skip
 """Keys of a model, or values of them, that only some families give a meaning."""
 
@@ -59,6 +59,10 @@ FAMILIES = {
         no_heads="which compares images and captions",
         bare=True,
         other_names=("clip", "siglip", "dual"),
+    ),
+    "vision_language": Family(
+        frozenset({"vision_tower", "connector", "ffn.name = 'moe'"}),
+        other_names=("llava", "vlm", "image_text", "multimodal"),
     ),
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),

@@ -1,8 +1,8 @@
-"""Sections of models of images and text: the text tower, and how features of both towers are compared."""
+"""Sections of models of images and text: towers, how their features are compared, and the connector to a decoder."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatfm.config.model_parts import PatchEmbeddingConfig
 from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, nearest_divisor
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatfm.config.root import Config
 
 FAMILY = "two_towers"
+VISION_LANGUAGE = "vision_language"
 
 
 class TextTowerConfig(Section):
@@ -58,11 +59,66 @@ class ContrastiveConfig(Section):
     """Summand of SigLIP's logits at first, which is learned."""
 
 
+class VisionTowerConfig(Section):
+    """The image encoder of `family = "vision_language"`: a ViT with pre-norm blocks, as in CLIP and SigLIP."""
+
+    d_model: PositiveInt = Field(default=1024, le=MAX_WIDTH)
+    """Width of the image encoder."""
+    n_layers: PositiveInt = Field(default=23, le=MAX_LAYERS)
+    """Number of blocks (LLaVA leaves out the last of CLIP's 24)."""
+    n_heads: PositiveInt = Field(default=16, le=MAX_WIDTH)
+    """Attention heads of the image encoder."""
+    d_ff: PositiveInt = Field(default=4096, le=MAX_WIDTH)
+    """Inner width of its feed-forward network."""
+    activation: str = "quick_gelu"
+    """Activation of its feed-forward network (SigLIP: gelu_tanh)."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of its norms (SigLIP: 1e-6)."""
+    final_norm: bool = False
+    """A norm after the last block (SigLIP)."""
+    embedding: PatchEmbeddingConfig = PatchEmbeddingConfig(patch_size=14, bias=False, norm=True)
+    """The embedding of patches. Class and register tokens are seen by patches, and not passed to the decoder."""
+    grid: tuple[PositiveInt, PositiveInt] = Field(default=(24, 24), examples=[(24, 24)])
+    """Rows and columns of the table of learned positions, interpolated to each image's grid."""
+
+    @property
+    def tp_dims(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by key."""
+        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
+
+
+class ConnectorConfig(Section):
+    """The map from the image encoder's vectors to the decoder's, and where they stand (LLaVA; Liu et al. 2023)."""
+
+    name: Literal["mlp", "linear"] = "mlp"
+    """Two matrices with GELU between them (LLaVA-1.5), or one (LLaVA)."""
+    bias: bool = True
+    """Biases of the matrices."""
+    image_token_id: NonNegativeInt = Field(examples=[32000])
+    """Id of the token that stands for one vector of an image; the vocabulary has it, and no text needs it."""
+
+
 def image_tower(model: "ModelConfig") -> "ModelConfig":
-    """Return the config of the image tower's stack."""
-    return model.with_changes(
-        {"family": "encoder", "text_tower": None, "contrastive": None, "vocab_size": None}
-    )
+    """Return the config of the image encoder's stack: of two towers, or of a vision-language model."""
+    if model.vision_tower is None:
+        return model.with_changes(
+            {"family": "encoder", "text_tower": None, "contrastive": None, "vocab_size": None}
+        )
+    tower = model.vision_tower
+    values = {
+        "family": "encoder",
+        "d_model": tower.d_model,
+        "n_layers": tower.n_layers,
+        "dropout": model.dropout,
+        "attention": {"n_heads": tower.n_heads, "bias": True},
+        "ffn": {"d_ff": tower.d_ff, "activation": tower.activation, "bias": True},
+        "norm": {"name": "layer_norm", "eps": tower.norm_eps, "final_norm": tower.final_norm},
+        "position": {"name": "learned_2d", "grid": tower.grid},
+        "embedding": tower.embedding.model_dump(),
+        "lm_head": {"name": "none"},
+        "init": model.init.model_dump(),
+    }
+    return type(model).model_validate(values)
 
 
 def text_tower(model: "ModelConfig") -> "ModelConfig":
@@ -119,8 +175,40 @@ def check_two_towers(model: "ModelConfig") -> None:
             raise ValueError(f"{key} has no meaning with family = {FAMILY!r}: leave it out")
 
 
+def check_vision_language(model: "ModelConfig") -> None:
+    """Raise a ValueError where the parts of a vision-language model don't go together."""
+    tower, connector = model.vision_tower, model.connector
+    if tower is None or connector is None:
+        raise ValueError(
+            f"family = {VISION_LANGUAGE!r} needs the sections vision_tower and connector: give [model.vision_tower], "
+            "without keys for CLIP's ViT-L/14 at 336 pixels, and [model.connector] with image_token_id"
+        )
+    if isinstance(model.embedding, PatchEmbeddingConfig):
+        raise ValueError(
+            f"family = {VISION_LANGUAGE!r}: [model] describes the decoder of text, which reads tokens: set "
+            "embedding.name = 'tokens', and patches in [model.vision_tower.embedding]"
+        )
+    if tower.d_model % tower.n_heads:
+        raise ValueError(
+            f"vision_tower.n_heads = {tower.n_heads} does not divide vision_tower.d_model = {tower.d_model}: choose "
+            f"n_heads = {nearest_divisor(tower.d_model, tower.n_heads)}"
+        )
+    if model.vocab_size is not None and connector.image_token_id >= model.vocab_size:
+        raise ValueError(
+            f"connector.image_token_id = {connector.image_token_id} is outside the vocabulary of vocab_size = "
+            f"{model.vocab_size}: choose an id that no text uses, or vocab_size = {connector.image_token_id + 1}"
+        )
+    if model.embedding.dim:
+        raise ValueError(f"embedding.dim has no meaning with family = {VISION_LANGUAGE!r}: leave it out")
+
+
 def check_layout(config: "Config") -> None:
-    """Raise a ValueError for layouts that can't compare the features of a global batch."""
+    """Raise a ValueError for layouts that can't compare the features of a global batch, or find a row's images."""
+    if config.model.family == VISION_LANGUAGE and config.parallel.cp > 1:
+        raise ValueError(
+            f"parallel.cp = {config.parallel.cp}: model.family = {VISION_LANGUAGE!r} puts the images of a row into its "
+            "tokens, and needs both rows on one rank: set parallel.cp = 1, and use parallel.dp_shard, tp or pp"
+        )
     if config.model.family != FAMILY:
         return
     parallel = config.parallel

@@ -16,7 +16,7 @@ from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, 
 from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
-from megatfm.config.image_text import ContrastiveConfig, TextTowerConfig
+from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
 from megatfm.config.lora import LoRAConfig
 from megatfm.config.model_parts import (
     WIDTH_POWERS,
@@ -28,6 +28,7 @@ from megatfm.config.model_parts import (
     InitConfig,
     MuPConfig,
     NormConfig,
+    PatchEmbeddingConfig,
     PixelDecoderConfig,
     RMSNormConfig,
     TokenEmbeddingConfig,
@@ -53,7 +54,7 @@ class ModelConfig(Section):
 
     family: str = "decoder"
     """decoder, encoder, encoder_decoder, xlnet, electra, discriminator (ELECTRA's, alone), hierarchical (Swin),
-    masked_autoencoder (MAE) or two_towers (CLIP, SigLIP)."""
+    masked_autoencoder (MAE), two_towers (CLIP, SigLIP) or vision_language (LLaVA)."""
     vocab_size: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Rows of the embedding; left out, the tokenizer's size."""
     d_model: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
@@ -104,6 +105,10 @@ class ModelConfig(Section):
     """The text encoder of `family = "two_towers"`; the other keys are the image encoder's."""
     contrastive: ContrastiveConfig | None = None
     """How `family = "two_towers"` compares images and captions."""
+    vision_tower: VisionTowerConfig | None = None
+    """The image encoder of `family = "vision_language"`; the other keys are the decoder's."""
+    connector: ConnectorConfig | None = None
+    """How the decoder of `family = "vision_language"` gets the image encoder's vectors."""
     stages: StagesConfig | None = None
     """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
@@ -151,7 +156,7 @@ class ModelConfig(Section):
             values = (
                 self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
                 self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
-                self.stages, self.pixel_decoder, self.text_tower, self.contrastive,
+                self.stages, self.pixel_decoder, self.text_tower, self.contrastive, self.vision_tower, self.connector,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
                 if value and part not in family.knows:
@@ -183,8 +188,9 @@ class ModelConfig(Section):
         self._check_experts_see_no_future()
         check_stages(self)
         if isinstance(self.position, T5PositionConfig):
-            causal = self.family in ("decoder", "encoder_decoder")
-            self.position.check_buckets(causal=causal, bidirectional=self.family != "decoder")
+            causal = self.family in ("decoder", "encoder_decoder", "vision_language")
+            one_way = self.family in ("decoder", "vision_language")
+            self.position.check_buckets(causal=causal, bidirectional=not one_way)
         if self.mup and self.embedding.dim:
             raise ValueError("mup is for models of one width: leave out embedding.dim")
         if (self.init.name == "deepnorm") != (self.norm.placement == "deepnorm"):
@@ -199,7 +205,7 @@ class ModelConfig(Section):
             key = "ffn.name = 'soft_moe'"
         elif isinstance(ffn, MoEConfig) and ffn.router.of_encoders:
             key = f"ffn.router.name = {ffn.router.name!r}"
-        if key and self.family in ("decoder", "encoder_decoder"):
+        if key and self.family in ("decoder", "encoder_decoder", "vision_language"):
             raise ValueError(
                 f"{key} leaks the future in a causal model: what a token gets depends on later ones: choose family = "
                 "'encoder', or another router"
@@ -276,6 +282,7 @@ class ModelConfig(Section):
             "generator": self.generator,
             "pixel_decoder": self.pixel_decoder,
             "text_tower": self.text_tower,
+            "vision_tower": self.vision_tower,
         }
         parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
@@ -308,6 +315,13 @@ class ModelConfig(Section):
     def head_width(self) -> int:
         """Width of a head; in multi-head latent attention, of its channels without position."""
         return self.attention.head_dim_or_none or self.d_model // self.attention.n_heads
+
+    @property
+    def patch_embedding(self) -> PatchEmbeddingConfig | None:
+        """The embedding of patches, of an image encoder or of the vision tower; None where a model reads no images."""
+        if self.vision_tower is not None:
+            return self.vision_tower.embedding
+        return self.embedding if isinstance(self.embedding, PatchEmbeddingConfig) else None
 
     @property
     def embedding_width(self) -> int:

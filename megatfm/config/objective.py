@@ -220,6 +220,17 @@ class ContrastiveObjective(ImageObjective):
     rows hold as many captions as fit."""
 
 
+class ImageToTextObjective(ImageObjective):
+    """Predict the text that belongs to an image, token by token (LLaVA; Liu et al. 2023)."""
+
+    reads_text: ClassVar[bool] = True
+    name: Literal["image_to_text"] = "image_to_text"
+    image_placement: Literal["before_text", "in_text"] = "before_text"
+    """Where the image stands: before the text, or where the text has `model.connector.image_token_id`, once."""
+    begin_token: bool = True
+    """Whether a text begins with the tokenizer's begin token; all end with its end token."""
+
+
 class SimMIMObjective(ImageObjective):
     """Predict the pixels of masked squares, which the model sees as mask tokens (SimMIM; Xie et al. 2022)."""
 
@@ -257,6 +268,7 @@ ObjectiveConfig = Annotated[
     | ImageClassificationObjective
     | MaskedImageObjective
     | ContrastiveObjective
+    | ImageToTextObjective
     | SimMIMObjective
     | PluginObjective,
     ByName(),

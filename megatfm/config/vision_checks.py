@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megatfm.config.image_text import check_two_towers
+from megatfm.config.image_text import check_two_towers, check_vision_language
 from megatfm.config.model_parts import ClassifierHeadConfig, PatchEmbeddingConfig, PixelsHeadConfig
 from megatfm.config.position import GRID_POSITIONS
 from megatfm.config.section import nearest_divisor
@@ -23,6 +23,8 @@ def check_image_parts(model: "ModelConfig") -> None:
         _check_autoencoder(model)
     if model.family == "two_towers":
         check_two_towers(model)
+    if model.family == "vision_language":
+        check_vision_language(model)
     by_head = position == "rope_2d"
     key, width = ("attention.head_dim", model.head_width) if by_head else ("d_model", model.embedding_width)
     if position in ("rope_2d", "sinusoidal_2d") and width % 4:

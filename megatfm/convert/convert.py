@@ -52,6 +52,7 @@ OBJECTIVES = {
     "electra": "replaced_token",
     "discriminator": "replaced_token",
     "hierarchical": "image_classification",
+    "vision_language": "image_to_text",
 }
 """Family → usual objective."""
 DEFAULT_SEQUENCE_LENGTH = 512  # if config.json has no length
@@ -80,6 +81,10 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
 
 def _image_sections(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the objective and data sections of an image model, with images as large as its position table."""
+    if (tower := model.vision_tower) is not None:
+        n_patches, side = tower.grid[0] * tower.grid[1], max(tower.grid) * tower.embedding.patch_size
+        lengths = {"sequence_length": tower.embedding.n_special_tokens + n_patches}
+        return {"data": {**data, **lengths, "target_length": n_patches + 256, "images": {"size": side}}}
     embedding, position = model.embedding, model.position
     if not isinstance(embedding, PatchEmbeddingConfig) or not isinstance(position, LearnedPosition2dConfig):
         return {}

@@ -64,6 +64,9 @@ def _architecture(model: ModelConfig) -> list[Line]:
                 f"{text.n_layers} blocks of width {text.d_model:,}, {text.n_heads} heads, d_ff {text.d_ff:,}; {mask}",
             )
         )
+    if (tower := model.vision_tower) is not None:
+        inner = f"{tower.n_heads} heads, {tower.d_ff:,} inside; patches of {tower.embedding.patch_size} pixels a side"
+        lines.append(("vision tower", f"{tower.n_layers} blocks of width {tower.d_model:,}, {inner}"))
     if model.contrastive is not None:
         lines.append(("features", f"{model.contrastive.width:,} dimensions, {model.contrastive.loss} loss"))
     if model.generator is not None:
@@ -322,6 +325,7 @@ def _flops(description: "Description") -> list[Line]:
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
         "two_towers": "averaged over the tokens of both towers",
+        "vision_language": "averaged over the tokens of images and text",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
     lines = [("FLOPs per token", f"in training; {length}, N = {description.matmul_parameters:,} ({names})")]
     if (

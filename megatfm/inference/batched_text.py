@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import Prompts, Sampling, stream
+from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, padded_length
-from megatfm.inference.text import IncrementalDetokenizer, TextModel, build_prompts
+from megatfm.inference.text import TextModel, build_prompts
 
 log = logging.getLogger("megatfm")
 

@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,17 +31,20 @@ class Prompts:
     """Prompts to continue: int64 tokens [n] for each row.
 
     encoder: what an encoder-decoder's encoder reads, for each row; the decoder goes on from `tokens`, at least its
-    start token. prefix: all tokens of a prompt see one another, as in a prefix language model.
+    start token. prefix: all tokens of a prompt see one another, as in a prefix language model. images: fields [B, S, …]
+    of the images of a vision-language model, whose tokens stand in `tokens`.
     """
 
     tokens: Sequence[Tensor]
     encoder: Sequence[Tensor] | None = None
     prefix: bool = False
+    images: Mapping[str, Tensor] | None = None
 
     def to(self, device: torch.device) -> "Prompts":
         """Return the same on another device."""
         encoder = None if self.encoder is None else [row.to(device) for row in self.encoder]
-        return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix)
+        images = self.images and {name: field.to(device) for name, field in self.images.items()}
+        return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix, images)
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,7 @@ class DecodingState:
         )
         self.cache = KVCache(config.n_layers, longest) if cache else None
         self.n_cached = 0
+        self.images = dict(prompts.images or {})
         self.memory: dict[str, Any] = {}
         if prompts.encoder is not None:
             self.memory = self.encode(prompts.encoder)
@@ -253,6 +257,8 @@ class DecodingState:
         """Return the logits of the next token of each row, [B, V]."""
         n_fed = self.n_cached if self.cache is not None else 0
         inputs: dict[str, Any] = dict(self.memory)
+        if n_fed == 0:
+            inputs |= self.images
         if self.has_padding:
             positions_T = torch.arange(n_fed, self.tokens_BT.shape[1], device=self.tokens_BT.device)
             inputs["positions"] = (positions_T - self.left_padding_B1).clamp(min=0)
@@ -282,6 +288,7 @@ class DecodingState:
         self.tokens_BT, self.documents_BT = self.tokens_BT[rows], self.documents_BT[rows]
         self.left_padding_B1 = self.left_padding_B1[rows]
         self.memory = {key: value[rows] for key, value in self.memory.items()}
+        self.images = {key: value[rows] for key, value in self.images.items()}
         if self.cache is not None:
             self.cache.select(rows)
 

@@ -50,8 +50,8 @@ class ImageEvaluation:
         from megatfm.inference.pictures import make_galleries, mistakes_gallery
 
         classes = self.class_names(name)
-        patch_size = int(self._config.model.embedding.patch_size)  # type: ignore[union-attr]
         if self._config.objective.name == "image_classification" and self._model is not None:
+            patch_size = int(self._config.model.embedding.patch_size)  # type: ignore[union-attr]
             with collect_classes(self._model, patch_size, self._n_images) as collector:
                 yield
             counts, mistakes = collector.gather()

@@ -1,9 +1,8 @@
 """Text from a trained model: open a run or checkpoint, frame the prompt, sample or search, decode as tokens come."""
 
-import codecs
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from megatfm.config.key_migrations import migrate
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, Sampling, check_makes_text, has_encoder, stream
+from megatfm.inference.detokenizer import IncrementalDetokenizer
+from megatfm.inference.image_prompts import insert_image_tokens, read_prompt_image
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
 from megatfm.models.base import take, working_dtype
@@ -29,7 +30,6 @@ log = logging.getLogger("megatfm")
 
 BEGIN = ("auto", "bos", "none")
 SENTINEL = ("auto", "always", "never")
-_BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,12 @@ def _state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
 
 
 def build_prompts(
-    loaded: TextModel, text: str, samples: int = 1, begin: str = "auto", sentinel: str = "auto"
+    loaded: TextModel,
+    text: str,
+    samples: int = 1,
+    begin: str = "auto",
+    sentinel: str = "auto",
+    image: str | Path | None = None,
 ) -> Prompts:
     """Return the prompt as the model read texts in its training, `samples` times.
 
@@ -169,7 +174,8 @@ def build_prompts(
 
     For a model of span corruption, `<extra_0>`, `<extra_1>`, … in the text are what is to be filled in. sentinel:
     whether `<extra_0>` is added to a text without any: "always", "never", or "auto": for models that were trained so
-    here, while those from elsewhere may have learnt tasks. Raises UsageError for models that make no text.
+    here, while those from elsewhere may have learnt tasks. image: a file, for a vision-language model; it stands where
+    the text has the image's token, else before it. Raises UsageError for models that make no text.
     """
     model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
     check_makes_text(loaded.model)
@@ -196,6 +202,7 @@ def build_prompts(
         return Prompts(_rows(first, samples), _rows(encoder, samples))
     bare = objective == "span_corruption" or (objective == "ul2" and "S" in tokenizer.modes)
     prefix = objective in ("prefix", "span_corruption", "ul2")
+    first = []
     if not bare:
         first = (
             [tokenizer.bos]
@@ -204,7 +211,12 @@ def build_prompts(
         )
         first = [] if begin == "none" else first
         ids = [*first, *ids] or [tokenizer.bos]  # something must be there to go on from
-    return Prompts(_rows(ids, samples), prefix=prefix)
+    if image is None:
+        return Prompts(_rows(ids, samples), prefix=prefix)
+    fields = read_prompt_image(loaded, image)
+    ids = insert_image_tokens(loaded, ids, fields, len(first))
+    images = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in fields.items()}
+    return Prompts(_rows(ids, samples), images=images)
 
 
 def encode_with_sentinels(loaded: TextModel, text: str, sentinel: str) -> list[int]:
@@ -233,76 +245,6 @@ def _rows(ids: list[int], samples: int) -> list[Tensor]:
     return [torch.tensor(ids)] * samples
 
 
-class IncrementalDetokenizer:
-    """Decodes ids that arrive one after the other. The bytes of a character are held back until it is whole.
-
-    prompt_ids: the ids of a prompt that they continue, and which is not shown.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = ()) -> None:
-        spelled = tokenizer.token_bytes()
-        self._stream = (
-            ContextDetokenizer(tokenizer, prompt_ids)
-            if spelled is None
-            else ByteDetokenizer(tokenizer, spelled)
-        )
-
-    def add(self, ids: Iterable[int]) -> str:
-        """Return the text that is certain now. Bytes that are no UTF-8 become U+FFFD, and reserved ids nothing."""
-        return "".join(self._stream.add(int(token)) for token in ids)
-
-    def end(self) -> str:
-        """Return what was held back: U+FFFD where a character is cut off, else nothing."""
-        return self._stream.end()
-
-
-class ByteDetokenizer:
-    """Detokenizer of tokenizers whose ids stand for the same bytes wherever they stand."""
-
-    def __init__(self, tokenizer: Tokenizer, spelled: list[bytes]) -> None:
-        self._spelled = spelled
-        if tokenizer.unk is not None:
-            spelled[tokenizer.unk] = tokenizer.decode([tokenizer.unk]).encode()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, token: int) -> str:
-        """Return the text that is sure after this id."""
-        return self._decoder.decode(self._spelled[token])
-
-    def end(self) -> str:
-        """Return the text that was held back."""
-        return self._decoder.decode(b"", final=True)
-
-
-class ContextDetokenizer:
-    """Detokenizer of all others, where the space before an id depends on what stands before it.
-
-    What a new id adds is what `decode` gives more with it, decoded from the ids on that made the text before.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer
-        self._emitted = list(prompt_ids)  # the last ids that gave text
-        self._pending: list[int] = []  # ids since then
-
-    def add(self, token: int) -> str:
-        """Return the text that is sure after this id."""
-        self._pending.append(token)
-        text = self._new_text()
-        if not text or text.endswith(_BROKEN):
-            return ""
-        self._emitted, self._pending = self._pending, []
-        return text
-
-    def end(self) -> str:
-        """Return the text that was held back."""
-        return self._new_text()
-
-    def _new_text(self) -> str:
-        decode = self._tokenizer.decode
-        return decode([*self._emitted, *self._pending])[len(decode(self._emitted)) :]
-
-
 def generate_text(
     loaded: TextModel,
     prompt: str,
@@ -312,13 +254,14 @@ def generate_text(
     on_text: Callable[[str], None] = lambda _: None,
     begin: str = "auto",
     sentinel: str = "auto",
+    image: str | Path | None = None,
 ) -> list[str]:
     """Return continuations of a prompt; `on_text` receives prompt and first continuation piece by piece.
 
     The prompt stands where texts stood in training (see `build_prompts`); an id of `loaded.eos_token_id` ends a text.
     """
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, samples, begin, sentinel)
+    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, samples, begin, sentinel, image)
     decoders = [IncrementalDetokenizer(tokenizer, prompt_ids=row.tolist()) for row in prompts.tokens]
     texts = [""] * samples
     ended = [False] * samples
@@ -345,10 +288,11 @@ def generate_text_beam(
     length_penalty: float,
     begin: str = "auto",
     sentinel: str = "auto",
+    image: str | Path | None = None,
 ) -> str:
     """Return the continuation of a prompt that beam search finds."""
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, 1, begin, sentinel)
+    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, 1, begin, sentinel, image)
     (result,) = beam_search(
         loaded.model,
         prompts,
@@ -363,16 +307,21 @@ def generate_text_beam(
 
 
 def prepare_prompts(
-    loaded: TextModel, prompt: str, max_tokens: int, samples: int, begin: str, sentinel: str
+    loaded: TextModel,
+    prompt: str,
+    max_tokens: int,
+    samples: int,
+    begin: str,
+    sentinel: str,
+    image: str | Path | None = None,
 ) -> tuple[Prompts, int]:
     """Return the prompts on the model's device, and how many tokens there is room for."""
-    prompts = build_prompts(loaded, prompt, samples, begin, sentinel).to(
+    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, image).to(
         next(loaded.model.parameters()).device
     )
     length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
-    trained = (
-        data.target_length if prompts.encoder is not None and data.target_length else data.sequence_length
-    )
+    has_two_rows = prompts.encoder is not None or prompts.images is not None
+    trained = data.target_length if has_two_rows and data.target_length else data.sequence_length
     if length + max_tokens > trained:
         log.warning(
             "note: up to %d tokens, while this model was trained on %d at a time",

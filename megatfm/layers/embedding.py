@@ -61,11 +61,28 @@ def needed_mask(sequence: SequenceMetadata) -> Tensor:
     return sequence.masked > 0
 
 
+class InsertedVectors(nn.Module):
+    """Vectors that stand in place of tokens, 0 elsewhere, [B, T, E]: `SequenceMetadata.inserted`."""
+
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
+        assert sequence.inserted is not None
+        return sequence.inserted[1]
+
+
+class EmbeddedTokens(nn.Module):
+    """1 at tokens that are looked up, and 0 where a vector is inserted, [B, T, 1]."""
+
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
+        assert sequence.inserted is not None
+        return ~sequence.inserted[0][..., None]
+
+
 class InputEmbedding(nn.Module):
     """Sum of an embedded field, positions and segments; then, as configured, norm, dropout and projection from E to D.
 
     shared: an embedding whose part that reads (a table of tokens) and, for `share_positions`, positions serve this one
-    too. reads: the field of the batch that it is given.
+    too. reads: the field of the batch that it is given. inserts_vectors: whether vectors of `SequenceMetadata.inserted`
+    stand in place of some tokens (of images, in a vision-language model).
     """
 
     tp_plan = (
@@ -74,6 +91,8 @@ class InputEmbedding(nn.Module):
         ("segments", "split_output"),
         ("mask_tokens", "split_output"),
         ("visible_patches", "split_output"),
+        ("inserted_vectors", "split_output"),
+        ("embedded_tokens", "split_output"),
         ("norm", "sequence_parallel"),
         ("dropout", "local_token_dropout"),
         ("projection", "sequence_parallel"),
@@ -86,6 +105,7 @@ class InputEmbedding(nn.Module):
         *,
         shared: "InputEmbedding | None" = None,
         share_positions: bool = False,
+        inserts_vectors: bool = False,
     ) -> None:
         super().__init__()
         initial, width = initialiser(config, stack), config.embedding_width
@@ -107,6 +127,9 @@ class InputEmbedding(nn.Module):
         self.mask_tokens: nn.Module | None = None
         if getattr(config.embedding, "mask_token", False):
             self.mask_tokens, self.visible_patches = MaskTokens(width, initial), VisiblePatches()
+        self.inserts_vectors = inserts_vectors
+        if inserts_vectors:
+            self.inserted_vectors, self.embedded_tokens = InsertedVectors(), EmbeddedTokens()
         self.dropout = Dropout(config.dropout, "embedding")
         wider = width != config.d_model
         self.projection = (
@@ -144,6 +167,9 @@ class InputEmbedding(nn.Module):
         x_BTE = first(inputs_BT, sequence) if getattr(first, "takes_sequence", False) else first(inputs_BT)
         if self.scale != 1.0:
             x_BTE = x_BTE * self.scale
+        if self.inserts_vectors and sequence.inserted is not None:
+            vectors_BTE = self.inserted_vectors(sequence).to(x_BTE.dtype)
+            x_BTE = x_BTE * self.embedded_tokens(sequence) + vectors_BTE
         masks_last = self.norm is not None and self.positions is None
         if self.mask_tokens is not None and not masks_last:
             x_BTE = self._mask(x_BTE, sequence)

@@ -37,7 +37,8 @@ class SequenceMetadata:
     where documents begin in rows laid end to end (`megatfm.ops.attention.cu_seqlens_from_documents`), for kernels
     that ask for it. grid: int32 [B, T, 4] or None, row, column, height and width of a patch in its image's grid of
     patches; of special tokens the row is −1 and the column their number. masked: bool [B, T] or None, patches for which
-    the embedding puts its mask token.
+    the embedding puts its mask token. inserted: bool [B, T] and vectors [B, T, E] or None, which stand in place of
+    embedded tokens.
 
     Tokens of one document stand next to one another, so that distances in a document are distances in the row.
     """
@@ -60,6 +61,7 @@ class SequenceMetadata:
         self._rng_keys, self._depth = rng_keys, -1
         self.cached_length, self.cached_documents, self.memory = past, past_documents, memory
         self.masked: Tensor | None = None
+        self.inserted: tuple[Tensor, Tensor] | None = None
         self.skip_rate: Tensor | None = None
         """The layer's drop path rate, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
         self.n_evicted = 0

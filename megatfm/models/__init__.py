@@ -13,6 +13,7 @@ from megatfm.models import electra as electra
 from megatfm.models import hierarchical as hierarchical
 from megatfm.models import masked_autoencoder as masked_autoencoder
 from megatfm.models import two_towers as two_towers
+from megatfm.models import vision_language as vision_language
 from megatfm.models import xlnet as xlnet
 from megatfm.models.base import MODELS, Model, lr_scales
 from megatfm.models.transformer import Decoder

@@ -3,6 +3,7 @@
 from megatfm.objectives import contrastive as contrastive
 from megatfm.objectives import denoising as denoising
 from megatfm.objectives import image_classification as image_classification
+from megatfm.objectives import image_to_text as image_to_text
 from megatfm.objectives import masked as masked
 from megatfm.objectives import masked_image as masked_image
 from megatfm.objectives import permutation as permutation

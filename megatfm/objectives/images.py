@@ -51,10 +51,12 @@ def image_reader(
     *,
     training: bool,
     any_shape: bool = False,
+    section: str = "model",
 ) -> "ImageReader":
     """Reader of images for training, or for evaluation, which changes none.
 
-    any_shape: whether objective and model take images of different shapes.
+    any_shape: whether objective and model take images of different shapes. section: of the config, where the image
+    encoder's sizes are.
     Raises UsageError for sizes that patches don't divide, or whose images don't fit rows.
     """
     layout = patch_layout(model, objective)
@@ -72,7 +74,7 @@ def image_reader(
         below = size - size % patch_size
         alternatives = f"{below} or {below + patch_size}" if below else str(patch_size)
         raise UsageError(
-            f"data.images.size = {size} is not a multiple of model.embedding.patch_size = {patch_size}: "
+            f"data.images.size = {size} is not a multiple of {section}.embedding.patch_size = {patch_size}: "
             f"choose {alternatives}"
         )
     filter_ = INTERPOLATIONS[images.interpolation]

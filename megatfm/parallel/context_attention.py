@@ -1,13 +1,13 @@
-"""Attention under context parallelism: which of three ways it takes, fetching keys, a ring, or heads (Ulysses).
+"""Attention under context parallelism, by one of three methods: fetching keys, a ring, or Ulysses.
 
-| Way | When | What is sent |
+| Method | When | What is sent |
 |---|---|---|
-| fetch | a pattern bounds what queries see (windows, chunks), or documents do, to less than half of the rest | keys |
-| ring | else, or `parallel.cp_method = "ring"` | all keys and values, or latents, round the ranks |
-| heads | `parallel.cp_method = "ulysses"`, or "auto" where it sends less | queries, keys, values and output |
+| fetch | a local pattern, or documents that need less than half of the other ranks' keys | these keys and values |
+| ring | otherwise, or `parallel.cp_method = "ring"` | all keys and values (or latents), around the ranks |
+| Ulysses | `parallel.cp_method = "ulysses"`, or "auto" if it sends less | queries, keys, values and output, by heads |
 
-The few queries that see all keys go to the keys instead (`context_global_attention.py`). A module's own attention,
-attention to another row, and a bias with a number for each pair fetch all keys.
+Queries that attend to all keys (global tokens) are sent to the keys instead (`context_global_attention.py`). Modules
+with their own attention, cross-attention, and biases with a value per pair fetch all keys.
 """
 
 import logging
@@ -29,7 +29,7 @@ from megatfm.parallel.context_parallel import (
     FetchPlan,
     fetch,
     fetch_all_plan,
-    is_little,
+    is_sparse_fetch,
 )
 from megatfm.parallel.ring_attention import (
     KeyValueFormat,
@@ -43,13 +43,14 @@ from megatfm.parallel.ring_attention import (
 
 log = logging.getLogger(__name__)
 
-ULYSSES = "each rank takes some heads of all tokens"
-RING = "what keys are made of goes round a ring"
-FETCH = "the keys that are looked at are fetched"
+ULYSSES = "Ulysses, each rank computes some heads of all tokens"
+RING = "ring, keys and values rotate around the ranks"
+FETCH = "each rank fetches the keys that its queries attend to"
+FETCH_ALL = "each rank fetches all keys"
 
 
 def make_attention_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
-    """Make the `forward` of an attention core, of which the original one computes it once all keys are there."""
+    """Make the `forward` of an attention core: it exchanges keys, then calls the original forward on local queries."""
     local_forward: Callable[..., Tensor] = core.forward
     pattern_name = repr(core.pattern)
 
@@ -60,7 +61,7 @@ def make_attention_forward(core: nn.Module, contexts: ContextParallel) -> Callab
         has_own_attention = not hasattr(core, "attention_mask")
         if keys_of is not sequence or has_own_attention or (bias is not None and not is_relative(bias)):
             plan = keys_of.cached("everything", lambda: fetch_all_plan(contexts, keys_of.length))
-            _log_once(pattern_name, "all keys are fetched", contexts.size)
+            _log_once(pattern_name, FETCH_ALL, contexts.size)
             all_k, all_v = kv_format.heads(fetch(torch.cat([k, v], -1), plan))
             return local_forward(q, all_k, all_v, sequence, bias)
         fetch_plan = plan_fetch(core_, contexts, sequence)
@@ -77,7 +78,7 @@ def make_attention_forward(core: nn.Module, contexts: ContextParallel) -> Callab
 
 
 def make_latent_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
-    """Make the `forward` of a core whose keys and values are made of narrower latents: these are sent."""
+    """Make the `forward` of a core (MLA) that computes keys and values from latents: it sends the narrower latents."""
     pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, latent: Tensor, k_weight: Tensor, v_weight: Tensor, sequence: Any) -> Tensor:
@@ -99,7 +100,7 @@ def make_latent_forward(core: nn.Module, contexts: ContextParallel) -> Callable[
 def make_gather_kv_forward(
     gather: nn.Module, contexts: ContextParallel
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make the `forward` of a module that is given keys and values, which attention of its own needs of whole rows."""
+    """Make the `forward` of a module that gathers keys and values of the full row, for attention outside a core."""
     plan_of = lru_cache(LENGTHS)(partial(fetch_all_plan, contexts))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -109,25 +110,28 @@ def make_gather_kv_forward(
 
 
 @constant_when_compiled
-def _log_once(pattern: str, way: str, ranks: int) -> None:
-    """Log once how attention of this pattern gets at keys of other ranks."""
-    if (pattern, way, ranks) not in _logged:
-        _logged.add((pattern, way, ranks))
-        log.info("attention %s, cp %d: %s", pattern, ranks, way)
+def _log_once(pattern: str, method: str, ranks: int) -> None:
+    """Log once by which method attention of this pattern reads keys of other ranks."""
+    if (pattern, method, ranks) not in _logged:
+        _logged.add((pattern, method, ranks))
+        log.info("attention %s, cp %d: %s", pattern, ranks, method)
 
 
 _logged: set[tuple[str, str, int]] = set()
 
 
 def plan_fetch(core: Any, contexts: ContextParallel, sequence: Any) -> FetchPlan | None:
-    """Plan a fetch of the keys that queries may see: always where the pattern bounds them, and where documents do if no
-    rank fetches half of what others have; else None. All ranks know whole rows, and so decide alike."""
+    """Plan a fetch of the keys that local queries attend to; None if a ring should be used instead.
+
+    A local pattern is always fetched. Otherwise documents decide: a fetch if every rank needs less than half of the
+    other ranks' keys. All ranks know the full rows, so they decide alike.
+    """
 
     def plan() -> FetchPlan | None:
         indices_by_rank = contexts.token_indices(sequence.length)
         row = sequence.full_sequence.on_host()
         needed_indices = [core.reached(row, indices) for indices in indices_by_rank]
-        is_fetched = core.is_local(sequence.length) or is_little(indices_by_rank, needed_indices)
+        is_fetched = core.is_local(sequence.length) or is_sparse_fetch(indices_by_rank, needed_indices)
         return FetchPlan.of(contexts, indices_by_rank, needed_indices) if is_fetched else None
 
     fetch_plan: FetchPlan | None = sequence.cached(("needs", core.pattern), plan)
@@ -144,9 +148,10 @@ def exchange_and_attend(
     contexts: ContextParallel,
     fetch_plan: FetchPlan | None,
 ) -> Tensor:
-    """Attention to keys and values that are made of `kv` [B, ·, T, ·]: fetched by a plan, or without one round a ring.
+    """Exchange `kv` [B, ·, T, ·] by the fetch plan, or around a ring without one, and attend; returns [B, N, T, V].
 
-    bias: by distance in the row [N, 2L − 1]; no rank sends any of it."""
+    kv_format: how keys and values follow from `kv`. bias: by distance in the row [N, 2L − 1], known to every rank.
+    """
     if fetch_plan is None:
         sources = [(contexts.rank - step) % contexts.size for step in range(contexts.size)]
         indices_by_rank = contexts.token_indices(sequence.length)
@@ -164,8 +169,10 @@ def exchange_and_attend(
 def uses_ulysses(
     contexts: ContextParallel, q_BNTH: Tensor, kv_heads: int, v_width: int, n_sent: int, fetch_plan: FetchPlan | None
 ) -> bool:  # fmt: skip
-    """Whether to divide heads: if configured, or in "auto" if heads divide among ranks and it sends less in both passes
-    than the ring, or than the fetch. sent: numbers of a token that go round, or are fetched."""
+    """Whether to use Ulysses: if configured, or in "auto" if heads divide evenly and it sends less than ring or fetch.
+
+    The comparison counts forward and backward. n_sent: elements per token that the ring or the fetch sends.
+    """
     c, n, h = contexts.size, q_BNTH.shape[1], q_BNTH.shape[3]
     if contexts.method == "ulysses":
         return True
@@ -181,8 +188,10 @@ def ulysses_attention(
     core: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias_NL: Tensor | None, sequence: Any,
     contexts: ContextParallel,
 ) -> Tensor:  # fmt: skip
-    """[B, N, T, V]: each rank attends with some heads to all tokens (Jacobs et al. 2023, Ulysses). Fewer key heads than
-    ranks are repeated, so that each rank gets the one that its queries need. bias: by distance in the row."""
+    """Attend with some heads of all tokens on each rank; returns [B, N, T, V] (Jacobs et al. 2023, DeepSpeed-Ulysses).
+
+    If there are fewer key heads than ranks, key heads are repeated. bias: by distance in the row.
+    """
     if k_BKTH.shape[1] < contexts.size:
         times = contexts.size // k_BKTH.shape[1]
         k_BKTH, v_BKTV = (x.repeat_interleave(times, 1) for x in (k_BKTH, v_BKTV))
@@ -198,7 +207,7 @@ def ulysses_attention(
 
 
 class _SplitRow(NamedTuple):
-    """A row of `length` tokens, split over ranks."""
+    """A row of `length` tokens that is split over ranks."""
 
     contexts: ContextParallel
     length: int
@@ -212,7 +221,7 @@ Exchange = Callable[[Tensor, _SplitRow], Tensor]
 
 
 class _TokensHeadsExchange(torch.autograd.Function):
-    """Tokens for heads, or heads for tokens; adjoint: the other of both."""
+    """All-to-all between a split by tokens and a split by heads; the backward pass runs the opposite exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, adjoint: Exchange, row: _SplitRow) -> Tensor:
@@ -226,7 +235,7 @@ class _TokensHeadsExchange(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, row: _SplitRow) -> Tensor:
-    """[B, n, T, ·] → [B, n / c, S, ·], tokens in the order of the row."""
+    """Exchange [B, n, T, ·] → [B, n / c, S, ·], tokens in row order."""
     indices_by_rank, heads = row.indices_by_rank, x.shape[1] // row.contexts.size
     shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in indices_by_rank]
     received = _exchange(x.chunk(row.contexts.size, 1), shapes, row.contexts)
@@ -234,7 +243,7 @@ def _to_heads(x: Tensor, row: _SplitRow) -> Tensor:
 
 
 def _to_tokens(x: Tensor, row: _SplitRow) -> Tensor:
-    """[B, n / c, S, ·] → [B, n, T, ·]."""
+    """Exchange [B, n / c, S, ·] → [B, n, T, ·]."""
     indices_by_rank, contexts = row.indices_by_rank, row.contexts
     shape = *x.shape[:2], len(indices_by_rank[contexts.rank]), x.shape[3]
     parts = [x[:, :, moved(at, x.device)] for at in indices_by_rank]
@@ -244,7 +253,7 @@ def _to_tokens(x: Tensor, row: _SplitRow) -> Tensor:
 def _exchange(
     parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], contexts: ContextParallel
 ) -> list[Tensor]:
-    """Send part r to rank r; returns what each rank sends here, of these shapes."""
+    """Send parts[r] to rank r; return the tensors received from each rank, of these shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
     received = all_to_all_no_grad(flat, [part.numel() for part in parts], sizes, contexts.group)

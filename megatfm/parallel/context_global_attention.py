@@ -1,7 +1,7 @@
-"""Global attention under context parallelism: queries that see all keys (Longformer, BigBird) go to the keys.
+"""Global attention under context parallelism: queries that attend to all keys (Longformer, BigBird) go to the keys.
 
-All ranks get the few global queries. Each computes their attention to its own keys, and the results are merged by the
-logarithms of the sums (Dao et al. 2022). The traffic does not grow with the row.
+All ranks receive the few global queries. Each rank computes their attention to its local keys, and the results are
+merged by their log-sum-exp (Dao et al. 2022, FlashAttention). The traffic does not grow with the row.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,21 +23,23 @@ from megatfm.parallel.ring_attention import (
     partial_attention_backward,
 )
 
-# B batch, N query heads, K key-value heads, T tokens of a rank, G wide queries, H head width, V value width
+# B batch, N query heads, K key-value heads, T tokens of a rank, G global queries, H head width, V value width
 
 
 @dataclass(frozen=True)
 class GlobalQueries:
-    """Global queries of all ranks: row_indices of all of them, local_numbers of this rank's among these, and
-    local_indices of this rank's among its tokens."""
+    """Where the global queries of a row are."""
 
     row_indices: Tensor
+    """Row indices of all global queries [G]."""
     local_numbers: Tensor
+    """Positions of this rank's queries in `row_indices`."""
     local_indices: Tensor
+    """Positions of this rank's queries among its tokens."""
 
     @classmethod
     def of(cls, core: Any, contexts: ContextParallel, sequence: Any) -> "GlobalQueries | None":
-        """Collect them; None where there are none whose keys are on several ranks."""
+        """Collect the global queries; None if there is none whose keys are on several ranks."""
         indices_by_rank: Sequence[Tensor] = contexts.token_indices(sequence.length)
         row_indices = core.wide(sequence.full_sequence.on_host(), indices_by_rank)
         if not len(row_indices):
@@ -54,7 +56,7 @@ def add_global_attention(
     core: Any, out_BNTV: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias: Tensor | None, sequence: Any,
     global_queries: GlobalQueries, contexts: ContextParallel,
 ) -> Tensor:  # fmt: skip
-    """[B, N, T, V]: `out` with the global queries' attention to all keys in their places."""
+    """Return `out` [B, N, T, V] with the attention of global queries to all keys written at their positions."""
     device = q_BNTH.device
     numbers = moved(global_queries.local_numbers, device)
     local = moved(global_queries.local_indices, device)
@@ -73,7 +75,7 @@ def add_global_attention(
 
 
 def make_global_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
-    """Make the `forward` of a core that is given global queries alone, with keys of their own."""
+    """Make the `forward` of a core that gets only global queries, with separate projections of keys (Longformer)."""
 
     def forward(
         heads_BNTV: Tensor, q_BNGH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, places_BG: Tensor, found_BG: Tensor,
@@ -95,7 +97,7 @@ def make_global_forward(core: nn.Module, contexts: ContextParallel) -> Callable[
 
 
 def _mask_at(places_BG: Tensor, found_BG: Tensor, tokens: int) -> Tensor:
-    """Boolean [B, T]: the tokens at these places."""
+    """Return boolean [B, T], true at the given positions that are marked as found."""
     return found_BG.new_zeros(len(found_BG), tokens).scatter(1, places_BG, found_BG)
 
 
@@ -103,8 +105,10 @@ def _attend_to_local_keys(
     core: Any, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, host_mask_BT: Tensor, sequence: Any,
     contexts: ContextParallel,
 ) -> Tensor:  # fmt: skip
-    """[B, N, T, V]: global queries' attention to this rank's keys, all there is of it where documents are whole.
-    host_mask: boolean [B, T] in the host's memory, which tokens they are."""
+    """Return the attention [B, N, T, V] of global queries to this rank's keys, complete for documents on one rank.
+
+    host_mask: boolean [B, T] in host memory, the global tokens.
+    """
     numbers = host_mask_BT.any(0).nonzero()[:, 0]
     if not len(numbers):
         return torch.zeros_like(v_BNTV)
@@ -118,7 +122,7 @@ def _attend_to_local_keys(
 
 
 class _LocalKeysAttention(torch.autograd.Function):
-    """Attention to keys of this rank alone."""
+    """Attention to the keys of this rank."""
 
     @staticmethod
     def forward(
@@ -137,8 +141,10 @@ class _LocalKeysAttention(torch.autograd.Function):
 
 
 class _AllKeysAttention(torch.autograd.Function):
-    """Queries that all ranks have, and each rank's keys → attention to all keys, on all ranks. Each rank uses, and
-    gives gradients to, other queries, so gradients of queries are partial."""
+    """Attention of replicated queries to the keys of all ranks; every rank gets the result.
+
+    Each rank uses the output of its own queries only, so the gradients of the queries are partial.
+    """
 
     @staticmethod
     def forward(

@@ -1,9 +1,8 @@
-"""Context parallelism: how the tokens of rows are split over ranks, and what fetches tokens that other ranks have.
+"""Context parallelism: splits the tokens of rows over ranks, and fetches tokens from other ranks.
 
-Each rank of the `cp` axis has some tokens of every row: one run of them, or in causal attention, whose cost grows with
-the position, one run from the front and its mirror image from the back (zig-zag). Attention that looks at few tokens
-of other ranks fetches the keys of these (`FetchPlan`); `context_attention.py` lists the modules that do so, and the
-alternatives.
+Each rank of the `cp` axis holds a contiguous chunk of every row. Under causal attention, whose cost grows with the
+position, it holds one chunk from the front and the mirror-image chunk from the back (zig-zag). Attention that needs few
+tokens of other ranks fetches their keys (`FetchPlan`); `context_attention.py` lists the alternatives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +22,16 @@ from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 # B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
 
 LENGTHS = 64
-"""Row lengths whose split is cached: a batch schedule has fewer, evaluation one more."""
+"""Number of row lengths whose split is cached; a batch schedule has fewer."""
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share rows, and how these are split.
+    """The ranks that share rows, and how rows are split over them.
 
-    is_zigzag: row length → whether a rank has a run from the front and its mirror image from the back, so that causal
-    attention costs all ranks the same; else one run. multiple_of: tokens that stay together, so that sequence
-    parallelism divides them. method: of full attention, "ring", "ulysses", or "auto", whichever sends less.
+    is_zigzag: row length → whether a rank holds a chunk from the front and one from the back, which balances causal
+    attention; otherwise it holds one chunk. multiple_of: chunk lengths are multiples of this, so that sequence
+    parallelism can divide them. method: of full attention: "ring", "ulysses", or "auto", whichever sends less.
     """
 
     group: ProcessGroup
@@ -51,60 +50,62 @@ class ContextParallel:
         return dist.get_rank(self.group)
 
     def token_indices(self, length: int) -> list[Tensor]:
-        """By rank, the indices of its tokens in a row of `length`, ascending; some have one unit more than others.
+        """Return each rank's token indices in a row of `length`, ascending. Chunks differ by at most one unit.
 
-        Raises UsageError if there are not enough for all.
+        Raises UsageError for a row that is too short to give every rank a chunk.
         """
         return [*token_indices(length, self.size, self.is_zigzag(length), self.multiple_of)]
 
 
 @lru_cache(LENGTHS)
-def token_indices(length: int, ranks: int, folded: bool, unit: int = 1) -> tuple[Tensor, ...]:
-    """Implements `ContextParallel.token_indices`. folded: zig-zag; unit: tokens that stay together."""
-    runs, units = ranks * (1 + folded), length // unit
-    if units < runs:
+def token_indices(length: int, ranks: int, is_zigzag: bool, unit: int = 1) -> tuple[Tensor, ...]:
+    """Implement `ContextParallel.token_indices`, cached. unit: chunk lengths are multiples of it."""
+    n_chunks, n_units = ranks * (1 + is_zigzag), length // unit
+    if n_units < n_chunks:
         raise UsageError(
-            f"a row of {length} tokens can't be cut into {runs} runs of at least {unit} for parallel.cp = {ranks}: "
-            "make rows longer, or cp smaller"
+            f"a row of {length} tokens can't be cut into {n_chunks} chunks of at least {unit} for parallel.cp = "
+            f"{ranks}: make rows longer, or cp smaller"
         )
-    bounds = [i * units // runs * unit for i in range(runs)] + [length]
-    run_indices = [torch.arange(bounds[i], bounds[i + 1]) for i in range(runs)]
-    if not folded:
-        return tuple(run_indices)
-    return tuple(torch.cat([run_indices[r], run_indices[-1 - r]]) for r in range(ranks))
+    bounds = [i * n_units // n_chunks * unit for i in range(n_chunks)] + [length]
+    chunks = [torch.arange(bounds[i], bounds[i + 1]) for i in range(n_chunks)]
+    if not is_zigzag:
+        return tuple(chunks)
+    return tuple(torch.cat([chunks[r], chunks[-1 - r]]) for r in range(ranks))
 
 
 def build_context_parallel(
     model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, method: str
 ) -> ContextParallel | None:
-    """Decide how the rows of a model are split; None where each rank has them whole."""
+    """Build the context-parallel group of a model's rows; None without context parallelism."""
     if mesh.size(CONTEXT) == 1:
         return None
     unit = mesh.size(TENSOR) if sequence_parallel else 1
-    return ContextParallel(mesh.group(CONTEXT), folding(model), unit, method)
+    return ContextParallel(mesh.group(CONTEXT), zigzag_rule(model), unit, method)
 
 
-def folding(model: nn.Module) -> Callable[[int], bool]:
-    """Return a function from the length of a row to whether ranks need a zig-zag split of it: whether attention costs
-    later tokens more than earlier ones, also in windows as wide as the row. Cached by length."""
+def zigzag_rule(model: nn.Module) -> Callable[[int], bool]:
+    """Return a function of the row length that says whether the split should be zig-zag.
+
+    It should if later tokens attend to more keys than earlier ones, also in a window as wide as the row.
+    """
     patterns = dict.fromkeys(
         pattern for module in model.modules() if (pattern := getattr(module, "pattern", None)) is not None
     )
-    return lru_cache(LENGTHS)(partial(_grow, [*patterns]))
+    return lru_cache(LENGTHS)(partial(_has_uneven_work, [*patterns]))
 
 
-def _grow(patterns: Sequence[Any], length: int) -> bool:
-    """Whether the cost grows with the position in any of the patterns, of which a plugin's may not say."""
-    in_part = (
+def _has_uneven_work(patterns: Sequence[Any], length: int) -> bool:
+    """Whether the cost of any pattern grows with the position. A plugin's pattern that doesn't say counts as even."""
+    simplified = (
         getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns
     )
-    return any(getattr(pattern, "has_uneven_work", False) for pattern in in_part)
+    return any(getattr(pattern, "has_uneven_work", False) for pattern in simplified)
 
 
 SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
 
-OF_ROWS = (
+FULL_ROW_FIELDS = (
     "positions",
     "documents",
     "prefix",
@@ -118,15 +119,15 @@ OF_ROWS = (
     "parts",
     "answer_marks",
 )
-"""Fields that every rank keeps of whole rows: which tokens it needs, and which others need, follows from them."""
+"""Fields of which every rank keeps the full row, to know which tokens each rank needs."""
 
 Batch = dict[str, Tensor]
 
 
 def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch:
-    """Split a micro-batch: each field at this rank's tokens, and the fields that attention needs of whole rows.
+    """Split a micro-batch: return each field at this rank's tokens, and the full rows that attention needs.
 
-    Raises UsageError for a field that is neither one number a row nor one a token.
+    Raises UsageError for a field with neither one value per row nor one per token.
     """
     split = dict(batch)
     for side in SIDES:
@@ -140,24 +141,24 @@ def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch
                 continue
             if field.shape[1] != length:
                 raise UsageError(
-                    f"parallel.cp > 1: the objective's field {name!r} {list(field.shape)} has not one place for each "
-                    f"of {length} tokens, and can't be cut with them: use parallel.cp = 1"
+                    f"parallel.cp > 1: the objective's field {name!r} {list(field.shape)} does not have one value "
+                    f"for each of {length} tokens, and can't be split with them: use parallel.cp = 1"
                 )
             split[name] = field[:, local_indices]
         split[f"{side}token_indices"] = local_indices
-        for name in OF_ROWS:
+        for name in FULL_ROW_FIELDS:
             if side + name in batch:
                 split[f"{side}full_row_{name}"] = batch[side + name]
     return split
 
 
 class P2PExchange:
-    """Tensors on their way to and from other ranks; `wait` returns those received."""
+    """Asynchronous sends to and receives from other ranks, in one batch."""
 
     def __init__(
         self, group: ProcessGroup, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """sent, came: (rank, tensor to send) and (rank, tensor to receive into)."""
+        """Start the transfers. sends: (peer rank, tensor). receives: (peer rank, buffer)."""
         self._send_buffers = [tensor.contiguous() for _, tensor in sends]
         self._received = [tensor for _, tensor in receives]
         post: Callable[..., Any] = dist.P2POp
@@ -166,24 +167,23 @@ class P2PExchange:
             for (peer, _), tensor in zip(sends, self._send_buffers, strict=True)
         ]
         operations += [post(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._handles = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Wait for all transfers; returns the tensors received, in the order of the requests."""
-        for work in self._works:
-            work.wait()
+        """Wait for all transfers; return the received tensors in the order of `receives`."""
+        for handle in self._handles:
+            handle.wait()
         self._send_buffers = []
         return self._received
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """Plan for fetching keys, or other values, of tokens that other ranks have.
+    """Plan of which tokens' keys (or other values) each rank sends to and receives from the others.
 
-    send_indices[r]: indices, among this rank's tokens, of those that rank r needs. recv_indices[r]: row indices of the
-    tokens that come from rank r. indices: row indices of all tokens there are after the fetch, sorted. permutation:
-    sorts [local, received from rank 0, 1, …] into `indices`. most: tokens that any rank receives at most. length:
-    tokens of the row.
+    send_indices[r]: local indices of the tokens that rank r needs. recv_indices[r]: row indices of the tokens that come
+    from rank r. indices: sorted row indices of all tokens after the fetch. permutation: sorts [local, received from
+    rank 0, 1, …] into `indices`. most: the largest number of tokens that a rank receives. length: tokens of the row.
     """
 
     contexts: ContextParallel
@@ -201,17 +201,17 @@ class FetchPlan:
         indices_by_rank: Sequence[Tensor],
         needed_indices: Sequence[Tensor],
     ) -> "FetchPlan":
-        """indices_by_rank[r]: the tokens of rank r; needed_indices[r]: sorted, the tokens that rank r looks at."""
-        own_rank, no_places = contexts.rank, torch.empty(0, dtype=torch.int64)
-        local, ranks = indices_by_rank[own_rank], range(contexts.size)
+        """Plan from the tokens of each rank, and the sorted tokens that each rank attends to."""
+        rank, no_indices = contexts.rank, torch.empty(0, dtype=torch.int64)
+        local, ranks = indices_by_rank[rank], range(contexts.size)
         length = sum(map(len, indices_by_rank))
         is_needed = torch.zeros(contexts.size, length, dtype=torch.bool)
         for r in ranks:
             is_needed[r, needed_indices[r]] = True
         max_fetched = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
-        send = [is_needed[r, local].nonzero()[:, 0] if r != own_rank else no_places for r in ranks]
+        send = [is_needed[r, local].nonzero()[:, 0] if r != rank else no_indices for r in ranks]
         recv = [
-            indices_by_rank[r][is_needed[own_rank, indices_by_rank[r]]] if r != own_rank else no_places
+            indices_by_rank[r][is_needed[rank, indices_by_rank[r]]] if r != rank else no_indices
             for r in ranks
         ]
         indices, permutation = torch.cat([local, *recv]).sort()
@@ -223,9 +223,11 @@ def fetch_all_plan(contexts: ContextParallel, length: int) -> FetchPlan:
     return FetchPlan.of(contexts, contexts.token_indices(length), [torch.arange(length)] * contexts.size)
 
 
-def is_little(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor]) -> bool:
-    """Whether no rank needs half of the tokens that the others have. needed_indices[r]: row indices of the tokens that
-    rank r looks at, its own among them."""
+def is_sparse_fetch(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor]) -> bool:
+    """Whether every rank needs less than half of the other ranks' tokens.
+
+    needed_indices[r]: row indices of the tokens that rank r attends to, including its own.
+    """
     ranks, length = len(indices_by_rank), sum(map(len, indices_by_rank))
     max_sent = max(
         len(needed) - len(local) for needed, local in zip(needed_indices, indices_by_rank, strict=True)
@@ -234,7 +236,10 @@ def is_little(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor
 
 
 def fetch(x_BKTH: Tensor, plan: FetchPlan) -> Tensor:
-    """[B, K, T, ·] of this rank's tokens → those at `plan.indices`. Adjoint: gradients return and are added up."""
+    """Return [B, K, ·, ·] at `plan.indices`, from this rank's tokens [B, K, T, ·] and those of other ranks.
+
+    The backward pass sends gradients back and adds them up.
+    """
     fetched: Tensor = _Fetch.apply(x_BKTH, plan)
     return fetched
 
@@ -270,9 +275,9 @@ def _empty(like: Tensor, tokens: int) -> Tensor:
 
 
 def make_span_boundary_forward(
-    around: nn.Module, contexts: ContextParallel
+    _: nn.Module, contexts: ContextParallel
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make the `forward` of a module that looks up the tokens around spans, by their distances."""
+    """Make the `forward` of a module that looks up the tokens beside masked spans, by their distances."""
 
     def forward(
         hidden_BTD: Tensor, left_BT: Tensor, right_BT: Tensor, row_left_BS: Tensor, row_right_BS: Tensor
@@ -292,7 +297,7 @@ def make_span_boundary_forward(
 
 
 def span_boundary_indices(left_BS: Tensor, right_BS: Tensor, masked_at: Tensor) -> Tensor:
-    """Row indices, sorted, of the tokens around spans that masked tokens at `masked_at` look up in any of the rows."""
+    """Return the sorted row indices of tokens beside spans that masked tokens at `masked_at` look up in any row."""
     rows, columns = (left_BS[:, masked_at] > 0).nonzero(as_tuple=True)
     at = masked_at[columns]
     return torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]]).unique()

@@ -1,7 +1,7 @@
-"""Expert parallelism: tokens travel to the ranks of their experts (dispatch), and the outputs back (combine).
+"""Expert parallelism: sends tokens to the ranks of their experts (dispatch) and outputs back (combine).
 
-The styles of experts say how they are cut; below stands what mixtures need under context parallelism, where a rank has
-some of a row's tokens: numbers that follow from whole rows, and slots that are means over all of their tokens.
+The first half has the all-to-alls and the styles that shard experts. The second half is for mixtures under context
+parallelism, where a rank holds some of a row's tokens: values that depend on the full row, and soft-mixture slots.
 """
 
 from collections.abc import Callable
@@ -37,63 +37,72 @@ from megatfm.parallel.styles import (
     register_style,
 )
 
-# B batch, T tokens of a rank, S tokens of the row, K chosen experts, M rows, R rows that have arrived, P ranks,
-# E experts on a rank, N documents, X = N · slots of each, x slots of a rank, D model width
+# B batch, T tokens of a rank, S tokens of the row, K chosen experts, M local rows, R received rows, P ranks,
+# E experts on a rank, N documents, X = N · slots per document, x slots of a rank, D model width
 
 ExpertFunction = Callable[[Tensor, Tensor], Tensor]
-"""Rows [M, D] sorted by expert, and where each expert's end, int32 → what experts make of them, [M, D]."""
+"""(rows [M, D] sorted by expert, end offset of each expert's rows, int32 [experts]) → expert outputs [M, D]."""
 
 
 def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -> Callable[..., Tensor]:
-    """Wrap a function of the local experts in two all-to-alls, so that it applies the experts of all ranks of the
-    group, equally many each. The result takes `meanwhile`, a function to call while rows are on their way."""
+    """Wrap a function of local experts in two all-to-alls, so that it applies the experts of all ranks of the group.
+
+    Every rank holds the same number of experts. The wrapped function takes `meanwhile`, a function to call while rows
+    are being sent (shared experts).
+    """
     ranks = group.size()
 
     def dispatch_run_combine(
         rows_MD: Tensor, ends: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
-        leaving_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
-        arriving_PE = all_to_all(leaving_PE, [1] * ranks, [1] * ranks, group)
-        input_splits, output_splits = _read_splits(leaving_PE, arriving_PE, len(rows_MD))
-        leaving_MD = rows_MD[: sum(input_splits)]
+        send_counts_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
+        recv_counts_PE = all_to_all(send_counts_PE, [1] * ranks, [1] * ranks, group)
+        input_splits, output_splits = _read_splits(send_counts_PE, recv_counts_PE, len(rows_MD))
+        sent_MD = rows_MD[: sum(input_splits)]
         if meanwhile:
-            arrived_RD = all_to_all_overlapped(meanwhile, leaving_MD, input_splits, output_splits, group)
+            received_RD = all_to_all_overlapped(meanwhile, sent_MD, input_splits, output_splits, group)
         else:
-            arrived_RD = all_to_all(leaving_MD, input_splits, output_splits, group)
-        order_R, inverse_R = expert_order(arriving_PE, sum(output_splits))
-        expert_ends = arriving_PE.sum(0).cumsum(0, dtype=torch.int32)
-        output_RD = expert_function(arrived_RD[order_R], expert_ends)[inverse_R]
+            received_RD = all_to_all(sent_MD, input_splits, output_splits, group)
+        order_R, inverse_R = expert_order(recv_counts_PE, sum(output_splits))
+        expert_ends = recv_counts_PE.sum(0).cumsum(0, dtype=torch.int32)
+        output_RD = expert_function(received_RD[order_R], expert_ends)[inverse_R]
         output_MD = all_to_all(output_RD, output_splits, input_splits, group)
         return F.pad(output_MD, (0, 0, 0, len(rows_MD) - len(output_MD)))
 
     return dispatch_run_combine
 
 
-def _read_splits(leaving_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return the rows that go to each rank and come from each: the host's one read, as it allocates the receive buffer.
-    Of shapes without values: as many to each."""
-    counts_2P = torch.stack([leaving_PE.sum(1), arriving_PE.sum(1)])
-    if is_fake(leaving_PE):
-        counts_2P.cpu()  # what is traced counts the read
-        even = [rows // len(leaving_PE)] * len(leaving_PE)
+def _read_splits(send_counts_PE: Tensor, recv_counts_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Return the number of rows to send to and to receive from each rank.
+
+    The host reads the device once here, because it allocates the receive buffer. Fake tensors have no values: their
+    rows are divided evenly.
+    """
+    counts_2P = torch.stack([send_counts_PE.sum(1), recv_counts_PE.sum(1)])
+    if is_fake(send_counts_PE):
+        counts_2P.cpu()  # a trace counts this host wait
+        even = [rows // len(send_counts_PE)] * len(send_counts_PE)
         return even, even
     input_splits, output_splits = counts_2P.tolist()
     return input_splits, output_splits
 
 
 def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The order [R] by (expert, source) of rows that came by (source, expert), and its inverse."""
+    """Return the permutation [R] that sorts rows from (source, expert) to (expert, source) order, and its inverse."""
     ranks, experts = counts_PE.shape
-    numbers = torch.arange(experts, device=counts_PE.device).repeat(ranks)
-    order_R = numbers.repeat_interleave(counts_PE.flatten(), output_size=rows).argsort(stable=True)
+    expert_ids = torch.arange(experts, device=counts_PE.device).repeat(ranks)
+    order_R = expert_ids.repeat_interleave(counts_PE.flatten(), output_size=rows).argsort(stable=True)
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(rows, device=order_R.device)
     return order_R, inverse_R
 
 
 def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
-    """Cut by experts over their own axis first; tensor parallelism cuts the remaining weights. Where the data ranks
-    don't divide that, ZeRO cuts within each expert: of 2 experts on 8 ranks it would fill 6 ranks up with nothing."""
+    """Shard by expert over the expert axis first; tensor parallelism shards the remaining weights.
+
+    If the data ranks do not divide the number of experts, ZeRO shards within each expert. Otherwise 2 experts on 8 ranks
+    would leave 6 ranks with padding.
+    """
     if (parts := mesh.size(EXPERT)) > 1:
         shard = Shard(EXPERT, 0, mesh.rank(EXPERT), parts)
         layout = replace(layout, shards=(shard, *layout.shards), data_axes=EXPERT_DATA_AXES)
@@ -107,7 +116,7 @@ def _dispatch(module: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
         local: ExpertFunction = module.run_experts  # type: ignore[assignment]
         module.ep_size = parts  # type: ignore[assignment]
         module.run_experts = dispatch_and_combine(local, mesh.group(EXPERT))  # type: ignore[assignment]
-        # FSDP2, which takes experts by themselves, puts its hooks on what a module returns, and warns of a view.
+        # FSDP2 wraps experts separately. It hooks the tensors that a module returns, and warns about views.
         module.register_forward_hook(lambda _, __, output: (output[0].clone(), *output[1:]))
 
 
@@ -117,7 +126,7 @@ def _by_expert(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) 
 
 
 def _by_channel(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    """Every rank takes all rows; the last bias, which is not cut, is added once."""
+    """Have every rank process all rows; the output bias, which is not sharded, is added once."""
     _by_expert(module, ranks, layouts)
     module.down_bias_scale = float(ranks.rank == 0)  # type: ignore[assignment]
 
@@ -142,22 +151,21 @@ register_style(
         expert_tp_overrides={"by_channel": EXPERTS_BY_CHANNEL, "folded": FOLDED_EXPERTS},
     )
 )
-"""Matrices of experts: cut by experts, by the inner channels of each, or not at all by tensor-parallel ranks, which
-then keep their own tokens."""
+"""Expert matrices, sharded over tensor-parallel ranks by expert, by inner channel, or (folded) not at all."""
 
 LOCAL_TOKENS = register_style(ParallelStyle("no_communication", communication=()))
-"""A module that takes each rank's own tokens."""
+"""A module that runs on each rank's local tokens."""
 
 register_style(replace(ENTER, name="gather_expert_input", expert_tp_overrides={"folded": LOCAL_TOKENS}))
-"""Style "gather_input" for cut experts."""
+"""Style "gather_input", unless experts are folded."""
 
 register_style(
     replace(PARTIAL_OUTPUT, name="reduce_expert_output", expert_tp_overrides={"folded": LOCAL_TOKENS})
 )
-"""Style "reduce_output" for cut experts."""
+"""Style "reduce_output", unless experts are folded."""
 
 register_style(replace(SPLIT_OUTPUT, name="split_kept_choices", expert_tp_overrides={"folded": LOCAL_TOKENS}))
-"""Style "split_output" for cut experts."""
+"""Style "split_output", unless experts are folded."""
 
 register_style(
     replace(
@@ -166,24 +174,24 @@ register_style(
         expert_tp_overrides={"folded": replace(REPLICATED_OUTPUT, apply=gather_input_replicated)},
     )
 )
-"""Gathers the expert choices of a row on every rank if tp is folded into ep; else all ranks have the row anyway."""
+"""Gathers the expert choices of a row on every rank if experts are folded; else every rank has the full row."""
 
 register_style(replace(LOCAL_TOKENS, name="split_choices", expert_tp_overrides={"folded": SPLIT_OUTPUT}))
-"""Keeps the choices of a rank's own tokens if tp is folded into ep."""
+"""Keeps the choices of a rank's local tokens if experts are folded."""
 
 
-OWNERS_OF_ROW_SEAMS = ("experts", "router")
-"""Parts of a mixture that may have `gather_row`, which gathers numbers of a row, and `split_row`, its reverse."""
+MODULES_WITH_ROW_HOOKS = ("experts", "router")
+"""Submodules of a mixture that may have `gather_row`, which gathers values of the full row, and its inverse `split_row`."""
 
 
 def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
-    """Have a mixture's capacity, expert choice and counts by row be of whole rows.
+    """Make capacity, expert choice and per-row counts of a mixture refer to full rows.
 
-    A capacity takes a row's choices in the order of its tokens, on whichever rank they are. So ranks gather the
-    router's output for the row (K integers a token; of experts that choose, a probability of each expert), and each
-    keeps its own tokens' part. No gradient goes back.
+    A capacity serves a row's choices in token order, across ranks. Ranks therefore gather the router's output of the
+    row (K integers per token; for expert choice, a probability per expert), and each keeps the part of its local
+    tokens. No gradient flows through this.
     """
-    for owner in OWNERS_OF_ROW_SEAMS:
+    for owner in MODULES_WITH_ROW_HOOKS:
         module: Any = moe.get_submodule(owner)
         if hasattr(module, "split_row"):
             replace_forward(module.gather_row, partial(_gather_row, contexts))
@@ -191,22 +199,22 @@ def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
     replace_forward(moe.get_submodule("counted"), partial(reduce_from_group, group=contexts.group))
 
 
-def _gather_row(contexts: ContextParallel, numbers_BTK: Tensor, sequence: Any) -> Tensor:
-    """[B, S, K], in the order of the row."""
+def _gather_row(contexts: ContextParallel, values_BTK: Tensor, sequence: Any) -> Tensor:
+    """Gather [B, S, K] in row order."""
     plan = sequence.cached("everything", lambda: fetch_all_plan(contexts, sequence.length))
-    return fetch(numbers_BTK[:, None], plan)[:, 0]
+    return fetch(values_BTK[:, None], plan)[:, 0]
 
 
-def _local_tokens(numbers_BSK: Tensor, sequence: Any) -> Tensor:
-    """[B, T, K]."""
-    return numbers_BSK[:, sequence.indices]
+def _local_tokens(values_BSK: Tensor, sequence: Any) -> Tensor:
+    """Take the local tokens' values [B, T, K]."""
+    return values_BSK[:, sequence.indices]
 
 
 def install_soft_moe(mixture: nn.Module, contexts: ContextParallel) -> None:
-    """Have a soft mixture's slots be means over whole rows, and each rank take its share of them to experts.
+    """Make the slots of a soft mixture means over full rows, and divide the slots among ranks.
 
-    Each rank makes means over its own tokens, which are weighted by the sums of the exponentials of their scores (Dao
-    et al. 2022) and added up; the slots are divided equally among ranks, and the outputs gathered.
+    Each rank computes means over its local tokens. They are weighted by the sums of exponentiated scores (Dao et al.
+    2022) and added up; slots are divided equally among ranks, and expert outputs gathered.
     """
     mixture_: Any = mixture
     padding_expert = mixture_.experts.n_experts
@@ -215,7 +223,7 @@ def install_soft_moe(mixture: nn.Module, contexts: ContextParallel) -> None:
 
 
 def slots_per_rank(slots: int, ranks: int) -> int:
-    """Return the number of a row's slots that a rank takes; the last ranks have some that are padding."""
+    """Return the number of slots per rank; those of the last ranks may be padding."""
     return -(-slots // ranks)
 
 
@@ -226,9 +234,9 @@ def _merge_slots(
     scores_BNTS: Tensor,
     choices_BX1: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[B, x, D] and [B, x, 1]: a rank's share of the slots, with their experts; `padding_expert` where it has none."""
+    """Return this rank's slots [B, x, D] and their experts [B, x, 1], `padding_expert` for padding."""
     logs_BX = scores_BNTS.logsumexp(2).flatten(1)
-    logs_BX = logs_BX.clamp(min=torch.finfo(logs_BX.dtype).min)  # of documents with no token here
+    logs_BX = logs_BX.clamp(min=torch.finfo(logs_BX.dtype).min)  # documents without local tokens
     weights_PBX = all_gather(logs_BX[None], 0, contexts.group).softmax(0)
     weighted_BXD = means_BXD * weights_PBX[contexts.rank, ..., None].to(means_BXD.dtype)
     per_rank = slots_per_rank(choices_BX1.shape[1], contexts.size)
@@ -239,5 +247,5 @@ def _merge_slots(
 
 
 def _gather_slots(contexts: ContextParallel, output_BxD: Tensor, slots: int) -> Tensor:
-    """[B, X, D]."""
+    """Gather the outputs of all slots [B, X, D]."""
     return all_gather(output_BxD, 1, contexts.group)[:, :slots]

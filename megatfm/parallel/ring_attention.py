@@ -1,8 +1,8 @@
-"""Attention of this rank's queries to the keys of a row, block by block: one part of the keys, and a ring of parts.
+"""Ring attention (Liu et al. 2023), and the partial attention to some keys that it is made of.
 
-Ring attention (Liu et al. 2023): keys and values, or the latents that they are made of, pass from rank to rank, one
-part of the row a step, and the outputs of the parts are merged by the logarithms of their sums. `core` and `sequence`
-are `layers.attention.core.DotProductAttention` and `layers.part.SequenceShard`, which this room knows by their methods.
+Key-value shards (or latents) pass from rank to rank, one shard per step; partial outputs are merged by their
+log-sum-exp. `core` is a `DotProductAttention`, `sequence` a `SequenceShard`; both are used through their methods only,
+since this package does not import layers.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +27,7 @@ from megatfm.parallel.pipeline_schedule import current_part
 def block_attention_plan(
     core: Any, sequence: Any, key: Hashable, key_indices: Tensor, q_BNTH: Tensor
 ) -> BlockAttentionPlan:
-    """Plan which blocks of the keys at `key_indices` of the row are visited. key: under which all layers share it."""
+    """Plan which blocks of the keys at row indices `key_indices` to compute. key: cache key, shared by all layers."""
     key_indices = moved(key_indices, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
     shard = sequence.with_keys_at(key, key_indices)
@@ -57,7 +57,7 @@ def partial_attention(
     dropout_keys: Tensor | None,
     plan: BlockAttentionPlan,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logarithm of the sums over some keys. bias: by distance in the row."""
+    """Return output [B, N, T, V] and log-sum-exp [B, N, T, 1] over some keys. bias: by distance in the row."""
     queries = q.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -queries % plan.size))
     q, k, v = (padded(x, plan.size) for x in (q, k, v))
@@ -69,8 +69,10 @@ def partial_attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
     dropout_keys: Tensor | None, plan: BlockAttentionPlan, bias_grad: Tensor | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Gradients of q and, in the dtype of `lse`, of these k and v; `out` and `lse` are over all keys. The gradient of a
-    bias that learns is added to `bias_grad`."""
+    """Return gradients of q and, in the dtype of `lse`, of these k and v.
+
+    out, lse: over all keys. bias_grad: accumulates the gradient of a learned bias.
+    """
     sizes = q.shape[2], k.shape[2], v.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -sizes[0] % plan.size))
     g, q, k, v, out, lse = (padded(x, plan.size) for x in (g, q, k, v, out, lse))
@@ -79,55 +81,55 @@ def partial_attention_backward(
 
 
 def bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
-    """Zeros to add gradients of a bias up in."""
+    """Return a zero buffer that accumulates the gradient of a bias."""
     return bias.new_zeros(bias.shape, dtype=lse.dtype)
 
 
 class KeyValueFormat(Protocol):
-    """Function from the sent tensor to keys and values."""
+    """How keys and values follow from the tensor that ranks send."""
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Weights that take part."""
+        """Weights that the computation uses."""
 
     def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """Return keys and values."""
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-        """Gradients of the sent tensor, in the dtype of `dk`, and of the weights."""
+        """Return gradients of the sent tensor, in the dtype of `dk`, and of the weights."""
 
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values, sent concatenated along the last dim. k_width, v_width: of a head."""
+    """Keys and values, sent concatenated along the last dim. k_width, v_width: widths of a head."""
 
     k_width: int
     v_width: int
     weights: tuple[Tensor, ...] = ()
 
     def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """Split keys and values."""
         k, v = kv.split([self.k_width, self.v_width], -1)
         return k, v
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-        """Gradient of the sent tensor."""
+        """Return the gradient of the sent tensor."""
         return (torch.cat([dk, dv], -1),)
 
 
 @dataclass(frozen=True)
 class LatentKeyValues:
-    """Latents, of which every rank that needs keys and values makes them. make: of latents and the weights."""
+    """Latents, from which each rank computes keys and values (MLA). make: (latents, *weights) → keys, values."""
 
     make: Callable[..., tuple[Tensor, Tensor]]
     weights: tuple[Tensor, ...]
 
     def heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """Compute keys and values from latents."""
         return self.make(kv, *self.weights)
 
     def backward(self, kv: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-        """Gradient of the latents in the dtype of `dk`, and of the weights."""
+        """Return gradients of the latents, in the dtype of `dk`, and of the weights."""
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (kv, *weights)]
             k, v = self.make(*inputs)

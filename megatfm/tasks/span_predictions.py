@@ -57,8 +57,8 @@ class QuestionAnswers:
 class SpanPredictions:
     """Answers to a file's questions, from logits [N, 2] of tokens with their windows [N] and places in them [N].
 
-    threshold: up to which `QuestionAnswers.difference` a question is answered, where some may have no answer; None: the one
-    that gives the best F1 on these questions.
+    threshold: the largest `QuestionAnswers.difference` at which a question is answered, where some have no answer; if
+    None, the one that gives the best F1 on these questions.
     """
 
     task: TaskConfig

@@ -83,7 +83,7 @@ def pattern_of(config: Config, path: str) -> Section:
 def is_causal(config: Config, path: str) -> bool:
     """Return whether queries see only earlier tokens of their row."""
     return config.model.family == "decoder" or (
-        config.model.family == "encoder_decoder" and not path.startswith("encoder.")
+        config.model.family in ("encoder_decoder", "vision_language") and not path.startswith("encoder.")
     )
 
 

@@ -171,6 +171,8 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
         ("positions", "split_output"),
         ("segments", "split_output"),
         ("mask_tokens", "split_output"),
+        ("inserted_vectors", "split_output"),
+        ("embedded_tokens", "split_output"),
         ("norm", "sequence_parallel"),
         ("projection", "sequence_parallel"),
     ),
@@ -202,6 +204,8 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
         ("projection", "sequence_parallel"),
         ("positions", "sequence_parallel"),
     ),
+    "Connector": (("w_in", "sequence_parallel"), ("w_out", "sequence_parallel")),
+    "VisionLanguage": (("image_vectors", "gather_output_for_tokens"),),
     "PixelHead": (("", "gather_input_replicated"), ("*", "replicated")),
 }
 """Class → pattern of submodule names ("" for itself) and style."""

@@ -191,6 +191,8 @@ def _shrink_model(
         model, head_ranks, layers, HEAD_DIM, lambda width: _shrunk_size(width, WIDTH, shards)
     )
     changes |= shrunk_features(model, changes["d_model"])
+    if model.connector is not None and changes.get("vocab_size"):
+        changes["connector.image_token_id"] = min(model.connector.image_token_id, changes["vocab_size"] - 1)
     changes["layer_type"] = {kind: _block(model, kind, head_ranks, shards, rows) for kind in model.layer_type}
     return model.with_changes(changes)
 

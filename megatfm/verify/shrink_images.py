@@ -15,7 +15,7 @@ from megatfm.config.model_parts import PixelsHeadConfig
 from megatfm.config.objective import ObjectiveConfig
 from megatfm.config.stages import StagesConfig
 
-PLAIN_FAMILIES = ("encoder", "masked_autoencoder", "two_towers")
+PLAIN_FAMILIES = ("encoder", "masked_autoencoder", "two_towers", "vision_language")
 """Families without stages, whose images may have any size."""
 PATCH_SIZE, PATCHES = 4, 4
 """Sides of a small patch, in pixels, and of a small image, in patches, so that a row holds several images."""
@@ -51,10 +51,11 @@ def shrunk_masks(config: Config, model: ModelConfig) -> ObjectiveConfig:
 
 def shrunk_images(config: Config, model: ModelConfig) -> dict[str, Any]:
     """Return the images section with at most `PATCHES` patches a side of the small model."""
-    if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
+    embedding, original = model.patch_embedding, config.model.patch_embedding
+    if embedding is None or original is None or model.family not in PLAIN_FAMILIES:
         return {}
-    size = min(config.data.images.size // getattr(config.model.embedding, "patch_size", 1), PATCHES)
-    sizes = {"size": size * model.embedding.patch_size}
+    size = min(config.data.images.size // original.patch_size, PATCHES)
+    sizes = {"size": size * embedding.patch_size}
     if (max_patches := config.data.images.max_patches) is not None:
         sizes["max_patches"] = min(max_patches, PATCHES**2)
     return {"images": config.data.images.model_copy(update=sizes)}
@@ -63,12 +64,12 @@ def shrunk_images(config: Config, model: ModelConfig) -> dict[str, Any]:
 def shrunk_second_tower(
     model: ModelConfig, head_ranks: int, layers: int, head_dim: int, width: Callable[[int], int]
 ) -> dict[str, Any]:
-    """Return the small sizes of the pixel decoder and the text tower, if there are any.
+    """Return the small sizes of the pixel decoder and of the text or vision tower, if there are any.
 
     head_ranks: ranks that divide heads. width: shrinks the inner width of a feed-forward network.
     """
     changes: dict[str, Any] = {}
-    for key in ("pixel_decoder", "text_tower"):
+    for key in ("pixel_decoder", "text_tower", "vision_tower"):
         if (section := getattr(model, key)) is None:
             continue
         n_heads = min(section.n_heads, 2 * head_ranks)
@@ -77,6 +78,12 @@ def shrunk_second_tower(
             "n_heads": n_heads,
             "d_ff": width(section.d_ff),
             "n_layers": min(section.n_layers, layers),
+        }
+    if (tower := model.vision_tower) is not None:
+        rows, columns = tower.grid
+        changes["vision_tower"] |= {
+            "grid": (min(rows, PATCHES - 1), min(columns, PATCHES + 1)),
+            "embedding": {"patch_size": min(tower.embedding.patch_size, PATCH_SIZE)},
         }
     if model.text_tower is not None:
         changes["text_tower"]["max_positions"] = min(model.text_tower.max_positions, POSITIONS)

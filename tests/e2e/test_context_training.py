@@ -38,7 +38,10 @@ def test_context_ranks_train_like_one_process(
     plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
     assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
-    assert log.count("attention Full(causal=True), cp 2: each rank takes some heads of all tokens") == 1
+    assert (
+        log.count("attention Full(causal=True), cp 2: Ulysses, each rank computes some heads of all tokens")
+        == 1
+    )
     stopped = make_config("parallel.cp=2", run="stopped")
     assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
         EXIT_REQUEUE,

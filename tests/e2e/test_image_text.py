@@ -75,20 +75,97 @@ every = 1
 """
 
 
-def test_captions_are_prepared_learned_found_and_resumed(tmp_path: Path) -> None:
-    write_captioned_images(tmp_path / "images", tmp_path / "captions", 400)
-    (tmp_path / "towers.toml").write_text(CONFIG)
-    log = tmp_path / "log"
+CAPTIONER = """
+name = "captioner"
+[model]
+family = "vision_language"
+d_model = 64
+n_layers = 2
+attention = { n_heads = 4 }
+ffn = { d_ff = 128 }
+[model.vision_tower]
+d_model = 32
+n_layers = 2
+n_heads = 4
+d_ff = 64
+activation = "gelu"
+grid = [4, 4]
+embedding = { name = "patches", patch_size = 4, bias = false, norm = true }
+[model.connector]
+image_token_id = 339
+[objective]
+name = "image_to_text"
+[data]
+train = "corpora/shapes/train"
+validation = { shapes = "corpora/shapes/validation" }
+tokenizer = "corpora/shapes/tokenizer.model"
+sequence_length = 34
+target_length = 80
+[data.images]
+size = 16
+crop_pct = 1.0
+[optimizer]
+name = "adamw"
+lr = 4e-3
+[lr_schedule]
+warmup_steps = 5
+[train]
+steps = 240
+global_batch = 24
+micro_batch = 12
+precision = "fp32"
+[checkpoint]
+every = 120
+keep = 9
+[evaluate]
+every = 120
+"""
+
+
+def prepare_shapes(folder: Path, log: Path) -> None:
+    """Write images and captions, and make a tokenizer and two corpora of them."""
+    write_captioned_images(folder / "images", folder / "captions", 400)
     of_text = ["read.folder=captions", "tokenizer.vocab_size=340", "out=corpora/captions"]
-    megatfm("prep", "quickstart-data", *of_text, output=log, cwd=tmp_path)
+    megatfm("prep", "quickstart-data", *of_text, output=log, cwd=folder)
     of_images = [
         "read.folder=images",
         "tokenizer.file=corpora/captions/tokenizer.model",
         "out=corpora/shapes",
     ]
     of_images += ["split.validation_files=validation/*"]
-    megatfm("prep", "quickstart-vision-data", *of_images, output=log, cwd=tmp_path)
+    megatfm("prep", "quickstart-vision-data", *of_images, output=log, cwd=folder)
 
+
+def test_images_are_described(tmp_path: Path) -> None:
+    """A vision-language model describes images that it never saw, on two ranks as on one, and resumes to the bit."""
+    log, run = tmp_path / "log", tmp_path / "runs/captioner"
+    prepare_shapes(tmp_path, log)
+    (tmp_path / "captioner.toml").write_text(CAPTIONER)
+    megatfm("train", "captioner.toml", output=log, cwd=tmp_path)
+    curve = training_curve(run)
+    (evaluation,) = curve[-1]["evaluation"].values()
+    assert evaluation["loss"] < 0.05
+    described = []
+    for image in sorted((tmp_path / "images/validation").glob("*.png"))[:5]:
+        words = ["--image", image, "--temperature", "0", "--max-tokens", "40"]
+        text = megatfm("generate", run, *words, output=log, cwd=tmp_path)
+        described.append(image.with_suffix(".txt").read_text().strip() in text)
+    assert sum(described) >= 4
+    for path in (run / "checkpoints").glob("step-00000240*"):
+        path.rename(tmp_path / "away")
+    megatfm("train", "captioner.toml", output=log, cwd=tmp_path)
+    again = {line["step"]: line["loss"] for line in training_curve(run)}
+    assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
+    megatfm("launch", "captioner.toml", "--nproc", "2", "name=two", "train.steps=6", output=log, cwd=tmp_path)
+    on_two_ranks = training_curve(tmp_path / "runs/two")[:5]  # while the learning rate still rises alike
+    for line, alone in zip(on_two_ranks, curve[:5], strict=True):
+        assert abs(line["loss"] - alone["loss"]) < 1e-4 * alone["loss"]
+
+
+def test_captions_are_prepared_learned_found_and_resumed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    prepare_shapes(tmp_path, log)
+    (tmp_path / "towers.toml").write_text(CONFIG)
     megatfm("train", "towers.toml", output=log, cwd=tmp_path)
     run = tmp_path / "runs/towers"
     curve = training_curve(run)

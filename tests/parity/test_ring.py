@@ -49,7 +49,7 @@ def part_group() -> Any:
 def places_of(rank: int) -> Tensor:
     """Where a rank's tokens stand."""
     ranks = dist.get_world_size()
-    return token_indices(TOKENS * ranks, ranks, folded=True)[rank]
+    return token_indices(TOKENS * ranks, ranks, is_zigzag=True)[rank]
 
 
 def gradients_twice() -> bool:

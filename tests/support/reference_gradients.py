@@ -87,10 +87,16 @@ class Pair:
     """Their names in memory → those of files, which the table has."""
 
 
-def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence[str] | None = None) -> Pair:
+def pair(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    among: Sequence[str] | None = None,
+    unused: Collection[str] = (),
+) -> Pair:
     """Ours in training mode, theirs not (its classifiers drop); every parameter of theirs is set, and no other.
 
-    among: names of the architectures that may be chosen.
+    among: names of the architectures that may be chosen. unused: parameters of theirs that their forward never reads.
     """
     actual = build(config).to(dtype)
     perturb(actual, seed)
@@ -115,9 +121,11 @@ def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence
     ):  # transformers ties T5 v1.1's as long as nobody puts another in its place
         expected.lm_head.weight = nn.Parameter(expected.lm_head.weight.detach().clone())
     in_files = {
-        name: name_in_files(name, architecture, converted.keys()) for name, _ in expected.named_parameters()
+        name: name_in_files(name, architecture, converted.keys())
+        for name, _ in expected.named_parameters()
+        if name not in unused
     }
-    named = {in_files[name]: parameter for name, parameter in expected.named_parameters()}
+    named = {in_files[name]: p for name, p in expected.named_parameters() if name in in_files}
     named |= {name: tensor for name, tensor in expected.named_buffers() if name in converted}
     assert converted.keys() == named.keys()
     with torch.no_grad():
@@ -170,7 +178,8 @@ class Figures:
         ]  # all but those of state
         assert {name for rule in local for name in rule.megatfm} == gradients.keys()
         converted = to_hf(local, gradients)
-        reference = {both.names[name]: p.grad for name, p in both.theirs.named_parameters()}
+        theirs = {name: p.grad for name, p in both.theirs.named_parameters()}
+        reference = {in_file: theirs[name] for name, in_file in both.names.items()}
         assert reference.keys() == converted.keys()
         for name in [n for n, g in reference.items() if ".experts." in n and (g is None or not g.any())]:
             assert not converted[name].any(), f"{name}: of an expert that no real token chose"

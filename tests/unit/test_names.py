@@ -17,4 +17,6 @@ def test_no_class_name_is_used_twice() -> None:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     files[node.name].append(str(path.relative_to(ROOT)))
     assert len(files) > 500
-    assert not {name: paths for name, paths in files.items() if len(paths) > 1 and name not in PUBLIC_AND_BASE}
+    assert not {
+        name: paths for name, paths in files.items() if len(paths) > 1 and name not in PUBLIC_AND_BASE
+    }

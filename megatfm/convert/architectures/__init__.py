@@ -10,6 +10,7 @@ from megatfm.convert.architectures import gpt as gpt
 from megatfm.convert.architectures import gpt_oss as gpt_oss
 from megatfm.convert.architectures import image_towers as image_towers
 from megatfm.convert.architectures import llama as llama
+from megatfm.convert.architectures import llava as llava
 from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import moe_decoders as moe_decoders
 from megatfm.convert.architectures import sequence_classification as sequence_classification

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatfm.inference.text import IncrementalDetokenizer
+from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 
 TEXTS = [

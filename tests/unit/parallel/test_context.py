@@ -18,7 +18,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask, global_query_ind
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context_parallel import ContextParallel, folding, split_batch, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, split_batch, token_indices, zigzag_rule
 from megatfm.parallel.parallelize import refuse
 from megatfm.verify.shrink import random_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
@@ -136,7 +136,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     with torch.device("meta"):
         model = build(config.model)
     refuse(model)
-    compare_cuts(batch, folded=folding(model)(config.data.sequence_length))
+    compare_cuts(batch, folded=zigzag_rule(model)(config.data.sequence_length))
 
 
 def test_rows_of_images_are_cut_token_by_token() -> None:
@@ -183,7 +183,7 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
     folded = set()
     for name, sections in PATTERN_MODELS.items():
         with torch.device("meta"):
-            if folding(build(ModelConfig.from_dotted(sections)))(24):
+            if zigzag_rule(build(ModelConfig.from_dotted(sections)))(24):
                 folded.add(name)
     assert folded == {
         "alternating", "strided", "fixed", "compressed", "local, compressed and experts",
@@ -197,8 +197,8 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
             model = build(ModelConfig.from_dotted(**base, **{"attention.pattern": section}))
-        assert [folding(model)(length) for length in (32, 256, 257, 512)] == [True, True, False, False]
-        is_folded_at = folding(model)
+        assert [zigzag_rule(model)(length) for length in (32, 256, 257, 512)] == [True, True, False, False]
+        is_folded_at = zigzag_rule(model)
         for ranks in (2, 3, 5, 8):
             pairs = {int((indices + 1).sum()) for indices in token_indices(240, ranks, is_folded_at(240))}
             assert len(pairs) == 1, (section, ranks)
@@ -208,7 +208,7 @@ def test_a_row_that_is_too_short_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"a row of 3 tokens can't be cut into 4 runs of at least 1 for parallel\.cp = 2"
     ):
-        token_indices(3, 2, folded=True)
+        token_indices(3, 2, is_zigzag=True)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
     """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
     sent = []
     for length in (384, 768):
-        row, dealt = SequenceMetadata(torch.arange(length)[None]), token_indices(length, 4, folded=False)
+        row, dealt = SequenceMetadata(torch.arange(length)[None]), token_indices(length, 4, is_zigzag=False)
         wide = global_query_indices(pattern.simplify(length), row, dealt)
         fetched = [reachable_keys(pattern.simplify(length), row, item) for item in dealt]
         sent.append((len(wide), [len(actual) - length // 4 for actual in fetched]))

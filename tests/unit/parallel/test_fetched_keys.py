@@ -14,7 +14,7 @@ from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
 from megatfm.layers.attention.patterns.mask import global_query_indices, reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_little, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_sparse_fetch, token_indices
 
 LENGTH, ROWS, HEADS = 61, 2, 4
 KINDS = {
@@ -106,7 +106,7 @@ class Here:
     size: int
 
 
-def test_a_fetch_is_little_below_half_of_what_goes_round() -> None:
+def test_a_fetch_is_sparse_below_half_of_the_other_tokens() -> None:
     """By counting; and what one rank gives another is what that one gets of it."""
     littles = set()
     for kind, ranks, folded in product(KINDS, (2, 3, 5), (False, True)):
@@ -118,8 +118,8 @@ def test_a_fetch_is_little_below_half_of_what_goes_round() -> None:
             FetchPlan.of(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)
         ]
         most = max(map(len, by_rank))
-        littles.add(is_little(dealt, needs))
-        assert is_little(dealt, needs) == (most < LENGTH * (ranks - 1) / ranks / 2)
+        littles.add(is_sparse_fetch(dealt, needs))
+        assert is_sparse_fetch(dealt, needs) == (most < LENGTH * (ranks - 1) / ranks / 2)
         for rank, local in enumerate(result):
             assert (local.most, local.length) == (most, LENGTH)
             assert {int(x) for gets in local.recv_indices for x in gets} == by_rank[rank]
@@ -135,5 +135,5 @@ def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Window, "key_ranges", lambda *inputs: requested.append(inputs) or real(*inputs))
     length = 4096
     row = SequenceMetadata(torch.arange(length)[None] % 3, torch.arange(length)[None] // 3)
-    reachable_keys(Window(2), row, token_indices(length, 8, folded=True)[3])
+    reachable_keys(Window(2), row, token_indices(length, 8, is_zigzag=True)[3])
     assert len(requested) <= 4

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import UsageError
-from megatfm.inference.text import IncrementalDetokenizer
+from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
 from tests.support.tokenizer_cases import ODD_TEXTS
 

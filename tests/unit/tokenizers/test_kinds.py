@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError
-from megatfm.inference.text import IncrementalDetokenizer
+from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.tokenizers import Tokenizer
 from tests.support.tokenizer_cases import LOSSLESS_KINDS, ODD_TEXTS, OWN_KINDS
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import UsageError
-from megatfm.inference.text import IncrementalDetokenizer
+from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.tokenizers import SentencePieceTokenizer
 from tests.support.tokenizer_cases import LLAMA2_PIECES, ODD_TEXTS, T5_PIECES
 

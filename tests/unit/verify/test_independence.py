@@ -15,7 +15,7 @@ import torch
 import megatfm.layers
 import megatfm.models
 from megatfm.config import Config, load_config
-from megatfm.parallel.context_parallel import folding, token_indices
+from megatfm.parallel.context_parallel import token_indices, zigzag_rule
 from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
 from megatfm.verify.expected_context import ContextShards
@@ -121,4 +121,4 @@ def test_rows_are_folded_where_the_ranks_fold_them() -> None:
         tokens = np.zeros((4, 64), np.int64)
         batch = {"positions": tokens, "encoder_positions": tokens}
         rank_0 = ContextShards(config, model, batch)._positions_by_rank[""][0]
-        assert folding(model)(64) == (rank_0[-1] == 63)
+        assert zigzag_rule(model)(64) == (rank_0[-1] == 63)

@@ -1,0 +1,179 @@
+"""LLaVA (Liu et al. 2023): LlavaForConditionalGeneration with CLIP's image encoder and a Llama."""
+
+import re
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from megatfm.config import ConnectorConfig, ModelConfig, VisionTowerConfig
+from megatfm.config.image_text import image_tower
+from megatfm.convert.architecture import Architecture, register_architecture
+from megatfm.convert.architectures.image_towers import CLIP_KEYS, clip_rules, read_clip, write_clip
+from megatfm.convert.architectures.llama import LLAMA_KEYS, llama_rules, read_llama, write_llama
+from megatfm.convert.hf_config import COMMON, Json, Key, resolve_hf_config, supported_values, used
+from megatfm.convert.weight_mapping import WeightMapping, rename_linear, with_prefix
+from megatfm.errors import UsageError
+
+PIXELS = ("image_mean", "image_std")
+LLAVA_KEYS: dict[str, Key] = {
+    "vision_config": used({}, dict, None),
+    "text_config": used({}, dict, None),
+    "image_mean": used(None, list, None),
+    "image_std": used(None, list, None),
+    "image_token_index": used(32000),
+    "image_seq_length": used(576, int, None),
+    "projector_hidden_act": supported_values("gelu"),
+    "multimodal_projector_bias": used(True),
+    "vision_feature_layer": used(-2, int, list),
+    "vision_feature_select_strategy": supported_values("default"),
+    "tie_word_embeddings": used(False),
+}
+VISION_DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+"""Sizes of an image encoder that config.json does not give (CLIP's ViT-L/14 at 336 pixels)."""
+TOWER_NAMES = re.compile(r"^vision_model\.")
+
+
+def n_used_layers(vision: Json, layer: Any) -> int:
+    """Blocks of the image encoder before the output that the connector reads.
+
+    layer: `vision_feature_layer`, which counts the embedding as 0, or from the end. Raises UsageError for several
+    layers, or one that isn't there.
+    """
+    n_layers = vision["num_hidden_layers"]
+    n_used = layer if not isinstance(layer, int) or layer >= 0 else n_layers + 1 + layer
+    if not isinstance(n_used, int) or not 1 <= n_used <= n_layers:
+        raise UsageError(
+            f"config.json: vision_feature_layer = {layer!r}: the connector reads the output of one of {n_layers} "
+            "blocks: give the number of one, such as -2"
+        )
+    return n_used
+
+
+def section_of(hf_config: Json, name: str, keys: Mapping[str, Key], model_types: Sequence[str]) -> Json:
+    """A section of config.json with defaults filled in. Raises UsageError for keys or a model type that we lack."""
+    declared = {**COMMON, "model_type": supported_values(*model_types), **keys}
+    values = dict(hf_config[name] or {})
+    if name == "vision_config":
+        values = {**VISION_DEFAULTS, **values, **{key: hf_config[key] for key in PIXELS if hf_config[key]}}
+    return resolve_hf_config(values, declared, f"LLaVA's {name}")
+
+
+def read_llava(hf_config: Json) -> ModelConfig:
+    vision = section_of(hf_config, "vision_config", CLIP_KEYS, ("clip_vision_model",))
+    text = section_of(hf_config, "text_config", LLAMA_KEYS, ("llama",))
+    text["tie_word_embeddings"] = text["tie_word_embeddings"] or hf_config["tie_word_embeddings"]
+    tower = read_clip(vision)
+    return read_llama(text).with_changes(
+        {
+            "family": "vision_language",
+            "vision_tower": {
+                "d_model": tower.d_model,
+                "n_layers": n_used_layers(vision, hf_config["vision_feature_layer"]),
+                "n_heads": tower.attention.n_heads,
+                "d_ff": tower.ffn.d_ff,
+                "activation": tower.ffn.activation,
+                "norm_eps": tower.norm.eps,
+                "embedding": tower.embedding.model_dump(),
+                "grid": getattr(tower.position, "grid", None),
+            },
+            "connector": {
+                "bias": hf_config["multimodal_projector_bias"],
+                "image_token_id": hf_config["image_token_index"],
+            },
+        }
+    )
+
+
+def parts_of(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
+    """The sections of image encoder and connector. Raises UsageError for what LLaVA lacks."""
+    tower, connector = config.vision_tower, config.connector
+    if config.family != "vision_language" or tower is None or connector is None:
+        raise UsageError(f"model.family = {config.family!r} reads no images beside text")
+    if connector.name != "mlp" or tower.final_norm:
+        key = "connector.name = 'linear'" if connector.name != "mlp" else "vision_tower.final_norm = true"
+        raise UsageError(
+            f"model.{key}: LLaVA's connector has two matrices, and its image encoder no last norm"
+        )
+    return tower, connector
+
+
+def write_llava(config: ModelConfig) -> Json:
+    tower, connector = parts_of(config)
+    vision = write_clip(image_tower(config))
+    pixels = {key: vision.pop(key) for key in PIXELS}
+    text = write_llama(decoder_of(config))
+    return {
+        "vision_config": {"model_type": "clip_vision_model", **vision},
+        "text_config": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **text},
+        **pixels,
+        "image_token_index": connector.image_token_id,
+        "image_seq_length": tower.grid[0] * tower.grid[1],
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": connector.bias,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": config.embedding.tied,
+    }
+
+
+def decoder_of(config: ModelConfig) -> ModelConfig:
+    """The config of the decoder alone."""
+    return config.with_changes({"family": "decoder", "vision_tower": None, "connector": None})
+
+
+def llava_rules(config: ModelConfig) -> list[WeightMapping]:
+    _, connector = parts_of(config)
+    tower = [
+        WeightMapping(
+            rule.megatfm,
+            tuple("vision_tower." + TOWER_NAMES.sub("", name) for name in rule.hf),
+            rule.to_hf,
+            rule.from_hf,
+        )
+        for rule in clip_rules(image_tower(config))
+        if not rule.megatfm[0].startswith("encoder.norm.")
+    ]
+    projector = "multi_modal_projector.linear_"
+    return [
+        *tower,
+        *rename_linear("connector.w_in", f"{projector}1", bias=connector.bias),
+        *rename_linear("connector.w_out", f"{projector}2", bias=connector.bias),
+        *with_prefix("", "language_model.", llama_rules(decoder_of(config))),
+    ]
+
+
+def unused_layers(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
+    """Regular expressions of the image encoder's blocks above those used, and of its last norm."""
+    values = {**VISION_DEFAULTS, **(hf_config.get("vision_config") or {})}
+    n_used = n_used_layers(values, hf_config.get("vision_feature_layer", -2))
+    above = "|".join(map(str, range(n_used, values["num_hidden_layers"])))
+    layers = [rf"^vision_tower\.encoder\.layers\.({above})\."] if above else []
+    return [*layers, r"^vision_tower\.post_layernorm\."]
+
+
+register_architecture(
+    "LlavaForConditionalGeneration",
+    Architecture(
+        "llava",
+        LLAVA_KEYS,
+        read_llava,
+        write_llava,
+        llava_rules,
+        ignored_tensors=(r"\.position_ids$", r"rotary_emb\.inv_freq$"),
+        legacy_names=(
+            (r"^vision_tower\.vision_model\.", "vision_tower."),
+            (r"^model\.vision_tower\.", "vision_tower."),
+            (r"^model\.multi_modal_projector\.", "multi_modal_projector."),
+            (r"^model\.language_model\.", "language_model.model."),
+            (r"^lm_head\.", "language_model.lm_head."),
+        ),
+        fingerprint={"family": "vision_language"},
+        unused_tensors=unused_layers,
+    ),
+)

@@ -1,0 +1,186 @@
+"""Vision-language model (LLaVA; Liu et al. 2023): an image encoder, a connector, and a decoder of text and images.
+
+A batch has two rows, as for an encoder-decoder: "encoder_" fields hold images, the others text, in which
+`connector.image_token_id` stands once for each patch of the row's images, in their order.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, PatchEmbeddingConfig
+from megatfm.config.image_text import image_tower
+from megatfm.layers.attention.kv_cache import KVCache
+from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.initialisation import initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.loss_terms import add_by_name
+from megatfm.layers.output_head import LMHead
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, targets_of, view_of
+from megatfm.models.stack import Stack, make_sequence
+from megatfm.split_points import CarrySpec, SplitPoint
+
+# B batch, S tokens of the image row, T of the text row, V width of the image encoder, D of the decoder
+
+
+class Connector(nn.Module):
+    """Maps vectors of the image encoder [B, S, V] to the decoder's width [B, S, D], token by token."""
+
+    tp_plan = (("w_in", "sequence_parallel"), ("w_out", "sequence_parallel"))
+    cp_plan = "local"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.connector is not None  # checked with the config
+        assert config.vision_tower is not None
+        width, d, bias = config.vision_tower.d_model, config.d_model, config.connector.bias
+        initial = initialiser(config, "decoder")
+        self.w_in = Linear(width, d, initial("dense", width, d), bias=bias)
+        self.w_out = (
+            Linear(d, d, initial("dense", d, d), bias=bias) if config.connector.name == "mlp" else None
+        )
+
+    def forward(self, hidden_BSV: Tensor) -> Tensor:
+        y_BSD: Tensor = self.w_in(hidden_BSV)
+        return y_BSD if self.w_out is None else self.w_out(F.gelu(y_BSD))
+
+
+@MODELS.register("vision_language")
+class VisionLanguage(Model):
+    """Image encoder, connector and decoder; the image encoder's weights are those of the family "encoder"."""
+
+    tp_plan = (("image_vectors", "gather_output_for_tokens"),)
+    cp_plan = None  # type: ignore[assignment]  # a row's text finds its images on the same rank
+    is_causal, takes_cache = True, True
+
+    encoder: Stack | None
+    decoder: Stack | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        images = image_tower(config)
+        assert config.connector is not None  # checked with the config
+        assert isinstance(images.embedding, PatchEmbeddingConfig)
+        self.image_token_id = config.connector.image_token_id
+        self.n_special_tokens = images.embedding.n_special_tokens
+        self.encoder = Stack(images, "encoder", embedding=InputEmbedding(images, "encoder"))
+        self.connector = Connector(config)
+        self.image_vectors = nn.Identity()  # where tensor parallelism gathers the vectors of a row's images
+        embedding = InputEmbedding(config, "decoder", inserts_vectors=True)
+        self.decoder = Stack(config, "decoder", embedding=embedding)
+        self.runs_connector, self.runs_head = True, config.lm_head.name != "none"
+        self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
+        self.add_heads(embedding.table)
+        image_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(images)))
+        self.accept("tokens", *sequence_fields(config), *image_fields, targets=targets_of(config))
+        vectors = {"image_vectors": CarrySpec("encoder_positions", config.d_model)}
+        self.split_points = [
+            *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
+            SplitPoint("connector", ("connector",), ("encoder_hidden",), vectors, "encoder_tokens"),
+            *_with_image_vectors(self.decoder.split_points("decoder", reads=("image_vectors",))),
+            *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
+            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+        ]
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        encoder_patches: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        keys: Tensor | None = None,
+        cache: KVCache | None = None,
+        encoder_hidden: Tensor | None = None,
+        image_vectors: Tensor | None = None,
+        hidden: Tensor | None = None,
+        **fields: Tensor | None,
+    ) -> Output:
+        """Run the model on int64 tokens [B, T] and uint8 patches [B, S, K]; without patches on text alone.
+
+        A row's tokens have `connector.image_token_id` once for each patch of its images. targets [B, T]: next tokens,
+        −100 where none counts; gives `losses` instead of `logits`. Both sides take positions and documents, the images'
+        with the prefix "encoder_", and they need grid. cache: tokens before these. encoder_hidden, image_vectors,
+        hidden: from the pipeline stage before. Raises TypeError for patches of another number than image tokens.
+        """
+        batch = self.read(
+            tokens=tokens, encoder_patches=encoder_patches, targets=targets, keys=keys, **fields
+        )
+        sequence = make_sequence(batch, "tokens", keys=keys, cache=cache)
+        x_BTD, losses, logits = hidden, dict[str, Tensor](), None
+        runs_embedding = self.decoder is not None and self.decoder.embedding is not None
+
+        if encoder_patches is not None:
+            # The two stacks number their layers alike, so the image encoder's random keys are others.
+            images = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
+            if self.encoder is not None:
+                encoder_hidden, losses = self.encoder(encoder_patches, images, hidden=encoder_hidden)
+            if self.runs_connector:
+                image_vectors = self.connector(encoder_hidden)
+            if runs_embedding:
+                is_image_BT = batch["tokens"] == self.image_token_id
+                vectors_BSD = self.image_vectors(image_vectors)
+                sequence.inserted = (
+                    is_image_BT,
+                    place_patches(vectors_BSD, is_image_BT, images, self.n_special_tokens),
+                )
+        if self.decoder is not None:
+            x_BTD, decoder_losses = self.decoder(batch["tokens"], sequence, hidden=hidden, cache=cache)
+            losses = add_by_name(losses, decoder_losses)
+        if self.head is not None and self.runs_head:
+            if targets is not None:
+                losses["causal"] = self.head(x_BTD, targets)
+            elif not self.has_targets(batch):
+                logits = self.head(x_BTD)
+        carry = {
+            "encoder_hidden": None if self.runs_connector else encoder_hidden,
+            "image_vectors": None if runs_embedding else image_vectors,
+        }
+        return self.output(batch, x_BTD, losses, logits, carry=carry, sequence=sequence)
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
+        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
+        view.runs_connector, view.runs_head = "connector" in names, "head" in names
+        view.extra_heads = [name for name in self.extra_heads if name in names]
+        return view
+
+
+def _with_image_vectors(points: list[SplitPoint]) -> list[SplitPoint]:
+    """Return a decoder's split points, of which the embedding also runs the module that gathers image vectors."""
+    first, *others = points
+    return [replace(first, modules=("image_vectors", *first.modules)), *others]
+
+
+def place_patches(
+    vectors_BSD: Tensor, is_image_BT: Tensor, images: SequenceMetadata, n_special: int
+) -> Tensor:
+    """Return vectors [B, T, D] of patches where a row's image tokens stand, in order, and 0 elsewhere.
+
+    n_special: class and register tokens before an image's patches, which are left out. Raises TypeError for a row with
+    another number of image tokens than patches (on a GPU a device assertion, so that the host need not wait).
+    """
+    is_patch_BS = images.positions >= n_special
+    if images.documents is not None:
+        is_patch_BS = is_patch_BS & (images.documents >= 0)
+    n_patches_B, n_places_B = is_patch_BS.sum(1), is_image_BT.sum(1)
+    fits = (n_patches_B == n_places_B).all()
+    if vectors_BSD.device.type == "cpu" and not fits:
+        row = int((n_patches_B != n_places_B).nonzero()[0, 0])
+        raise TypeError(
+            f"row {row} has {int(n_places_B[row])} image tokens and images of {int(n_patches_B[row])} patches: "
+            "put model.connector.image_token_id into the text once for each patch"
+        )
+    torch._assert_async(fits)
+    order_BS = is_patch_BS.to(torch.int8).argsort(
+        dim=1, descending=True, stable=True
+    )  # patches first, in order
+    rank_BT = (is_image_BT.cumsum(1) - 1).clamp(min=0, max=order_BS.shape[1] - 1)
+    index_BT = order_BS.gather(1, rank_BT)[..., None].expand(-1, -1, vectors_BSD.shape[-1])
+    return vectors_BSD.gather(1, index_BT) * is_image_BT[..., None]

@@ -1,0 +1,127 @@
+"""LLaVA against transformers, from the same perturbed weights: logits, loss and every gradient; and packed rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.clip import modeling_clip
+from transformers.models.llama import modeling_llama
+from transformers.models.llava import modeling_llava
+
+from megatfm.config import ModelConfig
+from tests.support.images import pixels, to_batch
+from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
+
+SIDE, IMAGE_TOKEN, GRID = 4, 55, 3
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+LLAVA: dict[str, Any] = {
+    "family": "vision_language",
+    "vocab_size": 60,
+    "d_model": 32,
+    "n_layers": 2,
+    "attention.n_heads": 4,
+    "attention.n_kv_heads": 2,
+    "ffn.d_ff": 48,
+    "vision_tower": {
+        "d_model": 24, "n_layers": 3, "n_heads": 3, "d_ff": 36, "grid": (GRID, GRID),
+        "embedding": {"name": "patches", "patch_size": SIDE, "bias": False, "norm": True, "mean": MEAN, "std": STD},
+    },
+    "connector": {"image_token_id": IMAGE_TOKEN},
+}  # fmt: skip
+N_PATCHES = GRID**2
+UNUSED = [f"model.vision_tower.post_layernorm.{part}" for part in ("weight", "bias")]
+"""The norm of CLIP's class token."""
+
+dtype = dtype_fixture(modeling_clip, modeling_llama, modeling_llava)
+
+
+def texts() -> list[Tensor]:
+    """Texts with the image first, in the middle, and last."""
+    generator = torch.Generator().manual_seed(3)
+    image = torch.full((N_PATCHES,), IMAGE_TOKEN)
+    parts = [(0, 5), (4, 3), (6, 1)]
+    return [
+        torch.cat([torch.randint(IMAGE_TOKEN, (before,), generator=generator), image,
+                   torch.randint(IMAGE_TOKEN, (after,), generator=generator)])
+        for before, after in parts
+    ]  # fmt: skip
+
+
+def text_targets(tokens: Tensor) -> Tensor:
+    """The next token, where it is text."""
+    following = torch.cat([tokens[1:], torch.tensor([-100])])
+    return torch.where(following == IMAGE_TOKEN, -100, following)
+
+
+def packed(images: list[Tensor], rows: list[list[int]]) -> dict[str, Tensor]:
+    """A batch whose rows hold the samples of these numbers, on both sides."""
+    batch = {f"encoder_{field}": values for field, values in to_batch(images, SIDE, 1, rows).items()}
+    all_tokens = texts()
+    length = max(sum(len(all_tokens[number]) for number in row) for row in rows) + 2
+    batch |= {"tokens": torch.zeros(len(rows), length, dtype=torch.int64)}
+    batch |= {
+        "targets": torch.full((len(rows), length), -100),
+        "documents": torch.full((len(rows), length), -1),
+    }
+    batch["positions"] = torch.zeros(len(rows), length, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        begin = 0
+        for document, number in enumerate(row):
+            tokens = all_tokens[number]
+            place = slice(begin, begin + len(tokens))
+            batch["tokens"][index, place], batch["targets"][index, place] = tokens, text_targets(tokens)
+            batch["positions"][index, place] = torch.arange(len(tokens))
+            batch["documents"][index, place] = document
+            begin += len(tokens)
+    return batch
+
+
+def normalised(images: list[Tensor], dtype: torch.dtype) -> Tensor:
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
+    return torch.stack([(image.double() / 255 - mean) / std for image in images]).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [[[0], [1], [2]], [[0, 1], [2]], [[2, 0, 1]]], ids=str)
+def test_logits_and_gradients(rows: list[list[int]], dtype: torch.dtype) -> None:
+    config, figures = ModelConfig.from_dotted(LLAVA), Figures()
+    both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    images = [pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)]
+    batch, losses = packed(images, rows), []
+    flat = batch["documents"].flatten() >= 0
+    targets = batch.pop("targets")
+    logits = both.ours(**batch).logits.flatten(0, 1)[flat]
+    begin = 0
+    for number in (number for row in rows for number in row):
+        tokens = texts()[number]
+        expected = both.theirs(input_ids=tokens[None], pixel_values=normalised([images[number]], dtype))
+        figures.see_logits(logits[begin : begin + len(tokens)], expected.logits[0], dtype)
+        losses.append(
+            torch.nn.functional.cross_entropy(expected.logits[0], text_targets(tokens), reduction="sum")
+        )
+        begin += len(tokens)
+    loss = both.ours(**batch, targets=targets).losses["causal"]
+    figures.see_logits(loss, torch.stack(losses).sum(), dtype)
+    loss.backward()
+    torch.stack(losses).sum().backward()
+    figures.see_gradients(both, dtype)
+    assert figures.logits > 0, "the same code can't be its own oracle"
+    assert figures.compared > 50
+    hold_to_the_docs("llava-1.5-7b", dtype, figures)
+
+
+def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
+    config = ModelConfig.from_dotted(LLAVA)
+    both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    tokens = torch.arange(1, 9)[None]
+    expected = both.theirs(input_ids=tokens).logits
+    Figures().see_logits(both.ours(tokens).logits, expected, dtype)
+
+
+def test_another_number_of_image_tokens_is_refused() -> None:
+    config = ModelConfig.from_dotted(LLAVA)
+    model = pair(config, torch.float64, among=["LlavaForConditionalGeneration"], unused=UNUSED).ours
+    batch = packed([pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)], [[0], [1, 2]])
+    batch["tokens"][1, -3] = IMAGE_TOKEN
+    with pytest.raises(TypeError, match="row 1 has 19 image tokens and images of 18 patches"):
+        model(**batch)

@@ -1,0 +1,73 @@
+"""Small vision-language models and their batches, whose gradients layouts must reproduce."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from tests.support.images import pixels, to_batch
+from tests.support.models import ROWS
+
+SIDE, IMAGE_TOKEN, VOCABULARY = 4, 55, 60
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+TEXT_LENGTH, IMAGE_LENGTH = 24, 18
+"""Lengths of the two sides of a row."""
+LLAVA: dict[str, Any] = {
+    "family": "vision_language",
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "n_layers": 2,
+    "attention.n_heads": 6,
+    "ffn.d_ff": 36,
+    "vision_tower": {
+        "d_model": 12, "n_layers": 3, "n_heads": 6, "d_ff": 18, "grid": (3, 3),
+        "embedding": {"name": "patches", "patch_size": SIDE, "bias": False, "norm": True, "mean": MEAN, "std": STD},
+    },
+    "connector": {"image_token_id": IMAGE_TOKEN},
+}  # fmt: skip
+LLAVA_MODELS = {
+    "mlp": ModelConfig.from_dotted(LLAVA),
+    "linear": ModelConfig.from_dotted(
+        LLAVA | {"connector": {"name": "linear", "image_token_id": 7, "bias": False}, "embedding.tied": True}
+    ),
+    "dropout": ModelConfig.from_dotted(
+        LLAVA | {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1}
+    ),
+}
+SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
+"""Heights and widths of images, in patches."""
+TEXT_ALONE = -1
+"""A sample without an image."""
+
+
+def llava_batch(name: str) -> dict[str, Tensor]:
+    """Rows of two samples, one, or a text alone beside one; images of unlike sizes at several places; padding."""
+    config, n = LLAVA_MODELS[name], len(SIZES)
+    assert config.connector is not None
+    image_token = config.connector.image_token_id
+    images = [pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
+    samples: list[list[int]] = [[TEXT_ALONE], [4, 0], [TEXT_ALONE, 1], [2]]
+    samples += [[row % n, (row + 1) % n] if row % 3 else [row % n] for row in range(ROWS - len(samples))]
+    rows = [[number for number in row if number != TEXT_ALONE] for row in samples]
+    side = to_batch(images, SIDE, 1, rows, row_length=IMAGE_LENGTH)
+    batch = {f"encoder_{field}": values for field, values in side.items()}
+    shape = (ROWS, TEXT_LENGTH)
+    batch |= {"tokens": torch.zeros(shape, dtype=torch.int64), "targets": torch.full(shape, -100)}
+    batch |= {"positions": torch.zeros(shape, dtype=torch.int64), "documents": torch.full(shape, -1)}
+    generator = torch.Generator().manual_seed(11)
+    for index, row in enumerate(samples):
+        begin = 0
+        for document, number in enumerate(row):
+            n_patches = 0 if number == TEXT_ALONE else SIZES[number][0] * SIZES[number][1]
+            n_before, n_after = (index + document) % 3, 1 + (index + 2 * document) % 3
+            text = torch.randint(8, VOCABULARY - 8, (n_before + n_after + 1,), generator=generator)
+            image = torch.full((n_patches,), image_token)
+            sequence = torch.cat([text[:n_before], image, text[n_before:]])
+            place = slice(begin, begin + len(sequence) - 1)
+            batch["tokens"][index, place] = sequence[:-1]
+            batch["targets"][index, place] = torch.where(sequence == image_token, -100, sequence)[1:]
+            batch["positions"][index, place] = torch.arange(len(sequence) - 1)
+            batch["documents"][index, place] = document
+            begin = place.stop
+    return batch | {"keys": torch.arange(ROWS) * 7919 + 3}

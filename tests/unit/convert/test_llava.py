@@ -1,0 +1,118 @@
+"""Folders of LLaVA, both ways: transformers' own files and released names, blocks that the connector does not read."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+import megatfm
+from megatfm.convert.convert import convert
+from megatfm.convert.hf_checkpoint import HfFolder
+from megatfm.errors import UsageError
+from tests.support.hf_folders import edit_config, perturbed, with_fresh_memory
+from tests.support.images import pixels, to_batch
+
+SIDE, GRID, IMAGE_TOKEN = 4, 3, 55
+PIXELS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
+RELEASED = {
+    "vision_tower.": "vision_tower.vision_model.",
+    "multi_modal_projector.": "multi_modal_projector.",
+    "language_model.": "language_model.",
+}
+"""Prefixes of tensors: as transformers 5 writes them, and as in released files."""
+
+
+def write_llava(folder: Path, **options: object) -> LlavaForConditionalGeneration:
+    vision = CLIPVisionConfig(
+        hidden_size=24, intermediate_size=36, num_hidden_layers=4, num_attention_heads=3,
+        image_size=SIDE * GRID, patch_size=SIDE,
+    )  # fmt: skip
+    text = LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, **options)
+    model = perturbed(LlavaForConditionalGeneration(config))
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.tensor([[7, 8, *[IMAGE_TOKEN] * GRID**2, 9, 10]])
+
+
+def answer(model: LlavaForConditionalGeneration) -> Tensor:
+    mean, std = (torch.tensor(PIXELS[key])[:, None, None] for key in ("image_mean", "image_std"))
+    image = ((pixels(SIDE * GRID, SIDE * GRID, seed=1).double() / 255 - mean) / std).float()
+    with torch.no_grad():
+        return model(input_ids=tokens(), pixel_values=image[None]).logits
+
+
+def our_answer(folder: Path) -> Tensor:
+    image = to_batch([pixels(SIDE * GRID, SIDE * GRID, seed=1)], SIDE, 1, [[0]])
+    with torch.no_grad():
+        return megatfm.load(folder)(
+            tokens=tokens(), **{f"encoder_{name}": field for name, field in image.items()}
+        ).logits
+
+
+@pytest.mark.parametrize("layer", [-2, -1, 2])
+def test_there_and_back(layer: int, tmp_path: Path) -> None:
+    """The blocks above `vision_feature_layer` are left out, named, and the answer is the same."""
+    expected = answer(write_llava(tmp_path / "theirs", vision_feature_layer=layer))
+    assert len(HfFolder(tmp_path / "theirs").config.model_dump()["vision_tower"]["embedding"]["mean"]) == 3
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    loaded, info = LlavaForConditionalGeneration.from_pretrained(tmp_path / "back", output_loading_info=True)
+    unread = {f"model.vision_tower.post_layernorm.{part}" for part in ("weight", "bias")}
+    assert set(info.pop("missing_keys")) == unread
+    assert not any(info.values()), info
+    assert len(loaded.model.vision_tower.encoder.layers) == {-2: 3, -1: 4, 2: 2}[layer]
+    torch.testing.assert_close(answer(with_fresh_memory(loaded)), expected, rtol=1e-6, atol=1e-6)
+    for folder in ("theirs", "ours", "back"):
+        torch.testing.assert_close(our_answer(tmp_path / folder), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_released_names_are_read(tmp_path: Path) -> None:
+    expected = answer(write_llava(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+    released = {}
+    for name, tensor in stored.items():
+        prefix = next(prefix for prefix in RELEASED if name.startswith(prefix))
+        released[RELEASED[prefix] + name.removeprefix(prefix)] = tensor
+    save_file(released, tmp_path / "model.safetensors")
+    torch.testing.assert_close(our_answer(tmp_path), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\].*of one of 4 blocks"),
+        ({"vision_feature_layer": 9}, "vision_feature_layer = 9"),
+        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy = 'full'"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
+    ],
+)
+def test_what_is_lacking_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    write_llava(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UsageError, match=message):
+        HfFolder(tmp_path)
+
+
+def test_another_decoder_or_tower_is_refused(tmp_path: Path) -> None:
+    write_llava(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, text_config={**stored["text_config"], "model_type": "qwen2"})
+    with pytest.raises(UsageError, match="model_type = 'qwen2'"):
+        HfFolder(tmp_path)
+    edit_config(
+        tmp_path, text_config=stored["text_config"], vision_config={"model_type": "siglip_vision_model"}
+    )
+    with pytest.raises(UsageError, match="model_type = 'siglip_vision_model'"):
+        HfFolder(tmp_path)
