@@ -12,7 +12,7 @@ from megatfm.config import Config, ModelConfig, load_config
 from megatfm.convert.electra_pair import is_electra_folder
 from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.convert.load import (
-    begins_of,
+    bos_prefix_ids_of,
     pad_token_id_of,
     sentence_transformer_options,
     text_generation_fields,
@@ -221,7 +221,7 @@ class Model:
     def _text_encoder(self) -> SentenceEmbedder:
         if is_hf_folder(self.path):
             options = sentence_transformer_options(self.path, self.module)
-            begins = begins_of(self.path, tokenizer := tokenizers.load(tokenizer_path(self.path)))
+            begins = bos_prefix_ids_of(self.path, tokenizer := tokenizers.load(tokenizer_path(self.path)))
             return SentenceEmbedder(self.module, tokenizer, begins=begins, **options)
         loaded = self._with_tokenizer()
         longest = loaded.config.model.position.limit or loaded.config.data.sequence_length

@@ -16,7 +16,7 @@ from megatfm.terminal import print_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatfm.verify.verify import Case, Difference, GradientComparison
+    from megatfm.verify.verify import Difference, GradientComparison, PresetResult
 
 SHOWN = 8
 DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
@@ -116,12 +116,12 @@ def _presets(args: argparse.Namespace) -> int:
     presets = presets or presets_of_models()
 
     forkserver.start()
-    from megatfm.verify.verify import walk
+    from megatfm.verify.verify import verify_presets
 
     start, cases = time.monotonic(), []
     width = max(map(len, presets))
     print(f"{'':{width}}  {'  '.join(f'{layout:9}' for layout in layouts)}".rstrip(), flush=True)
-    for case in walk(itertools.product(presets, layouts), overrides, args.documents):
+    for case in verify_presets(itertools.product(presets, layouts), overrides, args.documents):
         cases.append(case)
         if case.layout == layouts[-1]:
             outcomes = "  ".join(f"{row_case.outcome:9}" for row_case in cases[-len(layouts) :])
@@ -129,7 +129,7 @@ def _presets(args: argparse.Namespace) -> int:
     return _print_summary(cases, time.monotonic() - start)
 
 
-def _print_summary(cases: "Sequence[Case]", seconds: float) -> int:
+def _print_summary(cases: "Sequence[PresetResult]", seconds: float) -> int:
     """Print each reason of refusals once, then all that differs."""
     reasons: dict[str, list[str]] = {}
     for case in cases:

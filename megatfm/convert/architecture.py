@@ -1,4 +1,4 @@
-"""The registry of architectures: the class of transformers that stores a megatfm model, and how."""
+"""Registry of architectures: how each class of transformers stores a megatfm model."""
 
 import math
 import re
@@ -17,27 +17,24 @@ from megatfm.errors import UsageError
 from megatfm.registry import Registry
 
 Rules = Callable[[ModelConfig], Sequence[WeightMapping]]
-"""The table for a config."""
+"""Builds the weight mappings of a model from its config."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers, such as LlamaForCausalLM, under whose name it is registered.
+    """A class of transformers, such as LlamaForCausalLM, registered under its name.
 
-    model_type: as in config.json. keys: the meaning of each key of config.json, besides those of `COMMON`; one that is
-    not declared is refused.
-    config_from_hf: makes our config of config.json, settled by `keys`; raises UsageError for what we lack.
-    config_to_hf: makes config.json of our config, without `architectures` and `model_type`; it needn't check
-    unsupported features, see `architecture_for`. weight_mappings: the table for a config. fused_rules: that for files
-    with all experts of a block in one tensor, where these are another. base_model_prefix: files of the bare model lack
-    it before every name. ignored_tensors: regular expressions of tensors in their files that are no parameters.
-    legacy_names: older names, as regular expressions and what stands in their place. max_length_key: the key of
-    config.json for the longest sequence, where `config_to_hf` doesn't give it since our config doesn't. fingerprint:
-    values of our keys by which its models are told from others', so that the nearest is found for one that none stores.
-    refine_config: settings that only the names of tensors reveal. is_base_model: has no head; those that its files
-    hold, such as a downstream task's, are left and named. further: regular expressions of tensors, among those of these
-    names, that config.json declares and no class reads; they are left and named, too. remarks: what to say of a model
-    that is opened.
+    model_type: value in config.json. keys: declarations of its config.json keys besides `COMMON`; others are refused.
+    config_from_hf: builds our config from config.json with defaults filled in; raises UsageError for unsupported
+    features. config_to_hf: builds config.json without `architectures` and `model_type`; it needn't check unsupported
+    features, see `architecture_for`. weight_mappings: of a config; fused_rules: for files that store all
+    experts of a block in one tensor. base_model_prefix: prefix of tensor names that files of the bare model lack.
+    ignored_tensors: regular expressions of stored tensors that are no parameters. legacy_names: (regular expression,
+    replacement) pairs for older tensor names. max_length_key: config.json's key for the longest sequence if
+    `config_to_hf` doesn't set it. fingerprint: values of our config that identify its models, to name the nearest
+    architecture in errors. refine_config: completes our config from tensor names. is_base_model: has no head; heads in
+    its files are skipped with a note. unused_tensors: regular expressions of tensors that config.json declares but no
+    class reads; they are skipped with a note. notes: messages for users who open such a model.
     """
 
     model_type: str
@@ -53,19 +50,19 @@ class Architecture:
     refine_config: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
     is_base_model: bool = False
     fused_rules: Rules | None = None
-    further: Callable[[Mapping[str, Any], Container[str]], Sequence[str]] = lambda hf_config, names: ()
-    remarks: Callable[[ModelConfig], Sequence[str]] = lambda config: ()
+    unused_tensors: Callable[[Mapping[str, Any], Container[str]], Sequence[str]] = lambda hf_config, names: ()
+    notes: Callable[[ModelConfig], Sequence[str]] = lambda config: ()
 
     def parse_config(self, hf_config: Mapping[str, Any], name: str) -> ModelConfig:
-        """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
+        """Convert a config.json to our config; name: of this architecture. Raises UsageError, ValueError."""
         return self.config_from_hf(resolve_hf_config(hf_config, self.all_keys(), name))
 
     def all_keys(self) -> dict[str, Key]:
-        """The declaration of every key that config.json may have."""
+        """Return the declarations of all keys that config.json may have."""
         return {**COMMON, "model_type": supported_values(self.model_type), **self.keys}
 
     def rules_for(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
-        """The table for files with tensors of these names: one for each expert, or one for all experts of a block."""
+        """Return the mappings for files with these tensor names, with one tensor per expert or one for all experts."""
         if self.fused_rules and any(name.endswith(".experts.down_proj") for name in names):
             return self.fused_rules(config)
         return self.weight_mappings(config)
@@ -80,14 +77,14 @@ TRAINING_ONLY = {
     "ffn.router.aux_loss_coef", "ffn.router.seq_aux_loss_coef", "ffn.router.z_loss_coef",
     "ffn.router.jitter", "ffn.router.bias_update_rate",
 }  # fmt: skip
-"""Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
+"""Keys of ModelConfig that don't change what a trained model computes. Heads among them are skipped with a note."""
 
 
 TASK_CLASSES = re.compile(
     r"(\w+)For(SequenceClassification|TokenClassification|QuestionAnswering(Simple)?|MultipleChoice|NextSentencePrediction)"
 )
-"""Classes that are a bare model and a head of their own."""
-OLD_NAMES = {
+"""Names of classes with a task head on a bare model."""
+MODEL_TYPE_BY_TENSOR = {
     "bert.embeddings.word_embeddings.weight": "bert",
     "roberta.embeddings.word_embeddings.weight": "roberta",
     "albert.embeddings.word_embeddings.weight": "albert",
@@ -95,14 +92,13 @@ OLD_NAMES = {
     "transformer.tokens_embed.weight": "openai-gpt",
     "transformer.word_embedding.weight": "xlnet",
 }
-"""Tensor → the model_type that it tells, where the config.json of transformers 2 lacks it and a class: no younger model
-has such a file."""
+"""Tensor name → model_type, for files of transformers 2 whose config.json has neither a class nor a model_type."""
 HEAD_PREFIXES = ("head.", "sentence.", "span.", "dense.", "verdict.", "classifier.")
-"""Prefixes of our names of a head's parameters."""
+"""Prefixes of the names of a head's parameters in megatfm."""
 
 
 def register_architecture(name: str, architecture: Architecture, *, base: str = "") -> None:
-    """Register a class of transformers; base: that of the same model without its head."""
+    """Register a class of transformers; base: class of the same model without its head."""
     ARCHITECTURES.register(name)(architecture)
     if base:
         _register_base_model(base, architecture)
@@ -137,9 +133,10 @@ def _register_base_model(name: str, architecture: Architecture) -> None:
 
 
 def architectures_of(config_json: Json) -> list[str]:
-    """Classes that a folder may hold: the one that its config.json names, and the bare model if files lack the head.
+    """Return the classes that a folder may hold: the one that config.json names, then the bare model without its head.
 
-    Without a name, all of its model_type, those with the most heads first. Raises UsageError for what we don't read.
+    If config.json names none, all classes of its model_type, those with the most heads first. Raises UsageError for an
+    unknown class or model_type.
     """
     architecture_names, kind = config_json.get("architectures") or [], config_json.get("model_type")
     if not isinstance(architecture_names, list) or not all(
@@ -178,13 +175,13 @@ def architectures_of(config_json: Json) -> list[str]:
 def architecture_for(
     config: ModelConfig, among: Sequence[str] | None = None
 ) -> tuple[str, Architecture, Json]:
-    """One (of these, if named) that stores a model of this config, its name, and the config.json.
+    """Find an architecture (of `among`, if given) that stores a model; returns its name, itself and the config.json.
 
-    It does if their config.json, read again, is the same model. Raises UsageError with the nearest architecture and the
-    features that it lacks, or its reason to refuse.
+    An architecture fits if its config.json, read back, describes the same model. Raises UsageError with the nearest
+    architecture and the features that it lacks, or its error.
     """
     nearest: list[tuple[int, bool, int, str]] = []
-    config = config.with_numbers()  # transformers has numbers
+    config = config.with_numbers()  # config.json stores numbers, not rules such as μP's
     values = functional_config(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
@@ -209,7 +206,7 @@ def architecture_for(
 
 
 def format_error(error: Exception) -> str:
-    """Why a config could not be read or written, in one line."""
+    """Format an error of reading or writing a config as one line."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"model.{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
@@ -217,7 +214,7 @@ def format_error(error: Exception) -> str:
 
 
 def config_differences(config: ModelConfig, back: ModelConfig) -> list[str]:
-    """Values of our config that did not come back, as `key = value`."""
+    """Return the values of `config` that differ in `back`, as `key = value`."""
     by_layer = bool(config.layer_types or back.layer_types)
     expected, restored = (
         functional_config(config, by_layer=by_layer),
@@ -232,8 +229,10 @@ def config_differences(config: ModelConfig, back: ModelConfig) -> list[str]:
 
 
 def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
-    """Values that determine what a trained model computes, defaults filled in. by_layer: compare layer by layer, so
-    that names of kinds of blocks don't matter."""
+    """Return key → value of all that determines what a trained model computes, defaults filled in.
+
+    by_layer: expand by layer, so that names of block kinds don't matter.
+    """
     if by_layer:
         return {
             key: value
@@ -267,7 +266,7 @@ def _named_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves under keys with dots."""
+    """Flatten nested mappings to dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

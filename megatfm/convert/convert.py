@@ -1,6 +1,6 @@
-"""A folder to the Hugging Face format and back, with one tensor, or one file of a checkpoint, in memory at a time.
+"""Conversion of a model to the Hugging Face format and back, with a few tensors in memory at a time.
 
-A converted folder holds a config to start from: its [model] is the converted model, all else are usual values.
+A converted folder holds a config to start from: its [model] is the converted model, the rest are usual values.
 """
 
 import re
@@ -54,12 +54,12 @@ OBJECTIVES = {
     "hierarchical": "image_classification",
     "vision_language": "image_to_text",
 }
-"""The usual objective of each family."""
-DEFAULT_SEQUENCE_LENGTH = 512  # tokens in a row where config.json doesn't say how long sequences are
+"""Family → usual objective."""
+DEFAULT_SEQUENCE_LENGTH = 512  # if config.json has no length
 
 
 def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
-    """Build the config of a converted model. tokenizer: its file in `target`. length: tokens in a row."""
+    """Build the config of a converted model. tokenizer: file name in `target`. length: tokens per row."""
     target = target.absolute()
     values: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")[:100] or "converted",
@@ -76,11 +76,11 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
     if model.stages is not None:
         (rows, columns), side = model.stages.grid, getattr(model.embedding, "patch_size", 1)
         values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * side}}
-    return _checked(values | _of_images(values["data"], model), target)
+    return _validate(values | _image_sections(values["data"], model), target)
 
 
-def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the sections that a model of images needs instead: images of the size that its positions are for."""
+def _image_sections(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the objective and data sections of an image model, with images as large as its position table."""
     if (tower := model.vision_tower) is not None:
         n_patches, side = tower.grid[0] * tower.grid[1], max(tower.grid) * tower.embedding.patch_size
         lengths = {"sequence_length": tower.embedding.n_special_tokens + n_patches}
@@ -96,7 +96,7 @@ def _of_images(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def branching_config(config: Config, target: Path, step: int) -> Config:
-    """Build a config that goes on from a checkpoint with its optimizer state, on other data."""
+    """Build a config that continues from a checkpoint with its optimizer state, on other data."""
     values = config.model_dump(mode="json")
     values["train"] |= {
         "init_from": None,
@@ -104,42 +104,42 @@ def branching_config(config: Config, target: Path, step: int) -> Config:
         "steps": step + 1000,
     }
     values["resume"] |= {"allow": ["data", "tokenizer", "seed", "schedule", "optimizer", "batch"]}
-    return _checked(values, target)
+    return _validate(values, target)
 
 
-def _checked(values: dict[str, Any], target: Path) -> Config:
-    """Validate; raises UsageError for values of the converted files that no config can hold, such as rows of −1
-    tokens."""
+def _validate(values: dict[str, Any], target: Path) -> Config:
+    """Validate a config. Raises UsageError for values of the source that no config can hold, such as −1 tokens per
+    row."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise invalid(f"{target}: no config can be made for what is converted", error) from None
+        raise invalid(f"{target}: the converted model has no valid config", error) from None
 
 
 UNTRAINABLE = {
     "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
     "FOLDER/generator and FOLDER/discriminator, or add a head (model.extra_heads) with an objective of its own"
 }
-"""Families that no objective trains, and what to do."""
+"""Family that no objective trains → what to do instead."""
 
 
 def config_comment(
     name: str, arguments: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
 ) -> str:
-    """Comment at the top of config.toml; how: arguments with which `megatfm train` goes on."""
+    """Return the comment at the top of config.toml; arguments: those with which `megatfm train` continues."""
     if family in UNTRAINABLE:
-        first_line = f"# Made by `megatfm convert` from a {name}. [model] is what was converted."
+        first_line = f"# Made by `megatfm convert` from a {name}. [model] is the converted model."
         return f"{first_line}\n# {UNTRAINABLE[family]}.\n\n"
     return (
-        f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: train\n"
-        f"# on from its weights with `megatfm train {arguments}`.\n\n"
+        f"# Made by `megatfm convert` from a {name}. [model] is the converted model, the rest are starting values:\n"
+        f"# continue from its weights with `megatfm train {arguments}`.\n\n"
     )
 
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file by default, as in transformers."""
+"""Default size limit of a file, as in transformers."""
 READ_BYTES = 2**29
-"""So much of a checkpoint is read at once: its files are checked against their hashes whole."""
+"""Bytes of a checkpoint to read at once. Each read verifies the hashes of whole files, so few reads are faster."""
 
 
 def convert(
@@ -150,34 +150,34 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     trust_plugins: bool = False,
 ) -> list[str]:
-    """Write the model at `source` to the new or empty folder `target`; returns notes for the user.
+    """Convert the model at `source` into the new or empty folder `target`; returns notes for the user.
 
-    trust_plugins: import the packages that a checkpoint's config names.
-    It gets its name when all of it is on disk. Raises UsageError, MegatfmError; then there is no target.
+    trust_plugins: import the packages that a checkpoint's config names. `target` appears only when it is complete on
+    disk. Raises UsageError and MegatfmError, and then leaves no target.
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
     if (is_hf_folder(source) or is_electra_folder(source)) == (to == "hf"):
         source_format = "megatfm" if to == "hf" else "hf"
         if to == "megatfm":
-            _check_is_ours(source)
-        raise UsageError(f"{source}: is in that format already: use --to {source_format}, or copy it")
+            _check_is_megatfm_model(source)
+        raise UsageError(f"{source}: is already in that format: use --to {source_format}, or copy it")
     with new_folder(target) as partial:
         if to == "hf":
             return _to_hf(source, partial, shard_bytes, trust_plugins)
         return _to_megatfm(source, partial, target)
 
 
-def _check_is_ours(source: Path) -> None:
-    """Raise UsageError if a folder is a model in neither format."""
+def _check_is_megatfm_model(source: Path) -> None:
+    """Raise UsageError if a path holds no megatfm model."""
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:
         if not source.exists():
             raise
         raise UsageError(
-            f"{source}: holds no model: in the Hugging Face format there would be a {CONFIG}; it is "
-            f"{str(error).removeprefix(f'{source}: ')}; text becomes a corpus by `megatfm prep`"
+            f"{source}: holds no model: the Hugging Face format has a {CONFIG}; for megatfm's it is "
+            f"{str(error).removeprefix(f'{source}: ')}; `megatfm prep` turns text into a corpus"
         ) from None
 
 
@@ -190,57 +190,59 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
-    parts = exported_models(model, origin.get("name"))
-    stored = checkpoint.names(path)
+    exported_list = exported_models(model, origin.get("name"))
+    stored_shapes = checkpoint.names(path)
     tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
-        for key, (dtype, shape) in stored.items()
+        for key, (dtype, shape) in stored_shapes.items()
         if key.startswith("model.")
     }
     _check_names(path, tensors, config.model)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
-    written_names, summary, broken = set[str](), list[str](), list[str]()
-    notes_on_choice = [f"{path}: the best checkpoint of the run"] * (
+    written_names, summary, non_finite = set[str](), list[str](), list[str]()
+    checkpoint_notes = [f"{path}: the best checkpoint of the run"] * (
         config.task is not None and path != source
     )
-    for part in parts:
-        place = folder / part.folder
-        file_io.make_durable_dirs(place)
-        order = [key for rule in part.rules for key in rule.megatfm]
-        notes, ids = tokenizer_files.to_hf(path, config, place, tokenizer)
-        _check_padding(part.hf_config, ids)
-        reader = _Reader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
-        size = write_weights(place, part.rules, tensors, reader.read, shard_bytes)
-        broken += reader.broken
-        notes += part.architecture.remarks(model)
-        part_origin = origin if part.name == origin.get("name") else {}
-        labels = task_labels(config) if "problem_type" in part.hf_config else {}
-        restored = tokenizer_files.restore_origin(part_origin, part.hf_config | labels)
-        hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+    for exported in exported_list:
+        model_folder = folder / exported.folder
+        file_io.make_durable_dirs(model_folder)
+        order = [key for rule in exported.rules for key in rule.megatfm]
+        notes, ids = tokenizer_files.to_hf(path, config, model_folder, tokenizer)
+        _check_padding(exported.hf_config, ids)
+        reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
+        size = write_weights(model_folder, exported.rules, tensors, reader.read, shard_bytes)
+        non_finite += reader.non_finite
+        notes += exported.architecture.notes(model)
+        part_origin = origin if exported.name == origin.get("name") else {}
+        labels = task_labels(config) if "problem_type" in exported.hf_config else {}
+        restored = tokenizer_files.restore_origin(part_origin, exported.hf_config | labels)
+        hf_config = (
+            exported.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
+        )
         if isinstance(generation := part_origin.get("generation"), dict):
-            write_json(place / tokenizer_files.GENERATION, generation)
-        if (key := part.architecture.max_length_key) and key not in hf_config:
+            write_json(model_folder / tokenizer_files.GENERATION, generation)
+        if (key := exported.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
         hf_config = tokenizer_files.with_text_ids(hf_config)
-        write_preprocessor(place, hf_config)
-        write_json(place / CONFIG, hf_config)
-        file_io.sync_folder(place)
+        write_preprocessor(model_folder, hf_config)
+        write_json(model_folder / CONFIG, hf_config)
+        file_io.sync_folder(model_folder)
         written_names |= set(order)
-        summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
+        summary.append(f"{exported.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if unwritten := sorted(tensors.keys() - written_names):
-        notes.append(f"left out, for transformers has no place for it: {', '.join(unwritten)}")
-    return ["; ".join(summary), *notes_on_choice, *notes, *not_finite(list(dict.fromkeys(broken)))]
+        notes.append(f"not converted, since transformers has no such weights: {', '.join(unwritten)}")
+    return ["; ".join(summary), *checkpoint_notes, *notes, *note_non_finite(list(dict.fromkeys(non_finite)))]
 
 
 def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:
-    """Return the config that a checkpoint's state holds. Raises MegatfmError where this version can't read it."""
+    """Return the config of a checkpoint's state. Raises MegatfmError if this version can't read it."""
     try:
         return Config.model_validate(migrate(state.get("config")))
     except ValidationError as error:
         raise MegatfmError(
             f"{path}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
-            f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
+            f"version that wrote it, {state.get('megatfm', 'which it does not name')}"
         ) from None
 
 
@@ -288,7 +290,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's stored tensors: parameters, and the state of modules."""
+    """Return name → shape of a model's stored tensors: parameters and persistent buffers."""
     with torch.device("meta"):
         model = build(config)
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
@@ -297,33 +299,35 @@ def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def converted_tensors(
     folder: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors of a folder, one after the other; adds a note of those that hold no numbers to the folder's.
+    """Yield a folder's tensors under megatfm's names; adds a note to the folder about NaN and infinity.
 
-    Raises MegatfmError where a shape is not the model's.
+    shapes: name → expected shape. Raises MegatfmError for a tensor of another shape.
     """
     missing = set(shapes)
-    broken: list[str] = []
+    non_finite: list[str] = []
     for rule in folder.rules:
         for name, tensor in folder.megatfm_tensors(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
                 raise MegatfmError(
-                    f"{folder.path}: {', '.join(rule.hf)} would make {name} {list(tensor.shape)}, but the model of "
+                    f"{folder.path}: {', '.join(rule.hf)} would give {name} {list(tensor.shape)}, but the model of "
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)
-            broken += [name] * (not tensor.isfinite().all())
+            non_finite += [name] * (not tensor.isfinite().all())
             yield name, tensor
     if missing:
-        raise MegatfmError(f"{folder.name}: nothing makes {min(missing)}: its table of rules is not complete")
-    folder.notes += not_finite(broken)
+        raise MegatfmError(
+            f"{folder.name}: no weight mapping gives {min(missing)}: its mappings are incomplete"
+        )
+    folder.notes += note_non_finite(non_finite)
 
 
-def not_finite(names: Sequence[str]) -> list[str]:
-    """Note of tensors that hold NaN or infinity, where there are such."""
+def note_non_finite(names: Sequence[str]) -> list[str]:
+    """Return a note about tensors with NaN or infinity, or none."""
     if not names:
         return []
     more = f" and {len(names) - 1} more" * (len(names) > 1)
-    return [f"NaN or infinity in {names[0]}{more}: what the model computes may be NaN, too"]
+    return [f"NaN or infinity in {names[0]}{more}: the model's outputs may be NaN, too"]
 
 
 def _with_model_prefix(
@@ -344,30 +348,30 @@ def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
 
 
 def _check_padding(hf_config: Mapping[str, object], ids: Mapping[str, object]) -> None:
-    """RoBERTa counts its positions from the padding token's id, so that the tokenizer must have that one."""
+    """Raise UsageError if a RoBERTa, which counts positions from its padding id, has another than its tokenizer."""
     config_pad, tokenizer_pad = hf_config.get("pad_token_id"), ids.get("pad_token_id")
     if config_pad is not None and tokenizer_pad is not None and config_pad != tokenizer_pad:
         raise UsageError(
-            f"transformers would count positions from {tokenizer_pad}, the padding token of the tokenizer, on, but "
-            f"this model has model.position.offset = {int(str(config_pad)) + 1}: train with model.position.offset = "
+            f"transformers would count positions from {tokenizer_pad}, the tokenizer's padding id, but this model has "
+            f"model.position.offset = {int(str(config_pad)) + 1}: train with model.position.offset = "
             f"{int(str(tokenizer_pad)) + 1}, or 0 for a BERT"
         )
 
 
-class _Reader:
-    """Tensors of a checkpoint, read some at a time in the order of their use."""
+class _CheckpointReader:
+    """Reads tensors of a checkpoint in a given order, about `READ_BYTES` at a time, and merges adapters."""
 
     def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor], scale: float) -> None:
-        """scale: that of adapters, which are merged."""
+        """Plan the reads. tensors: on the meta device; scale: of the adapters, 0 without any."""
         self.path, self.order, self.tensors, self.scale = path, list(order), tensors, scale
-        self.rank_params: dict[str, Tensor] = {}
-        self.broken: list[str] = []
+        self._pending: dict[str, Tensor] = {}
+        self.non_finite: list[str] = []
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Each name can be read once."""
-        while any(name not in self.rank_params for name in names):
+        """Return tensors by name. Each name can be read once."""
+        while any(name not in self._pending for name in names):
             self._read_more()
-        return {name: self.rank_params.pop(name) for name in names}
+        return {name: self._pending.pop(name) for name in names}
 
     def _read_more(self) -> None:
         batch = [self.order.pop(0)]
@@ -377,19 +381,19 @@ class _Reader:
         adapters = [name.removesuffix(".weight") + end for name in batch for end in FACTORS if self.scale]
         read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
         merged = merge_lora(read, self.scale)
-        self.rank_params |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}
-        self.broken += [name for name in batch if not self.rank_params[name].isfinite().all()]
+        self._pending |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}
+        self.non_finite += [name for name in batch if not self._pending[name].isfinite().all()]
 
 
 def check_is_new(target: Path) -> None:
-    """Raise a UsageError where a target holds something already."""
+    """Raise UsageError unless a target is new or an empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target}: is there already: give a new folder")
+        raise UsageError(f"{target}: exists already: give a new folder")
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` when all is well, and goes otherwise."""
+    """Yield a temporary folder that is renamed to `target` on success and removed on an error."""
     target = target.absolute()
     file_io.make_durable_dirs(target.parent)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")

@@ -20,7 +20,7 @@ from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
 from megatfm.config import to_toml
 from megatfm.convert import convert, tokenizer_files
-from megatfm.convert.convert import check_is_new, converted_tensors, meta_shapes, new_folder, not_finite
+from megatfm.convert.convert import check_is_new, converted_tensors, meta_shapes, new_folder, note_non_finite
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.restricted_pickle import Stored, read
 from megatfm.convert.weight_mapping import WeightMapping
@@ -155,17 +155,17 @@ class UniversalFolder(HfFolder):
 
     def state_tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a megatfm checkpoint, one after the other."""
-        shapes, broken = meta_shapes(self.config), list[str]()
+        shapes, non_finite = meta_shapes(self.config), list[str]()
         for name, tensor in converted_tensors(self, shapes):
             yield f"model.{name}", tensor
         for rule in self.rules:
             for key in MOMENTS:
                 for name, tensor in self._moments(rule, key):
-                    broken += [f"{name}'s {key}"] * (not tensor.isfinite().all())
+                    non_finite += [f"{name}'s {key}"] * (not tensor.isfinite().all())
                     yield f"optimizer.{name}.{key}", tensor
             for name in rule.megatfm:
                 yield f"optimizer.{name}.step", torch.tensor(float(step))
-        self.notes += not_finite(broken)
+        self.notes += note_non_finite(non_finite)
 
     def _moments(self, rule: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
         tensors = rule.from_hf([self.tensor(name, key) for name in rule.hf])

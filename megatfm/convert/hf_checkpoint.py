@@ -1,4 +1,4 @@
-"""Reading and writing a folder in the Hugging Face format: config.json, and safetensors in one file or several."""
+"""Reader and writer of folders in the Hugging Face format: config.json and safetensors in one or several files."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from megatfm.checkpoint import file_io
 from megatfm.checkpoint.file_format import DTYPE_NAMES
 from megatfm.convert.architecture import (
     ARCHITECTURES,
-    OLD_NAMES,
+    MODEL_TYPE_BY_TENSOR,
     Architecture,
     architectures_of,
     format_error,
@@ -25,65 +25,67 @@ from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
 
 PREPROCESSOR = "preprocessor_config.json"
-PIXELS = ("image_mean", "image_std")
-"""Keys of preprocessor_config.json that a model of images embeds with."""
+PIXEL_KEYS = ("image_mean", "image_std")
+"""Keys of preprocessor_config.json that are part of the model in megatfm."""
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 def is_hf_folder(path: str | Path) -> bool:
-    """Whether a path is a folder with a config.json."""
+    """Return whether a path is a folder with a config.json."""
     return (Path(path) / CONFIG).is_file()
 
 
 class HfFolder:
-    """A Hugging Face checkpoint folder. Tensors are read lazily, by the names in its architecture's table."""
+    """Checkpoint folder in the Hugging Face format, whose tensors are read on use."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises UsageError if megatfm has no such model, MegatfmError if the folder is damaged."""
+        """Open a folder. Raises UsageError if megatfm has no such model, MegatfmError if the folder is damaged."""
         self.path = Path(path)
         self.json = read_json(self.path / CONFIG)
         self._open: dict[str, Any] = {}
-        remarks = self._take_type_from_tensors()
+        model_type_note = self._infer_model_type()
         try:
             names = architectures_of(self.json)
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
-        stored: Mapping[str, str] | None = None
+        file_by_tensor: Mapping[str, str] | None = None
         missing_names: list[str] = []
         for name in names:
             self._read_config(name)
-            stored = self.stored_names(name) if stored is None else stored
-            if not (missing := self._match_tensors(stored)):
+            file_by_tensor = self.stored_names(name) if file_by_tensor is None else file_by_tensor
+            if not (missing := self._match_tensors(file_by_tensor)):
                 break
             missing_names = missing_names or missing
         else:
             raise MegatfmError(f"{self.path}: {missing_names[0]} is not in its files, but {names[0]} has it")
-        self.notes = [*remarks, *self._unused_tensors(), *self.architecture.remarks(self.config)]
+        self.notes = [*model_type_note, *self._unused_tensors(), *self.architecture.notes(self.config)]
         if missing_names and self.json.get("architectures"):
             self.notes.insert(
-                0, f"opened without its head, for its files lack {_counted(missing_names)} of a {names[0]}"
+                0, f"opened without its head: its files lack {_abbreviate(missing_names)} of a {names[0]}"
             )
 
     def stored_names(self, name: str) -> Mapping[str, str]:
-        """Name of a tensor → its file; name: the architecture's."""
+        """Return tensor name → file; name: of the architecture."""
         return _weight_map(self.path, name)
 
-    def _take_type_from_tensors(self) -> list[str]:
-        """Add the model_type to a config.json that tells nothing of its class; returns a note if it was added."""
+    def _infer_model_type(self) -> list[str]:
+        """Infer model_type from tensor names if config.json names neither it nor a class; returns a note if so."""
         if self.json.get("architectures") or self.json.get("model_type"):
             return []
-        stored = self.stored_names("AutoModel")
-        for name, kind in OLD_NAMES.items():
-            if name in stored:
-                self.json = {**self.json, "model_type": kind}
-                return [f"its config.json names no class: taken for a {kind}, for its files have {name}"]
+        file_by_tensor = self.stored_names("AutoModel")
+        for name, model_type in MODEL_TYPE_BY_TENSOR.items():
+            if name in file_by_tensor:
+                self.json = {**self.json, "model_type": model_type}
+                return [
+                    f"its config.json names no class: taken for a {model_type}, since its files have {name}"
+                ]
         return []
 
     def _read_config(self, name: str) -> None:
-        """Take it for a model of that class."""
+        """Read config.json as that of an architecture."""
         self.name, self.architecture = name, ARCHITECTURES.get(name)
         try:
-            pixels = read_pixels(self.path) if PIXELS[0] in self.architecture.keys else {}
+            pixels = read_pixel_normalization(self.path) if PIXEL_KEYS[0] in self.architecture.keys else {}
             self.config = self.architecture.parse_config(self.json | pixels, name)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
@@ -92,45 +94,47 @@ class HfFolder:
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
 
-    def _match_tensors(self, stored: Mapping[str, str]) -> list[str]:
-        """Find its tensors in the files; returns those that are missing."""
-        self.files = _canonical_names(stored, self.architecture)
+    def _match_tensors(self, stored_name: Mapping[str, str]) -> list[str]:
+        """Match the architecture's tensors with the files'; returns the names of missing ones."""
+        self.files = _canonical_names(stored_name, self.architecture)
         self.config = self.architecture.refine_config(self.config, self.files)
         self.rules = list(self.architecture.rules_for(self.config, self.files))
         return sorted({name for rule in self.rules for name in rule.hf} - self.files.keys())
 
     def _unused_tensors(self) -> list[str]:
-        """Note tensors beside the model: heads of a bare one. Raises MegatfmError for all others."""
+        """Return a note about stored heads of a bare model. Raises MegatfmError for other unknown tensors."""
         allowed = {name for rule in self.rules for name in (*rule.hf, *rule.tied_names)}
-        prefix, beyond = self.architecture.base_model_prefix, sorted(self.files.keys() - allowed)
-        further = self.architecture.further(self.json, self.files)
-        for name in (name for name in beyond if not any(re.search(pattern, name) for pattern in further)):
+        prefix, unexpected = self.architecture.base_model_prefix, sorted(self.files.keys() - allowed)
+        unused_patterns = self.architecture.unused_tensors(self.json, self.files)
+        for name in (
+            name for name in unexpected if not any(re.search(pattern, name) for pattern in unused_patterns)
+        ):
             is_head = not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")
             if not (self.architecture.is_base_model and is_head):
                 raise MegatfmError(
-                    f"{self.path}: {name} is in its files, but no part of a {self.name} that megatfm knows"
+                    f"{self.path}: {name} is in its files, but is no weight of a {self.name} that megatfm knows"
                 )
-        return [f"left there, for it is no part of a {self.name}: {_counted(beyond)}"] * bool(beyond)
+        return [f"not read, as it belongs to no {self.name}: {_abbreviate(unexpected)}"] * bool(unexpected)
 
     def read_tensor(self, name: str) -> Tensor:
-        """A tensor under its name in the table, in its own memory: in the file it may begin anywhere."""
-        file, stored = self.files[name]
+        """Read a tensor by its name in the mappings, into aligned memory: in the file it may begin anywhere."""
+        file, stored_name = self.files[name]
         try:
             if file not in self._open:
                 _check_regular(self.path / file)
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
-            return self._open[file].get_tensor(stored).clone()
+            return self._open[file].get_tensor(stored_name).clone()
         except (SafetensorError, OSError) as error:
-            raise MegatfmError(f"{self.path / file}: can't read {stored}: {error}") from None
+            raise MegatfmError(f"{self.path / file}: can't read {stored_name}: {error}") from None
 
     def megatfm_tensors(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
-        """The tensors of a rule under our names. Raises MegatfmError where a copy differs from its original."""
+        """Read the tensors of a mapping under megatfm's names. Raises MegatfmError where tied tensors differ."""
         hf_tensors = [self.read_tensor(name) for name in mapping.hf]
         for copy in mapping.tied_names:
             if copy in self.files and not torch.equal(self.read_tensor(copy), hf_tensors[0]):
                 raise MegatfmError(
-                    f"{self.path}: {copy} differs from {mapping.hf[0]}, which config.json says it shares: the "
-                    "config must say tie_word_embeddings = false, or the file was damaged"
+                    f"{self.path}: {copy} differs from {mapping.hf[0]}, though config.json ties them: set "
+                    "tie_word_embeddings = false, or replace the damaged file"
                 )
         try:
             return dict(zip(mapping.megatfm, mapping.from_hf(hf_tensors), strict=True))
@@ -139,22 +143,22 @@ class HfFolder:
                 f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, hf_tensors, strict=True)
             )
             raise MegatfmError(
-                f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
+                f"{self.path}: {', '.join(shapes)} do not fit its config.json: its widths or heads differ"
             ) from None
 
 
 def _check_regular(path: Path) -> None:
-    """Raise MegatfmError for a path that is no regular file: opening a FIFO waits for a writer."""
+    """Raise MegatfmError for a path that is not a regular file: opening a FIFO would wait for a writer."""
     if path.exists() and not path.is_file():
-        raise MegatfmError(f"{path}: no regular file")
+        raise MegatfmError(f"{path}: not a regular file")
 
 
-def _counted(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises MegatfmError."""
+    """Read a JSON object. Raises MegatfmError."""
     _check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -167,10 +171,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_pixels(folder: Path) -> dict[str, Any]:
-    """Mean and deviation of pixels from 0 to 1, as preprocessor_config.json says, if there is one.
+def read_pixel_normalization(folder: Path) -> dict[str, Any]:
+    """Read mean and standard deviation of pixels in [0, 1] from preprocessor_config.json, if there is one.
 
-    Raises UsageError where pixels are scaled otherwise.
+    Raises UsageError if it scales pixels in another way.
     """
     if not (folder / PREPROCESSOR).is_file():
         return {}
@@ -179,37 +183,39 @@ def read_pixels(folder: Path) -> dict[str, Any]:
     if values.get("do_rescale") is False or not math.isclose(float(factor), 1 / 255, rel_tol=1e-6):
         raise UsageError(
             f"{PREPROCESSOR}: do_rescale = {values.get('do_rescale')}, rescale_factor = {factor}: megatfm divides "
-            "pixels by 255: scale image_mean and image_std, and leave both keys out"
+            "pixels by 255: rescale image_mean and image_std, and remove both keys"
         )
     if values.get("do_normalize") is False:
         return {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
-    return {key: values[key] for key in PIXELS if key in values}
+    return {key: values[key] for key in PIXEL_KEYS if key in values}
 
 
 def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
-    """Move mean and deviation of pixels out of a config.json-to-be, where it has them, into a file of their own."""
-    pixels = {key: hf_config.pop(key) for key in PIXELS if key in hf_config}
+    """Move mean and standard deviation of pixels, if there are any, from `hf_config` to preprocessor_config.json."""
+    pixels = {key: hf_config.pop(key) for key in PIXEL_KEYS if key in hf_config}
     if not pixels:
         return
     side = dict.fromkeys(("height", "width"), hf_config.get("vision_config", hf_config)["image_size"])
-    steps = {
+    resize_options = {
         "do_resize": True,
         "size": side,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
     }
-    write_json(folder / PREPROCESSOR, {"image_processor_type": "ViTImageProcessor", **steps, **pixels})
+    write_json(
+        folder / PREPROCESSOR, {"image_processor_type": "ViTImageProcessor", **resize_options, **pixels}
+    )
 
 
 def _weight_map(path: Path, name: str) -> Mapping[str, str]:
-    """Name of a tensor → its file."""
+    """Return tensor name → file. name: of the architecture, for errors."""
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or any(
             Path(str(file)).name != file for file in weight_map.values()
         ):
-            raise MegatfmError(f"{path / INDEX}: no weight_map from names to files beside it")
+            raise MegatfmError(f"{path / INDEX}: has no weight_map from tensor names to files in its folder")
         return dict(weight_map)
     if (path / WEIGHTS).is_file():
         try:
@@ -221,42 +227,48 @@ def _weight_map(path: Path, name: str) -> Mapping[str, str]:
         f" (pickled weights are never opened; transformers' {name}.from_pretrained({str(path)!r}).save_pretrained(NEW) "
         "writes safetensors)"
     ) * any(path.glob("*.bin"))
-    raise UsageError(f"{path}: a config.json, but neither {WEIGHTS} nor {INDEX}{pickled}")
+    raise UsageError(f"{path}: has a config.json, but neither {WEIGHTS} nor {INDEX}{pickled}")
 
 
 def _canonical_names(files: Mapping[str, str], architecture: Architecture) -> dict[str, tuple[str, str]]:
-    """Name in the table → file and name in that file."""
-    bare = architecture.base_model_prefix and not any(
+    """Return name in the mappings → file and name in that file."""
+    is_bare = architecture.base_model_prefix and not any(
         name.startswith(architecture.base_model_prefix) for name in files
     )
     names: dict[str, tuple[str, str]] = {}
-    for stored, file in files.items():
-        name = f"{architecture.base_model_prefix}{stored}" if bare else stored
+    for stored_name, file in files.items():
+        name = f"{architecture.base_model_prefix}{stored_name}" if is_bare else stored_name
         for old, new in architecture.legacy_names:
             name = re.sub(old, new, name)
         if not any(re.search(pattern, name) for pattern in architecture.ignored_tensors):
-            names[name] = (file, stored)
+            names[name] = (file, stored_name)
     return names
 
 
-Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
-"""Our tensors of some names."""
+ReadTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Reads megatfm's tensors by name."""
 
 
 def write_weights(
-    folder: Path, rules: Sequence[WeightMapping], tensors: Mapping[str, Tensor], read: Read, shard_bytes: int
+    folder: Path,
+    rules: Sequence[WeightMapping],
+    tensors: Mapping[str, Tensor],
+    read: ReadTensors,
+    shard_bytes: int,
 ) -> int:
-    """Write the tensors that `rules` make, into files of at most `shard_bytes` (or one larger tensor); returns bytes.
+    """Write converted tensors into files of at most `shard_bytes` (or one larger tensor); returns their bytes.
 
-    tensors: every tensor on the meta device, from which the layout of the files follows before anything is read.
+    tensors: all tensors on the meta device, from which the layout of the files is planned before anything is read.
     """
     hf_tensors = to_hf(rules, tensors)
-    shards = split(hf_tensors, shard_bytes)
+    shards = split_by_size(hf_tensors, shard_bytes)
     total = len(shards)
-    names = [WEIGHTS] if total == 1 else [_file(number, total) for number in range(1, total + 1)]
-    hf_parts = _converted(rules, read)
+    names = [WEIGHTS] if total == 1 else [_file_name(index, total) for index in range(1, total + 1)]
+    converted = _convert_tensors(rules, read)
     for name, shard in zip(names, shards, strict=True):
-        file_io.write_file(folder / name, _parts({key: hf_tensors[key] for key in shard}, hf_parts))
+        file_io.write_file(
+            folder / name, _safetensors_chunks({key: hf_tensors[key] for key in shard}, converted)
+        )
     size = sum(tensor.nbytes for tensor in hf_tensors.values())
     if total > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
@@ -265,8 +277,8 @@ def write_weights(
     return size
 
 
-def split(hf_tensors: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
-    """Names in order, as many a file as fit."""
+def split_by_size(hf_tensors: Mapping[str, Tensor], shard_bytes: int) -> list[list[str]]:
+    """Split names in order into files, each with as many tensors as fit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in hf_tensors.items():
@@ -283,13 +295,13 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     file_io.write_file(path, [memoryview((json.dumps(content, indent=2) + "\n").encode())])
 
 
-def _converted(rules: Sequence[WeightMapping], read: Read) -> Iterator[Tensor]:
+def _convert_tensors(rules: Sequence[WeightMapping], read: ReadTensors) -> Iterator[Tensor]:
     for rule in rules:
         yield from to_hf([rule], read(rule.megatfm)).values()
 
 
-def _parts(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[memoryview]:
-    """Header and data of a safetensors file (the format is in `checkpoint.shard`), tensors read on the way."""
+def _safetensors_chunks(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[memoryview]:
+    """Yield header and data of a safetensors file (see `checkpoint.file_format`), reading tensors on the way."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in layout.items():
@@ -308,5 +320,5 @@ def _parts(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _file(number: int, total: int) -> str:
-    return f"model-{number:05d}-of-{total:05d}.safetensors"
+def _file_name(index: int, total: int) -> str:
+    return f"model-{index:05d}-of-{total:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""Declarations of config.json keys: every key must be declared as used, restricted to some values, or ignored."""
+"""Declarations of config.json keys: every key must be used, restricted to supported values, or ignored."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,73 +10,75 @@ from megatfm.registry import did_you_mean
 
 Json = dict[str, Any]
 
-ANY: tuple[type, ...] = ()
+ANY_TYPE: tuple[type, ...] = ()
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of config.json.
+    """Declaration of a config.json key.
 
-    default: transformers' own, not ours. kinds: Python types of its values; none: any. allowed: the values with which
-    we compute the same; None: all. is_ignored: does not affect the computation. alias_of: the key that this is a
-    synonym of; both may be present if they agree.
+    default: of transformers. kinds: Python types of its values; empty: any. allowed: the values that megatfm supports;
+    None: all. is_ignored: does not affect the computation. alias_of: key that this is another name of; both may be
+    present if they agree.
     """
 
     default: Any = None
-    kinds: tuple[type, ...] = ANY
+    kinds: tuple[type, ...] = ANY_TYPE
     allowed: tuple[Any, ...] | None = None
     is_ignored: bool = False
     alias_of: str = ""
 
     def check(self, name: str, value: Any, *, is_present: bool) -> None:
-        """Raise UsageError for a value of another kind, or one with which we don't compute the same."""
-        if is_present and self.allowed is None and self.kinds and not _is_one(value, self.kinds):
-            raise UsageError(f"config.json: {name} = {_shown(value)} is no {_kind(self.kinds)}")
+        """Raise UsageError for a value of another type, or one that megatfm doesn't support."""
+        if is_present and self.allowed is None and self.kinds and not _has_type(value, self.kinds):
+            raise UsageError(
+                f"config.json: {name} = {_abbreviate(value)} is not {_describe_types(self.kinds)}"
+            )
         if self.allowed is not None and not any(
-            _same(value, allowed_value) for allowed_value in self.allowed
+            _is_equal(value, allowed_value) for allowed_value in self.allowed
         ):
             allowed_values = " or ".join(repr(allowed_value) for allowed_value in self.allowed)
-            absent = "" if is_present else " (it is not there, which means that)"
+            absent = "" if is_present else " (the default, as the key is missing)"
             raise UsageError(
-                f"config.json: {name} = {_shown(value)} is not supported, only {allowed_values}{absent}"
+                f"config.json: {name} = {_abbreviate(value)} is not supported, only {allowed_values}{absent}"
             )
 
 
-def _kinds(kinds: Iterable[type | None]) -> tuple[type, ...]:
+def _types(kinds: Iterable[type | None]) -> tuple[type, ...]:
     return tuple(type(None) if kind is None else kind for kind in kinds)
 
 
 def used(default: Any, *kinds: type | None) -> Key:
-    """A key that `read` takes; kinds: where it may have others than its default's, None among them."""
-    return Key(default, _kinds(kinds) if kinds else _kinds([type(default)]))
+    """Declare a key that `config_from_hf` reads; kinds: its types (None included) if others than its default's."""
+    return Key(default, _types(kinds) if kinds else _types([type(default)]))
 
 
 def supported_values(*allowed: Any, default: Any = ...) -> Key:
-    """A key of which we compute these values; default: where transformers' is another than the first."""
-    kinds = _kinds([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
+    """Declare a key with the values that megatfm supports; default: of transformers, if it isn't the first value."""
+    kinds = _types([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
     return Key(allowed[0] if default is ... else default, kinds, allowed)
 
 
 def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
-    """Keys that don't change what a model computes."""
-    return dict.fromkeys(names, Key(kinds=_kinds(kinds), is_ignored=True))
+    """Declare keys that don't change what a model computes."""
+    return dict.fromkeys(names, Key(kinds=_types(kinds), is_ignored=True))
 
 
 def alias(key: str) -> Key:
-    """Another name of a key."""
+    """Declare another name of a key."""
     return Key(alias_of=key)
 
 
 def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
-    """Return the keys of a config.json that are not ignored, with defaults filled in, for `config_from_hf`.
+    """Return key → value of a config.json for `config_from_hf`: defaults filled in, ignored keys removed.
 
-    name: the architecture's. Raises UsageError for a key that is not declared, and as `Key.check` does.
+    name: of the architecture. Raises UsageError for an undeclared key, and as `Key.check` does.
     """
     for key, value in hf_config.items():
         if key not in keys:
             raise UsageError(
-                f"config.json: {key} = {_shown(value)}: megatfm knows no such key of a {name}"
-                f"{did_you_mean(key, keys)}: if the model computes the same without it, take it out of the file"
+                f"config.json: {key} = {_abbreviate(value)}: megatfm knows no such key of a {name}"
+                f"{did_you_mean(key, keys)}: if the model computes the same without it, remove it from the file"
             )
     declared_keys = {key: declared for key, declared in keys.items() if not declared.alias_of}
     aliased = {d.alias_of: hf_config[key] for key, d in keys.items() if d.alias_of and key in hf_config}
@@ -85,26 +87,30 @@ def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], nam
     for key, declared in declared_keys.items():
         declared.check(key, values[key], is_present=key in present)
     for key, declared in keys.items():
-        if declared.alias_of and key in hf_config and not _same(hf_config[key], values[declared.alias_of]):
+        if (
+            declared.alias_of
+            and key in hf_config
+            and not _is_equal(hf_config[key], values[declared.alias_of])
+        ):
             raise UsageError(
-                f"config.json: {key} = {_shown(hf_config[key])} is another name of {declared.alias_of}, which is "
-                f"{_shown(values[declared.alias_of])}: give {declared.alias_of} alone"
+                f"config.json: {key} = {_abbreviate(hf_config[key])} is another name of {declared.alias_of}, which is "
+                f"{_abbreviate(values[declared.alias_of])}: keep only {declared.alias_of}"
             )
     return {key: value for key, value in values.items() if not declared_keys[key].is_ignored}
 
 
 def check_table_keys(name: str, table: Mapping[str, Any], known_keys: Iterable[str]) -> None:
-    """Check that a table within config.json has no other keys. Raises UsageError."""
+    """Raise UsageError if a table within config.json has unknown keys."""
     for key, value in table.items():
         if key not in known_keys:
             raise UsageError(
-                f"config.json: {name}.{key} = {_shown(value)} is not supported here: take it out"
+                f"config.json: {name}.{key} = {_abbreviate(value)} is not supported here: remove it"
             )
 
 
-WORD, NUMBER, LIST = (str, type(None)), (int, type(None)), (list, type(None))
-TOKENS = (int, list, type(None))
-"""One id or several."""
+OPTIONAL_STR, OPTIONAL_INT, OPTIONAL_LIST = (str, type(None)), (int, type(None)), (list, type(None))
+TOKEN_IDS = (int, list, type(None))
+"""Types of one token id or several."""
 
 COMMON: Mapping[str, Key] = {
     "architectures": used(None, list, None),
@@ -117,14 +123,14 @@ COMMON: Mapping[str, Key] = {
     "quantization_config": supported_values(None),
     "per_layer_config": supported_values(None),
     "pad_token_id": used(None, int, None),
-    "bos_token_id": used(None, *TOKENS),
-    "eos_token_id": used(None, *TOKENS),
+    "bos_token_id": used(None, *TOKEN_IDS),
+    "eos_token_id": used(None, *TOKEN_IDS),
     "decoder_start_token_id": used(None, int, None),
-    **ignored("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", kinds=TOKENS),
+    **ignored("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", kinds=TOKEN_IDS),
     **ignored("output_hidden_states", "output_attentions", "return_dict", "use_cache", kinds=[bool, None]),
     **ignored("chunk_size_feed_forward", kinds=[int]),
     **ignored("id2label", "label2id", "task_specific_params", kinds=[dict, None]),
-    **ignored("dtype", "torch_dtype", "problem_type", "tokenizer_class", "prefix", kinds=WORD),
+    **ignored("dtype", "torch_dtype", "problem_type", "tokenizer_class", "prefix", kinds=OPTIONAL_STR),
     # About files and software.
     **ignored(
         "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "gradient_checkpointing",
@@ -132,7 +138,7 @@ COMMON: Mapping[str, Key] = {
         "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "pretraining_tp",
         "unsloth_version", "_num_labels", "classifier_dropout",
     ),
-    # Settings of generation, which transformers keeps in generation_config.json by now.
+    # Settings of generation, which newer transformers keep in generation_config.json.
     **ignored(
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
         "diversity_penalty", "do_sample", "early_stopping", "eos_token_ids", "encoder_no_repeat_ngram_size",
@@ -144,17 +150,17 @@ COMMON: Mapping[str, Key] = {
         "target_lookbehind", "temperature", "top_k", "top_p", "typical_p",
     ),
 }  # fmt: skip
-"""Keys that any model's file may have."""
+"""Keys that the config.json of any model may have."""
 
 
-SUMMARY = ignored(
+SUMMARY_KEYS = ignored(
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "summary_last_dropout",
 )  # fmt: skip
-"""Keys about heads over whole sequences."""
+"""Keys about sequence-summary heads."""
 
 
-def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
+def _has_type(value: Any, kinds: tuple[type, ...]) -> bool:
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, float) and not math.isfinite(value):
@@ -162,22 +168,22 @@ def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
 
 
-def _same(value: Any, allowed_value: Any) -> bool:
+def _is_equal(value: Any, allowed_value: Any) -> bool:
     return bool(value == allowed_value) and isinstance(value, bool) == isinstance(allowed_value, bool)
 
 
-def _kind(kinds: tuple[type, ...]) -> str:
-    words = {
-        str: "text",
-        int: "whole number",
-        float: "number",
+def _describe_types(kinds: tuple[type, ...]) -> str:
+    names_by_type = {
+        str: "a string",
+        int: "an integer",
+        float: "a number",
         bool: "true or false",
-        list: "list",
-        dict: "table",
+        list: "a list",
+        dict: "a table",
     }
-    names = [words.get(kind, "null") for kind in dict.fromkeys(kinds)]
+    names = [names_by_type.get(kind, "null") for kind in dict.fromkeys(kinds)]
     return " or ".join(names)
 
 
-def _shown(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     return f"{value!r:.80}"

@@ -1,4 +1,4 @@
-"""Values of config.json that many architectures share: plain keys, activations, rotary positions, types of layers."""
+"""Config.json values that many architectures share: renamed keys, activations, rotary positions, layer types."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ ACTIVATIONS = {
     "swish": "swish",
     "quick_gelu": "quick_gelu",
 }
-"""transformers' name of a plain activation → megatfm's; the first of several is what we write."""
+"""Name of an activation in transformers → in megatfm. Of several names in transformers, the first is written."""
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "swish": "swiglu"}
-"""Megatfm's name of a plain activation → of its gated form."""
+"""Name of an activation in megatfm → of its gated form."""
 
 
 def activation_from_hf(hf_name: Any, *, gated: bool = False) -> str:
-    """Our name of an activation. Raises UsageError for one that we lack."""
+    """Return megatfm's name of an activation. Raises UsageError for an unknown one."""
     activation = ACTIVATIONS.get(str(hf_name))
     if gated and activation is not None:
         activation = GATED.get(activation)
@@ -38,7 +38,7 @@ def activation_from_hf(hf_name: Any, *, gated: bool = False) -> str:
 
 
 def activation_to_hf(activation: str, *, gated: bool = False) -> str:
-    """The reverse of `activation`. Raises UsageError for one that they lack."""
+    """Return transformers' name of an activation. Raises UsageError for one that it lacks."""
     for hf_name, plain in ACTIVATIONS.items():
         if (GATED.get(plain) if gated else plain) == activation:
             return hf_name
@@ -46,12 +46,12 @@ def activation_to_hf(activation: str, *, gated: bool = False) -> str:
 
 
 def read_mapped(hf_config: Mapping[str, Any], mapping: Mapping[str, str]) -> Json:
-    """Values of config.json under our keys, of those that differ in their names alone; mapping: their key → ours."""
+    """Return the values of keys that differ only in name; mapping: transformers' key → megatfm's."""
     return {key: hf_config[hf_key] for hf_key, key in mapping.items()}
 
 
 def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
-    """The reverse of `read_mapped`, with the values that defaults of ours stand for."""
+    """Return transformers' values of keys that differ only in name, with megatfm's defaults filled in."""
     resolved: Json = {
         "attention.n_kv_heads": config.attention.kv_heads,
         f"attention.{config.attention.head_dim_key}": config.head_width,
@@ -66,16 +66,16 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
 
 
 def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
-    """Check that given keys agree with those that they follow from. Raises UsageError."""
+    """Raise UsageError if keys differ from the values that other keys imply. values: key → implied value."""
     for key, value in values.items():
         if config[key] is not None and config[key] != value:
             raise UsageError(
-                f"config.json: {key} = {config[key]!r} is not supported, only {value!r}, which its other keys give"
+                f"config.json: {key} = {config[key]!r} is not supported, only {value!r}, which its other keys imply"
             )
 
 
 def init_std(config: ModelConfig) -> float:
-    """Standard deviation of the initial weights; transformers' usual one where the initialisation has none."""
+    """Return the standard deviation of initial weights; transformers' default if the initialisation has none."""
     return float(getattr(config.init, "std", 0.02))
 
 
@@ -86,7 +86,7 @@ ROPE = {
     "partial_rotary_factor": supported_values(None, 1.0),
     "original_max_position_embeddings": used(None, int),
 }
-"""Keys of config.json that say how queries and keys turn."""
+"""Keys of config.json about rotary positions."""
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -96,80 +96,74 @@ ROPE_TYPES = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
-"""Keys that each kind reads, besides its name and rope_theta."""
+"""rope_type → keys that it reads besides rope_theta."""
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`position.theta` and `.scaling` of ours, from rope_parameters or the older rope_theta and rope_scaling."""
-    older, newer = config["rope_scaling"], config["rope_parameters"]
-    if older and newer and older != newer:
-        raise UsageError(
-            "config.json: rope_scaling and rope_parameters both, and they differ: take out the one that does not hold"
-        )
-    place = "rope_scaling" if older else "rope_parameters"
-    table = older or newer or {}
-    theta = _either(table, "rope_theta", config, place)
+    """Return `position.theta` and `position.scaling` from rope_parameters or the older rope_theta and rope_scaling."""
+    legacy, current = config["rope_scaling"], config["rope_parameters"]
+    if legacy and current and legacy != current:
+        raise UsageError("config.json: rope_scaling and rope_parameters differ: remove the wrong one")
+    table_name = "rope_scaling" if legacy else "rope_parameters"
+    table = legacy or current or {}
+    theta = _read_number(table, "rope_theta", config, table_name)
     theta = 10_000.0 if theta is None else theta
-    return {"position.theta": float(theta), "position.scaling": _scaling(table, config, place)}
+    return {"position.theta": float(theta), "position.scaling": _scaling(table, config, table_name)}
 
 
 def rope_of_layer_type(
-    config: Mapping[str, Any], kind: str, older_theta: str, theta: float, *, scaled: bool = False
+    config: Mapping[str, Any], layer_type: str, theta_key: str, theta: float, *, scaled: bool = False
 ) -> Json:
-    """Our section `position` for blocks of a kind, from its table in rope_parameters, or from keys beside that.
+    """Return our `position` section for one layer type, from its table in rope_parameters or older top-level keys.
 
-    older_theta: the key of the base where the table has none. scaled: an older rope_scaling is about this kind.
+    theta_key: top-level key of theta if the table has none; theta: default. scaled: rope_scaling is for this type.
     """
-    tables, older = config["rope_parameters"], config["rope_scaling"] if scaled else None
+    tables, legacy = config["rope_parameters"], config["rope_scaling"] if scaled else None
     if tables is not None:
         check_table_keys("rope_parameters", tables, ("full_attention", "sliding_attention"))
-    if tables and older:
-        raise UsageError(
-            "config.json: rope_scaling and rope_parameters both: take out the one that does not hold"
-        )
-    if older and "rope_type" not in older:
-        raise UsageError(
-            "config.json: rope_scaling has no rope_type, without which transformers ignores it: add it"
-        )
-    table = older or (tables or {}).get(kind, {})
+    if tables and legacy:
+        raise UsageError("config.json: has both rope_scaling and rope_parameters: remove the wrong one")
+    if legacy and "rope_type" not in legacy:
+        raise UsageError("config.json: rope_scaling has no rope_type, so transformers ignores it: add one")
+    table = legacy or (tables or {}).get(layer_type, {})
     if not isinstance(table, dict):
-        raise UsageError(f"config.json: rope_parameters.{kind} = {table!r:.80} is no table")
-    if "rope_theta" in table and config[older_theta] is not None:
+        raise UsageError(f"config.json: rope_parameters.{layer_type} = {table!r:.80} is not a table")
+    if "rope_theta" in table and config[theta_key] is not None:
         raise UsageError(
-            f"config.json: rope_parameters.{kind}.rope_theta and {older_theta}: take out one of them"
+            f"config.json: has both rope_parameters.{layer_type}.rope_theta and {theta_key}: remove one of them"
         )
     mapping = {
         "rope_parameters": table,
         "rope_scaling": None,
-        "rope_theta": config[older_theta],
+        "rope_theta": config[theta_key],
         "original_max_position_embeddings": None,
         "max_position_embeddings": config["max_position_embeddings"],
     }
     if mapping["rope_theta"] is None and "rope_theta" not in table:
         mapping["rope_theta"] = theta
-    read = rope_from_hf(mapping)
-    scaling: RopeScaling | None = read["position.scaling"]
+    rope = rope_from_hf(mapping)
+    scaling: RopeScaling | None = rope["position.scaling"]
     return {
         "name": "rope",
-        "theta": read["position.theta"],
+        "theta": rope["position.theta"],
         **({"scaling": scaling.model_dump(exclude_none=True)} if scaling else {}),
     }
 
 
-def _either(table: Mapping[str, Any], key: str, config: Mapping[str, Any], place: str) -> Any:
-    """A number that may stand in the table or beside it."""
+def _read_number(table: Mapping[str, Any], key: str, config: Mapping[str, Any], table_name: str) -> Any:
+    """Read a number from a table or from the top level, which must agree."""
     in_table, at_top_level = table.get(key), config[key]
     if key in table and (isinstance(in_table, bool) or not isinstance(in_table, int | float)):
-        raise UsageError(f"config.json: {place}.{key} = {in_table!r} is no number")
+        raise UsageError(f"config.json: {table_name}.{key} = {in_table!r} is not a number")
     if in_table is not None and at_top_level is not None and in_table != at_top_level:
         raise UsageError(
-            f"config.json: {place}.{key} = {in_table} and {key} = {at_top_level}: take out the one that does not hold"
+            f"config.json: {table_name}.{key} = {in_table}, but {key} = {at_top_level}: remove the wrong one"
         )
     return at_top_level if in_table is None else in_table
 
 
 def rope_to_hf(config: ModelConfig) -> Json:
-    """The key rope_parameters; of positions or a scaling that they lack, it has the usual ones."""
+    """Return the key rope_parameters, with defaults for other position encodings and unknown scalings."""
     position = config.position if isinstance(config.position, RopeConfig) else RopeConfig()
     scaling = position.scaling
     parameters: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
@@ -199,35 +193,37 @@ def rope_to_hf(config: ModelConfig) -> Json:
     return {"rope_parameters": parameters}
 
 
-def _scaling(table: Mapping[str, Any], config: Mapping[str, Any], place: str) -> RopeScaling | None:
-    kind = table.get("rope_type", table.get("type", "default"))
-    if kind not in ROPE_TYPES:
+def _scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_name: str) -> RopeScaling | None:
+    layer_type = table.get("rope_type", table.get("type", "default"))
+    if layer_type not in ROPE_TYPES:
         raise UsageError(
-            f"config.json: rope_type {kind!r} is not supported; there are: {', '.join(ROPE_TYPES)}"
+            f"config.json: rope_type {layer_type!r} is not supported; there are: {', '.join(ROPE_TYPES)}"
         )
     check_table_keys(
-        place, table, ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind])
+        table_name,
+        table,
+        ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[layer_type]),
     )
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
     if not isinstance(truncate := table.get("truncate", True), bool):
-        raise UsageError(f"config.json: {place}.truncate = {truncate!r} is not true or false")
-    if kind == "default":
+        raise UsageError(f"config.json: {table_name}.truncate = {truncate!r} is not true or false")
+    if layer_type == "default":
         return None
-    original: Any = None
-    if kind != "linear":
-        original = _either(table, "original_max_position_embeddings", config, place)
-        original = config["max_position_embeddings"] if original is None else original
-    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPES[kind]}:
+    original_length: Any = None
+    if layer_type != "linear":
+        original_length = _read_number(table, "original_max_position_embeddings", config, table_name)
+        original_length = config["max_position_embeddings"] if original_length is None else original_length
+    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPES[layer_type]}:
         if isinstance(table.get(key), bool) or not isinstance(table.get(key), int | float):
-            raise UsageError(f"config.json: {place}.{key} = {table.get(key)!r} is no number")
-    match kind:
+            raise UsageError(f"config.json: {table_name}.{key} = {table.get(key)!r} is not a number")
+    match layer_type:
         case "linear":
             return LinearScaling(factor=table["factor"])
         case "yarn":
             return YarnScaling(
                 factor=table["factor"],
-                original_length=original,
+                original_length=original_length,
                 beta_fast=table.get("beta_fast") or 32.0,
                 beta_slow=table.get("beta_slow") or 1.0,
                 attention_factor=_attention_factor(table),
@@ -236,32 +232,29 @@ def _scaling(table: Mapping[str, Any], config: Mapping[str, Any], place: str) ->
         case _:
             return Llama3Scaling(
                 factor=table["factor"],
-                original_length=original,
+                original_length=original_length,
                 low_freq_factor=table["low_freq_factor"],
                 high_freq_factor=table["high_freq_factor"],
             )
 
 
 def _attention_factor(table: Mapping[str, Any]) -> float | None:
-    """YaRN's factor on the scores, from mscale and mscale_all_dim where it is not given itself."""
+    """Return YaRN's attention factor, if absent from mscale and mscale_all_dim."""
     factor, mscale, mscale_all_dims = (
         table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")
     )
     if factor is not None or not (mscale and mscale_all_dims):
         return factor
-    stretch = math.log(max(float(table["factor"]), 1.0))
-    return float((0.1 * mscale * stretch + 1.0) / (0.1 * mscale_all_dims * stretch + 1.0))
+    log_factor = math.log(max(float(table["factor"]), 1.0))
+    return float((0.1 * mscale * log_factor + 1.0) / (0.1 * mscale_all_dims * log_factor + 1.0))
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def read_layer_types(hf_config: Json, global_every: int, *, first: str = LOCAL) -> list[str]:
-    """Read `layer_types`; if left out, every `global_every`-th layer is full attention (with `first` GLOBAL: isn't
-    sliding).
-
-    Raises UsageError.
-    """
+    """Read `layer_types`. If left out, one in `global_every` layers has full attention, the last or the `first` of
+    each run. Raises UsageError."""
     n, layer_types = hf_config["num_hidden_layers"], hf_config["layer_types"]
     if layer_types is None and first == LOCAL:
         return [LOCAL if (i + 1) % global_every else GLOBAL for i in range(n)]
@@ -275,9 +268,9 @@ def read_layer_types(hf_config: Json, global_every: int, *, first: str = LOCAL) 
     return list(layer_types)
 
 
-def layer_type_blocks(kinds: Sequence[str], local: Json, full: Json) -> Json:
-    """Our keys for them: a cycle of the kinds "local" and "global", and what each of these has otherwise."""
-    names = ["local" if kind == LOCAL else "global" for kind in kinds]
+def layer_type_blocks(layer_types: Sequence[str], local: Json, full: Json) -> Json:
+    """Return our `layer_types`, as a cycle of "local" and "global", and the section of each kind."""
+    names = ["local" if layer_type == LOCAL else "global" for layer_type in layer_types]
     cycle = next(
         i for i in range(1, len(names) + 1) if all(a == b for a, b in zip(names[i:], names, strict=False))
     )
@@ -289,23 +282,23 @@ def layer_type_blocks(kinds: Sequence[str], local: Json, full: Json) -> Json:
 
 
 def write_layer_types(config: ModelConfig) -> list[str]:
-    """The reverse of `read`. Raises UsageError for a block of another pattern."""
+    """Return transformers' `layer_types`. Raises UsageError for a block with another pattern."""
     return [GLOBAL if width is None else LOCAL for width in window_widths(config)]
 
 
 def window_widths(config: ModelConfig) -> list[int | None]:
-    """Width of each block's window; None: it sees all. Raises UsageError."""
-    window_widths: list[int | None] = []
+    """Return the width of each block's window; None for full attention. Raises UsageError for another pattern."""
+    widths: list[int | None] = []
     for depth in range(config.n_layers):
         pattern = config.layer_config(depth).attention.pattern
         if not isinstance(pattern, WindowPatternConfig | FullPatternConfig):
             raise UsageError(
-                f"model.attention.pattern.name = {pattern.name!r}: only windows and full are stored"
+                f"model.attention.pattern.name = {pattern.name!r}: transformers has only windows and full attention"
             )
-        window_widths.append(pattern.width if isinstance(pattern, WindowPatternConfig) else None)
-    return window_widths
+        widths.append(pattern.width if isinstance(pattern, WindowPatternConfig) else None)
+    return widths
 
 
-def window_width(config: ModelConfig, otherwise: int) -> int:
-    """The width of the windows; of several, the first one's."""
-    return next((width for width in window_widths(config) if width is not None), otherwise)
+def window_width(config: ModelConfig, default: int) -> int:
+    """Return the width of the first window, or a default if there is none."""
+    return next((width for width in window_widths(config) if width is not None), default)

@@ -1,4 +1,4 @@
-"""Rules between our tensors and those of transformers, as plain data that reads both ways, also for experts."""
+"""Mappings between megatfm's tensors and those of transformers, in both directions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +15,16 @@ Transform = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the same tensors, not copies: the transform of a rule that only renames."""
+    """Return the same tensors, not copies: the transform of a mapping that only renames."""
     return tensors
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Some megatfm tensors and the same numbers as transformers stores them.
+    """Names of megatfm's tensors and of transformers' tensors with the same values, and transforms between them.
 
     to_hf: megatfm → transformers; from_hf: transformers → megatfm; both linear, so that they convert gradients as well.
-    tied_names: further names under which their files may hold the (only) tensor of `theirs`; they are checked when
-    read, never written.
+    tied_names: other names of the (only) tensor in `hf`; copies under these names are compared, never written.
     """
 
     megatfm: tuple[str, ...]
@@ -36,38 +35,37 @@ class WeightMapping:
 
 
 def rename(megatfm_name: str, hf_name: str, *, copies: Iterable[str] = ()) -> WeightMapping:
-    """Another name and nothing else."""
+    """Map a tensor to another name."""
     return WeightMapping((megatfm_name,), (hf_name,), tied_names=tuple(copies))
 
 
 def rename_linear(megatfm_name: str, hf_name: str, *, bias: bool = False) -> list[WeightMapping]:
-    """A matrix and its bias, if it has one; norms and tables are named alike."""
-    return [rename(f"{megatfm_name}.{part}", f"{hf_name}.{part}") for part in ("weight", *["bias"] * bias)]
+    """Map `weight` and, if there is one, `bias` of a linear layer, norm or table."""
+    return [rename(f"{megatfm_name}.{key}", f"{hf_name}.{key}") for key in ("weight", *["bias"] * bias)]
 
 
 def transpose(megatfm_name: str, hf_name: str) -> WeightMapping:
-    """A matrix that they store as [d_in, d_out] (transformers' Conv1D)."""
+    """Map a matrix that transformers stores as [d_in, d_out] (Conv1D)."""
     return WeightMapping((megatfm_name,), (hf_name,), _transpose, _transpose)
 
 
 def concat(
     megatfm_names: Sequence[str], hf_name: str, sizes: Sequence[int], *, transpose: bool = False
 ) -> WeightMapping:
-    """Megatfm tensors with `sizes` rows each, concatenated in one tensor of transformers; transpose: as [d_in,
-    d_out]."""
+    """Map megatfm tensors with `sizes` rows to one concatenated tensor of transformers; transpose: as [d_in, d_out]."""
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         joined = torch.cat(list(tensors), dim=0)
         return [joined.T if transpose else joined]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def split(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return (tensors[0].T if transpose else tensors[0]).split(list(sizes), dim=0)
 
-    return WeightMapping(tuple(megatfm_names), (hf_name,), forth, back)
+    return WeightMapping(tuple(megatfm_names), (hf_name,), join, split)
 
 
 def with_prefix(prefix: str, hf_prefix: str, rules: Iterable[WeightMapping]) -> list[WeightMapping]:
-    """The rules with a prefix before each name."""
+    """Add prefixes to all names of mappings."""
     return [
         replace(
             rule,
@@ -80,13 +78,12 @@ def with_prefix(prefix: str, hf_prefix: str, rules: Iterable[WeightMapping]) -> 
 
 
 def per_layer(n: int, prefix: str, hf_prefix: str, rules: Sequence[WeightMapping]) -> list[WeightMapping]:
-    """The rules of one block for each of n blocks: `decoder.layers.` and `model.layers.`, then number and dot."""
+    """Repeat the mappings of one block for n blocks; prefixes such as `decoder.layers.` and `model.layers.`."""
     return [rule for i in range(n) for rule in with_prefix(f"{prefix}{i}.", f"{hf_prefix}{i}.", rules)]
 
 
 def to_hf(rules: Iterable[WeightMapping], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Map megatfm's tensors (or gradients) to transformers' names. Raises MegatfmError where a rule's tensor is
-    missing."""
+    """Convert megatfm's tensors (or gradients) to transformers'. Raises MegatfmError for a missing tensor."""
     return {
         name: tensor
         for rule in rules
@@ -95,7 +92,7 @@ def to_hf(rules: Iterable[WeightMapping], tensors: Mapping[str, Tensor]) -> dict
 
 
 def from_hf(rules: Iterable[WeightMapping], hf_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Map transformers' tensors to megatfm's names. Raises MegatfmError where a rule's tensor is missing."""
+    """Convert transformers' tensors to megatfm's. Raises MegatfmError for a missing tensor."""
     return {
         name: tensor
         for rule in rules
@@ -116,7 +113,7 @@ def _transpose(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Tensor names of one block's experts in transformers' layout of a tensor for each expert."""
+    """Names in transformers of one block's experts, where each expert has tensors of its own."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -125,7 +122,7 @@ class ExpertNames:
 
 
 def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> list[WeightMapping]:
-    """Map one block's router and experts. fused: all experts of a block in one tensor, gate above up projection."""
+    """Map a block's router and experts. fused: all experts of a block in one tensor, gate before up projection."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     if fused:
         return [
@@ -138,7 +135,7 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
             ),
             rename("ffn.experts.w_down", "mlp.experts.down_proj"),
         ]
-    parts = [("gate", names.gate), ("up", names.up), ("down", names.down)]
+    projections = [("gate", names.gate), ("up", names.up), ("down", names.down)]
     return [
         rename("ffn.router.weight", f"{names.block}.gate.weight"),
         *(
@@ -148,32 +145,31 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
                 unbind_experts,
                 stack_experts,
             )
-            for megatfm_name, hf_name in parts
+            for megatfm_name, hf_name in projections
         ),
     ]
 
 
 def require_dropless(config: ModelConfig) -> MoEConfig:
-    """Return the section of a model's experts. Raises UsageError for features that these architectures of transformers
-    lack."""
+    """Return the section of a model's experts. Raises UsageError for capacities, which transformers lacks."""
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     for key in ("capacity_factor", "expert_capacity"):
         if (capacity := getattr(experts, key)) is not None:
             raise UsageError(
-                f"model.ffn.{key} = {capacity}: transformers has no capacity here, and would compute otherwise"
+                f"model.ffn.{key} = {capacity}: transformers has no capacity here, and would compute something else"
             )
     return experts
 
 
 def require_top_k_router(config: ModelConfig) -> TopKRouterConfig:
-    """Return a model's top-k router. Raises UsageError for another one."""
+    """Return the section of a model's top-k router. Raises UsageError for another router."""
     return require_variant(require_dropless(config).router, TopKRouterConfig, "model.ffn.router")
 
 
 def top_k_moe_section(
     hf_config: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool
 ) -> Json:
-    """Our section, without the weights of terms of the loss: transformers' factor means another sum."""
+    """Build our section of experts, without loss coefficients: transformers' coefficient scales another sum."""
     return {
         "name": "moe",
         "d_ff": d_ff,
@@ -185,7 +181,7 @@ def top_k_moe_section(
 
 
 def unbind_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split the stacked expert weights [E, …] into one matrix for each expert."""
+    """Split stacked expert weights [E, …] into one matrix per expert."""
     return tensors[0].unbind()
 
 
@@ -195,7 +191,7 @@ def stack_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def concat_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Join the gate's and the up projection's output channels, experts first."""
+    """Concatenate the output channels of gate and up projections [E, d_out, d_in]."""
     return [torch.cat(list(tensors), dim=1)]
 
 

@@ -1,4 +1,4 @@
-"""Memory that blocks keep for the backward pass, measured on tensors that have shapes and no values."""
+"""Activation memory of blocks, measured on fake tensors: shapes without values."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,15 +32,19 @@ from megatfm.train.build import build_model
 log = logging.getLogger("megatfm")
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-"""The type of activations by `train.precision`; of the mixed ones 2 bytes."""
+"""`train.precision` → dtype of activations; any other precision has 2 bytes."""
 
 
-BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""Raised where a part asks for a value, or for a kernel that has no rule of shapes."""
+DATA_DEPENDENT_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+"""Errors of fake tensors: a module needs a value, or an operator has no shape rule."""
 
 
 class SavedTensors:
-    """Bytes of what autograd holds on to, each storage once. weights: those of them that are there anyway."""
+    """Bytes of the tensors that autograd saves for the backward pass: each storage once, weights left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -48,12 +52,12 @@ class SavedTensors:
 
     @property
     def bytes(self) -> int:
-        """So far."""
+        """Bytes saved so far."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count what forward passes in here keep."""
+    def counting(self) -> Iterator[None]:
+        """Count the tensors that forward passes in this context save."""
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
@@ -65,28 +69,30 @@ class SavedTensors:
 
 
 def block_activation_bytes(config: Config) -> tuple[int, int] | None:
-    """Bytes that all blocks keep of one micro-batch, one process having all of it: without `train.recompute`, and with
-    "full", which keeps the blocks' inputs and in the backward pass one block's own. None where a part of the model
-    decides by values how much it keeps.
+    """Measure the bytes that all blocks save for one micro-batch on a single process.
 
-    Blocks are taken as they run eagerly, and experts as on a GPU; one block of a kind represents the others. Attention
-    by blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed. Raises
-    UsageError for a family without split points, and whatever a part of the model raises.
+    Returns (without recomputation, with `train.recompute = "full"`): the latter keeps the inputs of all blocks, and
+    during the backward pass the activations of one block. Returns None where a module saves more or less depending on
+    values.
+
+    Blocks run eagerly (not compiled) and experts as on a GPU. One block of each kind represents the others. Blockwise
+    attention counts as a fused kernel, which saves as much. Rows hold one document. Raises UsageError for a family
+    without split points, and any error of the model's forward pass.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        with FakeTensorMode(), _experts_by_shapes():
-            return _measured(config)
-    except BY_VALUES as error:
-        log.debug("what blocks keep is not counted: %s: %s", type(error).__name__, error)
+        with FakeTensorMode(), _shape_only_experts():
+            return _measure(config)
+    except DATA_DEPENDENT_ERRORS as error:
+        log.debug("activation memory is not counted: %s: %s", type(error).__name__, error)
         return None
     finally:
         logger.disabled = was_disabled
 
 
-class _Products(torch.autograd.Function):
-    """Stand-in for experts' products: saves what they save."""
+class _ShapeOnlyGroupedMatmul(torch.autograd.Function):
+    """Stand-in for the experts' grouped matmul that saves the same tensors."""
 
     @staticmethod
     def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
@@ -95,18 +101,58 @@ class _Products(torch.autograd.Function):
 
 
 @contextmanager
-def _experts_by_shapes() -> Iterator[None]:
-    """Products of experts by their shapes: whose a row is is a matter of values, how many there are is not."""
-    original_kernels = dict(KERNELS)
-    KERNELS.update(dict.fromkeys(KERNELS, _Products.apply))
+def _shape_only_experts() -> Iterator[None]:
+    """Replace grouped matmuls: rows per expert depend on values, their total does not."""
+    kernels_before = dict(KERNELS)
+    KERNELS.update(dict.fromkeys(KERNELS, _ShapeOnlyGroupedMatmul.apply))
     try:
         yield
     finally:
-        KERNELS.update(original_kernels)
+        KERNELS.update(kernels_before)
 
 
-def _measured(config: Config) -> tuple[int, int]:
+def _measure(config: Config) -> tuple[int, int]:
     dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
+    model = _build(config, dtype)
+    stack_paths = {
+        block: path.rpartition(".")[0]
+        for path, block in model.named_modules()
+        if block in set(transformer_blocks(model))
+    }
+    block_kinds, sums = dict[Hashable, tuple[int, int, Any]](), {"all": 0, "inputs": 0, "largest": 0}
+
+    def measure_block(block: nn.Module, forward: Callable[..., Any], x_BTD: Tensor, *args: Any) -> Any:
+        kind = stack_paths[block], type(block), getattr(block, "kind", None), x_BTD.shape
+        # The first block of a kind may build what all share, such as a mask, so the second represents the others.
+        n_runs, n_bytes, result = block_kinds.get(kind, (0, 0, None))
+        if n_runs < 2:
+            saved_tensors = SavedTensors(model)
+            with saved_tensors.counting():
+                result = forward(x_BTD, *args)
+            n_runs, n_bytes = n_runs + 1, saved_tensors.bytes
+        block_kinds[kind] = n_runs, n_bytes, result
+        sums["all"] += n_bytes
+        sums["largest"] = max(sums["largest"], n_bytes)
+        sums["inputs"] += x_BTD.nbytes
+        return result
+
+    for block in stack_paths:
+        replace_forward(block, partial(measure_block, block, block.forward))
+    splittable = cast(Splittable, model)
+    points = [p for p in splittable.split_points if model.get_submodule(p.modules[0]) in stack_paths]
+    fields, lengths = _inputs(config, model, splittable.split_points)
+    carry = {
+        name: _zeros((config.train.micro_batch, lengths[point.token_field]), spec, dtype)
+        for point in splittable.split_points
+        for name, spec in point.writes.items()
+        if spec.length_of is None  # the length of others depends on values
+    }
+    splittable.stage({point.name for point in points}).forward(**fields, **carry)
+    return sums["all"], sums["inputs"] + sums["largest"]
+
+
+def _build(config: Config, dtype: torch.dtype) -> nn.Module:
+    """Build the model with fused attention, whose memory does not depend on values."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -115,81 +161,45 @@ def _measured(config: Config) -> tuple[int, int]:
         torch.set_default_dtype(default)
     if not hasattr(model, "split_points"):
         raise UsageError(f"model.family = {config.model.family!r} has no split points")
-    for core in model.modules():
-        if not isinstance(core, DotProductAttention):
+    for attention in model.modules():
+        if not isinstance(attention, DotProductAttention):
             continue
-        if core.pattern.builtin_mask is None:
-            core.pattern = Full(causal=True)
+        if attention.pattern.builtin_mask is None:
+            attention.pattern = Full(causal=True)
         elif config.data.sequence_length < LONG:
             continue
-        # Blocks of keys look at values; a fused kernel draws its dropout anew in the backward pass, and keeps no mask.
-        core.dropout.rate, core.variant = 0.0, replace(core.variant, dropout=0.0)
-    paths = {
-        block: path.rpartition(".")[0]
-        for path, block in model.named_modules()
-        if block in set(transformer_blocks(model))
-    }
-    by_kind, sums = dict[Hashable, tuple[int, int, Any]](), {"whole": 0, "inputs": 0, "largest": 0}
-
-    def measured(block: nn.Module, forward: Callable[..., Any], x_BTD: Tensor, *args: Any) -> Any:
-        kind = paths[block], type(block), getattr(block, "kind", None), x_BTD.shape
-        # The first of its kind may make what the others share, such as a mask: the second one represents the rest.
-        times, n_bytes, result = by_kind.get(kind, (0, 0, None))
-        if times < 2:
-            saved_tensors = SavedTensors(model)
-            with saved_tensors.counted():
-                result = forward(x_BTD, *args)
-            times, n_bytes = times + 1, saved_tensors.bytes
-        by_kind[kind] = times, n_bytes, result
-        sums["whole"] += n_bytes
-        sums["largest"] = max(sums["largest"], n_bytes)
-        sums["inputs"] += x_BTD.nbytes
-        return result
-
-    for block in paths:
-        replace_forward(block, partial(measured, block, block.forward))
-    splittable = cast(Splittable, model)
-    points = [p for p in splittable.split_points if model.get_submodule(p.modules[0]) in paths]
-    fields, lengths = _inputs(config, model, splittable.split_points)
-    carry = {
-        name: _zeros((config.train.micro_batch, lengths[point.token_field]), spec, dtype)
-        for point in splittable.split_points
-        for name, spec in point.writes.items()
-        if spec.length_of is None  # others follow from a batch's values
-    }
-    splittable.stage({point.name for point in points}).forward(**fields, **carry)
-    return sums["whole"], sums["inputs"] + sums["largest"]
+        # A fused kernel draws its dropout again in the backward pass, and so saves no mask.
+        attention.dropout.rate, attention.variant = 0.0, replace(attention.variant, dropout=0.0)
+    return model
 
 
 def _inputs(
     config: Config, model: nn.Module, points: Sequence[SplitPoint]
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return a batch's fields, as long as rows are, since of what embeddings read shapes matter alone; and the length
-    of rows by the field of tokens that goes through a split point."""
+    """Return the fields of a batch, all zeros since only shapes matter, and token field → length of its rows."""
     length = config.data.sequence_length
     lengths = {point.token_field: length for point in points}
     if len(lengths) > 1:
         lengths["tokens"] = config.data.target_length or length
-    read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding | Stack)} | {
-        "tokens"
-    }
-    # ELECTRA's generator runs where there are targets alone.
-    accepted = getattr(model, "accepted", frozenset(lengths) | read)
-    read |= {"targets", "original"} & accepted if "original" in accepted else set()
-    names = {field.removesuffix("tokens") + name: n for field, n in lengths.items() for name in read}
+    fields_read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding | Stack)}
+    fields_read.add("tokens")
+    accepted = getattr(model, "accepted", frozenset(lengths) | fields_read)
+    # ELECTRA's generator runs only if there are targets.
+    fields_read |= {"targets", "original"} & accepted if "original" in accepted else set()
+    names = {field.removesuffix("tokens") + name: n for field, n in lengths.items() for name in fields_read}
     rows = config.train.micro_batch
     zeros = {name: torch.zeros(rows, n, dtype=torch.int64) for name, n in names.items() if name in accepted}
     grids = {
         name: torch.zeros(rows, n, 4, dtype=torch.int32)
         for field, n in lengths.items()
         if (name := f"{field.removesuffix('tokens')}grid") in accepted
-        and config.model.stages is None  # whose maps are the config's where no values say another size
+        and config.model.stages is None  # the maps of stages have the config's size unless a grid is given
     }
     return {**zeros, **grids, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
 
 
 def _zeros(shape: tuple[int, int], spec: CarrySpec, dtype: torch.dtype) -> Tensor:
-    """Return what a stage before would have handed on."""
+    """Return a carried tensor as an earlier pipeline stage would send it."""
     if spec.d_model is None:
         return torch.zeros(shape, dtype=torch.int64)
     return torch.zeros(*shape, spec.d_model, dtype=dtype, requires_grad=True)

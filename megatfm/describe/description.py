@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from megatfm.engines.interface import OptimizerGroup
 
 PROBE = (3, 5, 7, 11, 13)
-"""Dims of the small tensors on which optimizers are tried: all different, to be known again in their state."""
+"""Shape of the small tensors that optimizers are tried on. All dims differ, so that state shapes can be matched."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """Sizes and costs of a config. Counts are of distinct parameters, active ones those that a token meets; bytes are
-    per parameter. Those that are `frozen` are among `parameters`, and have no gradient and no optimizer state.
+    """Sizes and costs of a config. `*_bytes` are bytes per parameter; shared parameters count once.
 
-    tokens_per_row: of a row, of both sides in an encoder-decoder. matmul_parameters: N of the FLOPs per token; a
-    table that is only looked up costs none, one that is the output head as well does, and a block that is used twice
-    counts twice.
+    active: parameters that one token uses. frozen: those of `parameters` without gradient and optimizer state.
+    tokens_per_row: an encoder-decoder's has both sides. matmul_parameters: N of the FLOPs per token: a lookup table
+    counts only if it is the output head too, and a block that runs twice counts twice.
     """
 
     config: Config
@@ -46,29 +45,29 @@ class Description:
 
     @property
     def non_embedding(self) -> int:
-        """Return the parameters other than the embedding tables', as scaling laws count them."""
+        """Parameters outside embedding tables, as scaling laws count them."""
         return self.parameters - self.embedding
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage: a single data rank takes stage 0."""
+        """ZeRO stage; 0 for a single data rank."""
         parallel = self.config.parallel
         return 0 if (parallel.dp_shard, parallel.dp_replicate) == (1, 1) else parallel.zero
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the weight that the model computes with, where it is not the stored one; stage 3 keeps none."""
+        """Bytes of the low-precision copy of a weight; ZeRO 3 keeps none."""
         is_mixed = self.config.train.precision in ("bf16", "fp16", "fp8", "fp8-tensorwise")
         return 2 if is_mixed and self.zero < 3 else 0
 
     @property
     def state_bytes(self) -> float:
-        """Weights, gradients and optimizer state, per parameter that is trained."""
+        """Bytes of weight, gradient and optimizer state per trained parameter."""
         return self.copy_bytes + 2 * self.weight_bytes + self.optimizer_bytes
 
     @property
     def unsharded_bytes(self) -> float:
-        """The part of `state_bytes` that every data rank holds; ZeRO shards the others over dp_shard."""
+        """Bytes of `state_bytes` that every data rank holds; ZeRO shards the others over dp_shard."""
         copy, weight = self.copy_bytes, self.weight_bytes
         return (self.state_bytes, copy + weight, copy, 0)[self.zero]
 
@@ -80,21 +79,21 @@ class Description:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a global batch whose rows are all full."""
+        """Tokens of a global batch without padding."""
         return self.config.train.global_batch * self.tokens_per_row
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the run, its rows all full."""
+        """Tokens of the run without padding."""
         return self.tokens_per_step * self.config.train.steps
 
 
 def describe(config: Config) -> Description:
-    """Count on the meta device. Raises UsageError where the vocabulary is not known.
+    """Count parameters, FLOPs and bytes on the meta device. Raises UsageError where the vocabulary is not known.
 
-    FLOPs per trained token of a decoder are 6N + 12·L·h·s with L layers, h the heads' joint width and s the sequence
-    length (Chowdhery et al. 2022, appendix B: forward and backward, no recomputation); 6N + 6·L·h·s counts only the
-    half of the attention matrix that a causal model needs. Other families: see `row_cost`.
+    FLOPs per trained token of a decoder are 6N + 12·L·h·s with L layers, h the total width of all heads and s the
+    sequence length (Chowdhery et al. 2022, appendix B: forward and backward, no recomputation). 6N + 6·L·h·s counts
+    only the half of the attention matrix that a causal model needs. Other families: see `row_cost`.
     """
     import torch
 
@@ -108,8 +107,8 @@ def describe(config: Config) -> Description:
         model = build_model(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    tables = {id(m.weight): (n, m.weight) for n, m in model.named_modules() if isinstance(m, Embedding)}
-    embedding = sum(weight.numel() for _, weight in tables.values())
+    tables = {module.weight for module in model.modules() if isinstance(module, Embedding)}
+    embedding = sum(weight.numel() for weight in tables)
     row = row_cost(config, model)
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     optimizer = optimizer_state_bytes(config, model, weight_bytes)
@@ -117,84 +116,82 @@ def describe(config: Config) -> Description:
         config=config,
         shapes=shapes,
         parameters=parameters,
-        active=parameters - row.idle,
+        active=parameters - row.inactive_parameters,
         embedding=embedding,
         tokens_per_row=row.tokens,
         matmul_parameters=round(row.macs / row.tokens),
-        flops_full=round((6 * row.macs + row.attention) / row.tokens),
-        flops_causal=round((6 * row.macs + row.causal) / row.tokens),
+        flops_full=round((TRAINING_FLOPS_PER_MAC * row.macs + row.attention_flops) / row.tokens),
+        flops_causal=round((TRAINING_FLOPS_PER_MAC * row.macs + row.visible_attention_flops) / row.tokens),
         weight_bytes=weight_bytes,
         optimizer_bytes=sum(optimizer.values()) / sum(math.prod(shapes[name]) for name in optimizer),
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
-        fp8_parameters=_in_fp8(config, model),
+        fp8_parameters=_count_fp8(config, model),
     )
 
 
 TRAINING_FLOPS_PER_MAC = 6
-"""FLOPs of a multiplication and the addition after it, forward and, for both factors, backward."""
+"""FLOPs of one multiply-accumulate: two in the forward pass, and two per factor in the backward pass."""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of training on one row, by the model's modules.
+    """Cost of training on one row, summed over the model's modules.
 
-    A weight costs 6 FLOPs for each token that it is multiplied with, forward and backward (Chowdhery et al. 2022,
-    appendix B; nothing is recomputed), and so does each product of attention, of which there are 2 for each channel of
-    each pair of tokens.
+    A weight costs 6 FLOPs for each token that it multiplies, forward and backward without recomputation (Chowdhery et
+    al. 2022, appendix B). So does each multiplication in attention: 2 for each channel of each pair of tokens.
 
-    tokens: of all sides. macs: the sum over all parameters of their size times the tokens that they see.
-
-    matmul_macs: the part of `macs` that falls on matrices. attention: FLOPs of the scores and what is done with them.
-    causal: without the half on tokens that aren't seen. idle: parameters that a token does not meet.
+    tokens: of all sides. macs: multiply-accumulates of weights in one forward pass. matmul_macs: those of matrices.
+    attention_flops: FLOPs of scores and weighted sums over all pairs of tokens. visible_attention_flops: without the
+    pairs that a causal mask hides. inactive_parameters: parameters that one token does not use.
     """
 
     tokens: int
     macs: float
     matmul_macs: float
-    attention: float
-    causal: float
-    idle: int
+    attention_flops: float
+    visible_attention_flops: float
+    inactive_parameters: int
 
 
 def row_cost(config: Config, model: "nn.Module") -> RowCost:
-    """Return the cost of a row. Heads of masked models see the masked tokens alone."""
+    """Compute the cost of a row. The output head of a masked model runs only on masked tokens."""
     from megatfm.objectives import target_fraction
 
     points: Sequence[SplitPoint] = getattr(model, "split_points", ())
-    # ELECTRA's generator goes through its head again to sample, without gradients: it counts once.
-    used = [(point.token_field, path) for point in points for path in dict.fromkeys(point.modules)]
-    used = used or [("tokens", "")]
-    s, sides = config.data.sequence_length, {side for side, _ in used}
-    lengths = dict.fromkeys(sides, s)
+    # ELECTRA's generator uses its head again to sample, without gradients: the head counts once.
+    runs = [(point.token_field, path) for point in points for path in dict.fromkeys(point.modules)]
+    runs = runs or [("tokens", "")]
+    length, sides = config.data.sequence_length, {side for side, _ in runs}
+    lengths = dict.fromkeys(sides, length)
     if ENCODER_TOKENS in sides:
-        lengths["tokens"] = config.data.target_length or s
-    predicted = target_fraction(config.objective)
-    total, idle = Cost(), dict[str, int]()
-    for side, path in used:
-        tokens = TokenCounts(lengths[side], lengths.get(ENCODER_TOKENS, 0), predicted)
+        lengths["tokens"] = config.data.target_length or length
+    predicted_share = target_fraction(config.objective)
+    total, inactive = Cost(), dict[str, int]()
+    for side, path in runs:
+        tokens = TokenCounts(lengths[side], lengths.get(ENCODER_TOKENS, 0), predicted_share)
         cost = module_cost(model.get_submodule(path), tokens)
-        total, idle[path] = total + cost, cost.inactive_parameters
+        total, inactive[path] = total + cost, cost.inactive_parameters
     return RowCost(
         tokens=sum(lengths.values()),
         macs=total.matmul_macs + total.vector_macs,
         matmul_macs=total.matmul_macs,
-        attention=TRAINING_FLOPS_PER_MAC * total.attention_macs,
-        causal=TRAINING_FLOPS_PER_MAC * total.visible_attention_macs,
-        idle=sum(idle.values()),
+        attention_flops=TRAINING_FLOPS_PER_MAC * total.attention_macs,
+        visible_attention_flops=TRAINING_FLOPS_PER_MAC * total.visible_attention_macs,
+        inactive_parameters=sum(inactive.values()),
     )
 
 
-def _in_fp8(config: Config, model: "nn.Module") -> int:
-    """Count the weights that are multiplied in 8-bit floats."""
+def _count_fp8(config: Config, model: "nn.Module") -> int:
+    """Count the weights whose matmuls run in 8-bit floats."""
     from megatfm.models.float8 import fp8_linears
 
     if not config.train.precision.startswith("fp8"):
         return 0
-    return sum(matrix.weight.numel() for matrix in fp8_linears(model).values())
+    return sum(linear.weight.numel() for linear in fp8_linears(model).values())
 
 
 def flops_per_token(config: Config) -> tuple[float, float]:
-    """Return the FLOPs of training on a token: in full, and without the half of attention that a causal model masks."""
+    """Return training FLOPs per token: with all attention, and without the half that a causal mask hides."""
     description = describe(config)
     return description.flops_full, description.flops_causal
 
@@ -213,9 +210,9 @@ def _with_vocabulary(config: Config) -> Config:
 
 
 def optimizer_state_bytes(config: Config, model: "nn.Module", weight_bytes: int) -> dict[str, int]:
-    """Return parameter name → bytes of optimizer state, found by one step of each optimizer on small tensors.
+    """Return parameter name → bytes of optimizer state, measured by one step of each optimizer on small tensors.
 
-    An optimizer of whole tensors keeps a copy of its weights besides (see `engines.optimizers`).
+    An optimizer that needs whole tensors also keeps a copy of its weights (see `engines.optimizers`).
     """
     from megatfm.optim.parameters import optimizer_groups
 
@@ -223,20 +220,30 @@ def optimizer_state_bytes(config: Config, model: "nn.Module", weight_bytes: int)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for group in optimizer_groups(config.optimizer, model):
         for names, options in group.parameter_groups({name: shapes[name] for name in group.names}):
-            moved = {n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names}
-            tried = {dims: _state_shapes(group, options, dims) for dims in map(len, moved.values())}
+            state_shapes_by_name = {
+                n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names
+            }
+            shapes_by_ndim = {
+                dims: _state_shapes(group, options, dims) for dims in map(len, state_shapes_by_name.values())
+            }
             state_bytes = group.state_dtype.itemsize if group.state_dtype else weight_bytes
             for name in names:
-                of, size = dict(zip(PROBE, moved[name], strict=False)), math.prod(shapes[name])
-                values = sum(math.prod(of.get(dim, dim) for dim in state) for state in tried[len(of)])
-                values *= size // math.prod(moved[name])
+                dim_of_probe, size = (
+                    dict(zip(PROBE, state_shapes_by_name[name], strict=False)),
+                    math.prod(shapes[name]),
+                )
+                n_values = sum(
+                    math.prod(dim_of_probe.get(dim, dim) for dim in shape)
+                    for shape in shapes_by_ndim[len(dim_of_probe)]
+                )
+                n_values *= size // math.prod(state_shapes_by_name[name])
                 copy = size * (group.granularity == "whole_tensor")
-                state[name] = values * state_bytes + copy * weight_bytes
+                state[name] = n_values * state_bytes + copy * weight_bytes
     return state
 
 
 def _state_shapes(group: "OptimizerGroup", options: dict[str, Any], dims: int) -> list[tuple[int, ...]]:
-    """Return the shapes of what an optimizer keeps for a parameter whose dims are the first ones of PROBE."""
+    """Return the shapes of an optimizer's state tensors for a parameter of shape `PROBE[:dims]`."""
     import torch
 
     probe = torch.ones(PROBE[:dims])

@@ -1,4 +1,4 @@
-"""A description as lines of label and text."""
+"""Text of `megatfm describe`: lines of a label and a value."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -29,10 +29,9 @@ Line = tuple[str, str]
 
 def to_lines(description: "Description") -> list[Line]:
     """Return the lines that `megatfm describe` prints."""
-    objective = description.config.objective.name
     return [
         *_architecture(description.config.model),
-        ("objective", objective),
+        ("objective", description.config.objective.name),
         ("", ""),
         *_counts(description),
     ]
@@ -43,11 +42,11 @@ def _architecture(model: ModelConfig) -> list[Line]:
     if model.family == "encoder_decoder":
         blocks = f"{model.encoder_layers} + {blocks}"
     if model.distinct_layers and model.distinct_layers < model.n_layers:
-        blocks += f" ({model.distinct_layers} with weights of their own)"
+        blocks += f" that share the weights of {model.distinct_layers}"
     lines = [
         ("model", f"{model.family}, {blocks} of width {model.d_model:,}"),
         ("attention", f"{_heads(model)}; {_position(model)}"),
-        *([("  looks at", _patterns(model))] if not _sees_all(model) else []),
+        *([("  pattern", _patterns(model))] if not _is_full_attention(model) else []),
         ("feed-forward", _feed_forward(model)),
         ("norm", f"{model.norm.name} ({model.norm.placement}), epsilon {model.norm.eps:g}"),
         _input(model),
@@ -58,24 +57,24 @@ def _architecture(model: ModelConfig) -> list[Line]:
         lines.append(("heads", ", ".join(heads)))
     if model.text_tower is not None:
         text = model.text_tower
-        sees = "each token sees those before it" if text.causal else "each token sees all"
+        mask = "causal" if text.causal else "bidirectional"
         lines.append(
             (
                 "text tower",
-                f"{text.n_layers} blocks of width {text.d_model:,}, {text.n_heads} heads, {text.d_ff:,} inside; {sees}",
+                f"{text.n_layers} blocks of width {text.d_model:,}, {text.n_heads} heads, d_ff {text.d_ff:,}; {mask}",
             )
         )
     if (tower := model.vision_tower) is not None:
         inner = f"{tower.n_heads} heads, {tower.d_ff:,} inside; patches of {tower.embedding.patch_size} pixels a side"
         lines.append(("vision tower", f"{tower.n_layers} blocks of width {tower.d_model:,}, {inner}"))
     if model.contrastive is not None:
-        lines.append(("features", f"{model.contrastive.width:,} numbers, {model.contrastive.loss} loss"))
+        lines.append(("features", f"{model.contrastive.width:,} dimensions, {model.contrastive.loss} loss"))
     if model.generator is not None:
         layers, generator = model.generator.n_layers or model.n_layers, model.generator
         lines.append(
             (
                 "generator",
-                f"{layers} blocks of width {generator.d_model:,}, {generator.n_heads} heads, {generator.d_ff:,} inside",
+                f"{layers} blocks of width {generator.d_model:,}, {generator.n_heads} heads, d_ff {generator.d_ff:,}",
             )
         )
     rates = (
@@ -90,11 +89,11 @@ def _architecture(model: ModelConfig) -> list[Line]:
 
 
 def _input(model: ModelConfig) -> Line:
-    """The vocabulary, or the patches of images."""
+    """Describe the vocabulary, or an image model's patches."""
     embedding = model.embedding
     if isinstance(embedding, PatchEmbeddingConfig):
         counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
-        special = "".join(f", {number} {kind}{'s' * (number > 1)}" for number, kind in counts if number)
+        special = "".join(f", {count} {kind}{'s' * (count > 1)}" for count, kind in counts if count)
         return (
             "images",
             f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
@@ -104,8 +103,8 @@ def _input(model: ModelConfig) -> Line:
 
 
 def _stages(stages: StagesConfig, d_model: int) -> str:
-    """Blocks, widths and heads of each stage."""
-    blocks, heads = (" · ".join(map(str, numbers)) for numbers in (stages.layers, stages.heads))
+    """Describe blocks, widths and heads of each stage."""
+    blocks, heads = (" · ".join(map(str, counts)) for counts in (stages.layers, stages.heads))
     widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.layers)))
     rows, columns = stages.grid
     return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
@@ -116,17 +115,17 @@ def _heads(model: ModelConfig) -> str:
     if isinstance(latent := model.attention, MLAAttentionConfig):
         queries = f", queries from {latent.q_lora_rank}" if latent.q_lora_rank else ""
         rotary = f"{text} + {latent.qk_rope_head_dim} rotary"
-        return f"{rotary}, keys and values from a latent of {latent.kv_lora_rank}{queries}"
+        return f"{rotary}, keys and values from a latent of rank {latent.kv_lora_rank}{queries}"
     kind = "" if model.attention.name == "gqa" else f", {model.attention.name}"
-    return f"{text}, {model.attention.kv_heads} of keys and values{kind}"
+    return f"{text}, {model.attention.kv_heads} key-value heads{kind}"
 
 
 def _patterns(model: ModelConfig) -> str:
-    """Count the blocks by their pattern in [model]; of an encoder-decoder, as many as its decoder has."""
+    """Count blocks by attention pattern; an encoder-decoder's are the decoder's."""
     n_layers_by_pattern = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
     if len(n_layers_by_pattern) == 1:
         return next(iter(n_layers_by_pattern))
-    return ", ".join(f"{number} × {name}" for name, number in n_layers_by_pattern.items())
+    return ", ".join(f"{count} × {name}" for name, count in n_layers_by_pattern.items())
 
 
 def _pattern(model: ModelConfig) -> str:
@@ -157,7 +156,7 @@ def _position(model: ModelConfig) -> str:
 
 
 def _embeddings(model: ModelConfig) -> str:
-    text = "the output head shares the embedding" if model.embedding.tied else "the output head is apart"
+    text = "output head tied to the embedding" if model.embedding.tied else "output head not tied"
     if model.embedding_width != model.d_model:
         text += f"; embeddings of {model.embedding_width:,}"
     return text + (f"; {model.embedding.n_segments} segments" if model.embedding.n_segments else "")
@@ -167,13 +166,13 @@ def _extra_heads(model: ModelConfig) -> list[str]:
     heads = []
     for name, section in model.extra_heads.items():
         if isinstance(section, SentenceHeadConfig):
-            heads.append(f"{section.classes} classes of sentences")
+            heads.append(f"sentence classifier with {section.classes} classes")
         elif isinstance(section, ClassifierHeadConfig):
-            heads.append(f"{section.n_classes:,} classes of images by {section.pool}")
+            heads.append(f"image classifier with {section.n_classes:,} classes, pooled by {section.pool}")
         else:
             heads.append("span boundary" if name == "boundary" else name)
     if model.n_mtp_heads:
-        heads.append(f"{model.n_mtp_heads} tokens beyond the next")
+        heads.append(f"{model.n_mtp_heads} for multi-token prediction")
     return heads
 
 
@@ -194,7 +193,7 @@ def _counts(description: "Description") -> list[Line]:
         ("  embedding", f"{description.embedding:,}"),
         ("  non-embedding", f"{description.non_embedding:,}"),
         *(
-            [("  in 8 bits", f"{description.fp8_parameters:,} are multiplied so")]
+            [("  fp8", f"{description.fp8_parameters:,} with matmuls in 8-bit floats")]
             if description.fp8_parameters
             else []
         ),
@@ -205,42 +204,42 @@ def _counts(description: "Description") -> list[Line]:
             "tokens",
             f"{description.tokens_per_step:,} a step, {description.tokens:,} in {config.train.steps:,} steps",
         ),
-        ("FLOPs", f"{description.flops_causal * description.tokens:.3g} in all{_half(description)}"),
+        ("FLOPs", f"{description.flops_causal * description.tokens:.3g} in total{_causal_note(description)}"),
         (
             "state",
             f"{description.state_bytes:.3g} bytes a parameter: {copy}{weight} weight, {weight} gradient, {optimizer}",
         ),
-        ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_sharing(description)}"),
-        *_of_another_engine(config),
-        *_on_a_rank(config),
+        ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_sharding(description)}"),
+        *_engine_note(config),
+        *_per_rank_state(config),
         ("activations", _activations(description)),
-        *_without_warmup(description.config),
+        *_warmup_hint(description.config),
     ]
 
 
-def _sharing(description: "Description") -> str:
+def _sharding(description: "Description") -> str:
     if description.zero == 0:
         return "on each data rank"
     if not description.unsharded_bytes:
         return "sharded over dp_shard"
     return (
-        f"sharded over dp_shard but for {description.unsharded_bytes:.3g} bytes a parameter on each data rank"
+        f"sharded over dp_shard except {description.unsharded_bytes:.3g} bytes a parameter on each data rank"
     )
 
 
-def _of_another_engine(config: Config) -> list[Line]:
+def _engine_note(config: Config) -> list[Line]:
     if config.parallel.engine == "native":
         return []
     uncounted = "buckets and offloading" if config.parallel.engine == "deepspeed" else "buffers"
     return [
         (
             "",
-            f"counted as the native engine holds it; {uncounted} of {config.parallel.engine} are not counted",
+            f"counted as for the native engine; {config.parallel.engine}'s {uncounted} are not counted",
         )
     ]
 
 
-def _on_a_rank(config: Config) -> list[Line]:
+def _per_rank_state(config: Config) -> list[Line]:
     from megatfm.describe.per_rank import rank_state
     from megatfm.parallel.mesh import ALL_AXES, describe_sizes
 
@@ -267,7 +266,7 @@ def _on_a_rank(config: Config) -> list[Line]:
     ]
 
 
-def _without_warmup(config: Config) -> list[Line]:
+def _warmup_hint(config: Config) -> list[Line]:
     if config.lr_schedule.warmup_steps or config.optimizer.name not in (
         "adamw",
         "muon",
@@ -278,22 +277,22 @@ def _without_warmup(config: Config) -> list[Line]:
         return []
     usual = max(1, min(2000, config.train.steps // 50))
     return [
-        ("schedule", f"no warm-up: the full rate from step 1; usual: lr_schedule.warmup_steps={usual}"),
+        ("schedule", f"no warmup: full learning rate from step 1; usual: lr_schedule.warmup_steps={usual}"),
     ]
 
 
 def _feed_forward(model: ModelConfig) -> str:
-    """Name the network of each kind of block."""
-    kinds = (model.layer_config(depth).ffn for depth in range(max(1, len(model.layer_types))))
-    return "; or ".join(dict.fromkeys(map(_network, kinds)))
+    """Describe the feed-forward network of each kind of block."""
+    sections = (model.layer_config(depth).ffn for depth in range(max(1, len(model.layer_types))))
+    return "; or ".join(dict.fromkeys(map(_network, sections)))
 
 
 def _network(ffn: FFNConfig) -> str:
-    inside = f"{ffn.activation}, inner width {ffn.d_ff:,}"
+    network = f"{ffn.activation}, inner width {ffn.d_ff:,}"
     if not isinstance(ffn, MoEConfig):
-        return inside
-    shared = f" and {ffn.n_shared_experts} for all" if ffn.n_shared_experts else ""
-    return f"{ffn.n_experts:,} experts, {ffn.top_k} a token by {ffn.router.name!r}{shared}: {inside}"
+        return network
+    shared = f" and {ffn.n_shared_experts} shared" if ffn.n_shared_experts else ""
+    return f"{ffn.n_experts:,} experts, {ffn.top_k} a token by {ffn.router.name!r}{shared}: {network}"
 
 
 def _activations(description: "Description") -> str:
@@ -302,12 +301,12 @@ def _activations(description: "Description") -> str:
     rows = description.config.train.micro_batch
     try:
         activation_bytes = block_activation_bytes(description.config)
-    except Exception as error:  # of any part, a plugin's too: the rest of the description stands
+    except Exception as error:  # any module's, even a plugin's: the rest of the description is still valid
         return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
     if activation_bytes is None:
-        return "not counted: a part of this model asks for values, and is measured on shapes alone"
-    kept_text, recomputed_text = (f"{number / 2**30:,.2f} GiB" for number in activation_bytes)
-    text = f'{kept_text} kept by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
+        return "not counted: this model's activations depend on values, and only shapes are known here"
+    kept_text, recomputed_text = (f"{n_bytes / 2**30:,.2f} GiB" for n_bytes in activation_bytes)
+    text = f'{kept_text} saved by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
     parallel = description.config.parallel
     return (
         f"{text}; before tp, cp and pp divide them"
@@ -332,29 +331,34 @@ def _flops(description: "Description") -> list[Line]:
     if (
         model.family == "decoder"
         and not model.layer_types
-        and _sees_all(model)
+        and _is_full_attention(model)
         and model.attention.name == "gqa"
     ):
         return [
             *lines,
             ("  6N + 12·L·h·s", f"{description.flops_full:.4g}, attention counted in full"),
-            ("  6N + 6·L·h·s", f"{description.flops_causal:.4g}, of attention only its causal half"),
+            ("  6N + 6·L·h·s", f"{description.flops_causal:.4g}, only the causal half of attention counted"),
         ]
-    method = "counted in full" if _sees_all(model) else "as patterns see pairs; full attention in full"
+    method = (
+        "counted in full"
+        if _is_full_attention(model)
+        else "patterns count the pairs they see; full attention counts all"
+    )
     lines.append(("  with attention", f"{description.flops_full:.4g}, {method}"))
     if description.flops_causal < description.flops_full:
-        half_of = "the decoder's own" if model.family == "encoder_decoder" else "full attention"
-        lines.append(("", f"{description.flops_causal:.4g}, of {half_of} only the causal half"))
+        attention = "the decoder's self-attention" if model.family == "encoder_decoder" else "full attention"
+        lines.append(("", f"{description.flops_causal:.4g}, only the causal half of {attention} counted"))
     return lines
 
 
-def _sees_all(model: ModelConfig) -> bool:
-    """Whether all blocks have full attention, to all tokens by themselves."""
-    kinds = [model, *(model.type_config(kind) for kind in model.layer_type)]
+def _is_full_attention(model: ModelConfig) -> bool:
+    """Return whether every block has plain full attention."""
+    sections = [model, *(model.type_config(kind) for kind in model.layer_type)]
     return all(
-        kind.attention.pattern.name == "full" and kind.attention.name in ("gqa", "mla") for kind in kinds
+        section.attention.pattern.name == "full" and section.attention.name in ("gqa", "mla")
+        for section in sections
     )
 
 
-def _half(description: "Description") -> str:
-    return ", of causal attention only its half" if description.flops_causal < description.flops_full else ""
+def _causal_note(description: "Description") -> str:
+    return ", with half of causal attention" if description.flops_causal < description.flops_full else ""

@@ -1,1 +1,1 @@
-"""One step under a layout against the same step on one process by plain autograd: are the gradients the same?"""
+"""Check that a step under a layout computes the same gradients as plain autograd on one process."""

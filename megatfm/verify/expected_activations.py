@@ -19,7 +19,7 @@ from megatfm.verify.module_cuts import ModuleCut
 from megatfm.verify.traffic import ExpectedTraffic
 
 CHUNK = 1024
-"""Rows of the cross-entropy that are reduced together."""
+"""Rows of a chunk of the vocab-parallel cross-entropy."""
 
 
 def add_activations(
@@ -29,141 +29,153 @@ def add_activations(
     cuts: Mapping[str, ModuleCut],
     calls: Sequence[Call],
 ) -> None:
-    """Add what a tensor-parallel rank sends for the calls of a micro-batch."""
-    precision, sequence = PRECISIONS[config.train.precision], config.parallel.sequence_parallel
-    size, tp = precision.compute_dtype.itemsize, config.parallel.tp
+    """Add the bytes that a tensor-parallel rank sends for the calls of a micro-batch."""
+    precision, is_sequence_parallel = PRECISIONS[config.train.precision], config.parallel.sequence_parallel
+    element_bytes, tp = precision.compute_dtype.itemsize, config.parallel.tp
     for call in calls:
         sends = (cuts[call.path].sends or ()) if call.path in cuts else ()
-        input_bytes, output_bytes = call.input_numel * size, call.output_numel * size
-        gathers, sums = forwards(call, config.train.recompute)
-        for word, gathered_bytes, has_gradient in (
-            ("input gathered", input_bytes, call.has_gradient and call.given_has_gradient),
+        input_bytes, output_bytes = call.input_numel * element_bytes, call.output_numel * element_bytes
+        gathers, sums = n_forward_collectives(call, config.train.recompute)
+        for communication, gathered_bytes, has_gradient in (
+            ("input gathered", input_bytes, call.has_gradient and call.input_has_gradient),
             ("output gathered", output_bytes, call.has_gradient),
         ):
-            if word not in sends:
+            if communication not in sends:
                 continue
-            if sequence:
+            if is_sequence_parallel:
                 ledger.all_gather(TENSOR, gathered_bytes // tp, times=gathers)
                 ledger.reduce_scatter(TENSOR, gathered_bytes, times=has_gradient)
             else:
                 ledger.all_reduce(TENSOR, gathered_bytes, times=has_gradient)
-        if "output gathered for tokens" in sends and sequence:
+        if "output gathered for tokens" in sends and is_sequence_parallel:
             ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
             ledger.reduce_scatter(TENSOR, output_bytes, times=call.has_gradient)
         if "output summed" in sends:
-            if sequence:
+            if is_sequence_parallel:
                 ledger.reduce_scatter(TENSOR, output_bytes, times=sums)
                 ledger.all_gather(TENSOR, output_bytes // tp, times=call.has_gradient)
             else:
                 ledger.all_reduce(TENSOR, output_bytes, times=sums)
-        if "input whole" in sends and sequence:
+        if "input whole" in sends and is_sequence_parallel:
             ledger.all_gather(TENSOR, input_bytes // tp)
-        if "output whole" in sends and sequence:
+        if "output whole" in sends and is_sequence_parallel:
             ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
-        if "parts summed" in sends:  # in float32 or better; "selective" keeps them
+        if "parts summed" in sends:  # in float32 or wider; "selective" recomputation saves the sums
             sums_forward = gathers if config.train.recompute == "full" else 1
             ledger.all_reduce(
-                TENSOR, call.output_numel * max(size, 4), times=sums_forward + call.has_gradient
+                TENSOR, call.output_numel * max(element_bytes, 4), times=sums_forward + call.has_gradient
             )
-        if "loss summed" in sends and sequence:
-            ledger.all_reduce(TENSOR, call.output_numel * max(size, 4), times=sums)  # in float32 or better
-        _vocabulary(ledger, config, model, cuts, call)
+        if "loss summed" in sends and is_sequence_parallel:
+            ledger.all_reduce(
+                TENSOR, call.output_numel * max(element_bytes, 4), times=sums
+            )  # in float32 or wider
+        _add_vocab_parallel_head(ledger, config, model, cuts, call)
 
 
-def forwards(call: Call, recompute: str) -> tuple[int, int]:
-    """Number of forward collectives before and after a call: 2 if recomputation repeats it. Recomputation stops after
-    the last tensor that the block saves; "selective" keeps sums."""
+def n_forward_collectives(call: Call, recompute: str) -> tuple[int, int]:
+    """Return the number of forward collectives before and after a call: 2 if recomputation repeats it.
+
+    Recomputation stops after the last tensor that the block saves; "selective" saves the results of sums.
+    """
     is_recomputed = call.in_layer and recompute in ("full", "selective")
     return 1 + is_recomputed, 1 + (is_recomputed and recompute == "full" and call.saves_tensors_after)
 
 
-def _vocabulary(
+def _add_vocab_parallel_head(
     ledger: ExpectedTraffic, config: Config, model: nn.Module, cuts: Mapping[str, ModuleCut], call: Call
 ) -> None:
-    """Add what heads cut by tokens send: gathered logits, and the parts of a loss."""
-    precision, tp, vocabulary = (
-        PRECISIONS[config.train.precision],
-        config.parallel.tp,
-        config.model.vocab_size,
-    )
+    """Add the all-gathers of a vocab-parallel head: logits, or the statistics of its cross-entropy."""
+    precision, vocab_size = PRECISIONS[config.train.precision], config.model.vocab_size
     head, _, leaf = call.path.rpartition(".")
-    if _has_loss(cuts, call.path) and not call.is_loss:
-        assert vocabulary is not None
-        widest = -(-vocabulary // tp)
-        ledger.all_gather(TENSOR, call.output_numel // vocabulary * widest * precision.compute_dtype.itemsize)
-    if leaf == "loss" and _has_loss(cuts, head):
-        seam = model.get_submodule(call.path)
-        numbers = 6 if seam.variant.smoothing else 4  # type: ignore[union-attr]
+    if _is_vocab_parallel_head(cuts, call.path) and not call.is_loss:
+        assert vocab_size is not None
+        shard_size = -(-vocab_size // config.parallel.tp)
+        ledger.all_gather(
+            TENSOR, call.output_numel // vocab_size * shard_size * precision.compute_dtype.itemsize
+        )
+    if leaf == "loss" and _is_vocab_parallel_head(cuts, head):
+        module = model.get_submodule(call.path)
+        values_per_row = 6 if module.variant.smoothing else 4  # type: ignore[union-attr]
         for start in range(0, call.rows, CHUNK):
             ledger.all_gather(
-                TENSOR, numbers * min(CHUNK, call.rows - start) * precision.param_dtype.itemsize
+                TENSOR, values_per_row * min(CHUNK, call.rows - start) * precision.param_dtype.itemsize
             )
 
 
-def _has_loss(cuts: Mapping[str, ModuleCut], path: str) -> bool:
+def _is_vocab_parallel_head(cuts: Mapping[str, ModuleCut], path: str) -> bool:
     return path in cuts and "loss over the vocabulary" in (cuts[path].sends or ())
 
 
 def add_experts(
     ledger: ExpectedTraffic,
     config: Config,
-    place: MeshPosition,
-    among: Sequence[Sequence[Call]],
-    cut: ContextShards | None,
+    position: MeshPosition,
+    calls_by_rank: Sequence[Sequence[Call]],
+    context_shards: ContextShards | None,
 ) -> None:
-    """Add what a rank sends for one micro-batch. among: the calls of each rank that divides experts with it.
+    """Add the bytes that a rank sends for one micro-batch. calls_by_rank: of the ranks that divide experts.
 
-    Dispatch and combine are an all-to-all each, forward and backward. If tensor parallelism deals the experts of a rank
-    out, each part's rows go to a rank of its own.
+    Dispatch and combine are one all-to-all each, forward and backward. With `parallel.expert_tp = "by_expert"`, tensor
+    parallelism distributes the experts of a rank, and each tensor-parallel rank receives the rows of its own experts.
     """
-    size, parts, own_part = PRECISIONS[config.train.precision].compute_dtype.itemsize, len(among), place.ep
-    n_dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, place.peers
-    for calls in zip(*among, strict=True):
-        call, experts = calls[own_part], calls[own_part].n_experts // parts
+    element_bytes, n_ranks, own_rank = (
+        PRECISIONS[config.train.precision].compute_dtype.itemsize,
+        len(calls_by_rank),
+        position.ep,
+    )
+    n_dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, position.peers
+    for calls in zip(*calls_by_rank, strict=True):
+        call, experts = calls[own_rank], calls[own_rank].n_experts // n_ranks
         local_experts = experts // n_dealt
         rows_by_expert = [
-            _rows_by_expert(config, peer_call, peer, cut)
+            _rows_by_expert(config, peer_call, peer, context_shards)
             for peer_call, peer in zip(calls, peers, strict=True)
         ]
 
-        def rows(source: int, target: int, chosen: list[list[int]] = rows_by_expert, n: int = experts) -> int:
-            first = target * n + (place.tp * (n // n_dealt) if n_dealt > 1 else 0)
+        def rows_between(
+            source: int, target: int, chosen: list[list[int]] = rows_by_expert, n: int = experts
+        ) -> int:
+            first = target * n + (position.tp * (n // n_dealt) if n_dealt > 1 else 0)
             return sum(chosen[source][first : first + n // n_dealt])
 
-        other_ranks = [rank for rank in range(parts) if rank != own_part]
-        width = call.input_numel // call.n_tokens * size
-        n_sent = sum(rows(own_part, peer) for peer in other_ranks) * width
-        received = sum(rows(peer, own_part) for peer in other_ranks) * width
-        forward, _ = forwards(call, config.train.recompute)
-        ledger.all_to_all(EXPERT, (parts - 1) * local_experts * 8, times=forward)  # how many rows will come
-        ledger.all_to_all(EXPERT, n_sent, times=forward + call.has_gradient)
-        ledger.all_to_all(EXPERT, received, times=forward + call.given_has_gradient)
+        other_ranks = [rank for rank in range(n_ranks) if rank != own_rank]
+        width = call.input_numel // call.n_tokens * element_bytes
+        dispatched = sum(rows_between(own_rank, peer) for peer in other_ranks) * width
+        combined = sum(rows_between(peer, own_rank) for peer in other_ranks) * width
+        forward, _ = n_forward_collectives(call, config.train.recompute)
+        ledger.all_to_all(EXPERT, (n_ranks - 1) * local_experts * 8, times=forward)  # row counts
+        ledger.all_to_all(EXPERT, dispatched, times=forward + call.has_gradient)
+        ledger.all_to_all(EXPERT, combined, times=forward + call.input_has_gradient)
 
 
-def _rows_by_expert(config: Config, call: Call, at: MeshPosition, cut: ContextShards | None) -> list[int]:
-    """Expert → choices of the tokens that a rank has of its rows."""
+def _rows_by_expert(
+    config: Config, call: Call, position: MeshPosition, context_shards: ContextShards | None
+) -> list[int]:
+    """Count, for each expert, how often a rank's tokens choose it."""
     chosen_BTK = call.expert_index
     assert chosen_BTK is not None
-    if cut:
-        chosen_BTK = cut.rank_choices(call.path, chosen_BTK, at.cp)
+    if context_shards:
+        chosen_BTK = context_shards.rank_choices(call.path, chosen_BTK, position.cp)
     if config.parallel.expert_tp == "folded":
-        chosen_BTK = chosen_BTK.flatten(0, 1).chunk(config.parallel.tp)[at.tp]
+        chosen_BTK = chosen_BTK.flatten(0, 1).chunk(config.parallel.tp)[position.tp]
     counts: list[int] = torch.bincount(chosen_BTK.flatten(), minlength=call.n_experts).tolist()
     return counts[: call.n_experts]
 
 
-def groups_of_the_same_ranks(config: Config) -> dict[str, str]:
-    """Axis or joined axes → the name of the group by which their collectives are counted: one that has the same ranks.
+def group_aliases(config: Config) -> dict[str, str]:
+    """Return axis (or joined axes) → name under which its collectives count, for groups with the same ranks.
 
-    Experts that lie on all ranks of a single axis are that axis's; on those of several, these are the experts'.
+    If `ep` spans exactly one axis, its traffic counts for that axis; if several, their joint traffic counts as `ep`.
     """
     sizes = single_sizes(config.parallel)
-    long = [axis for axis in _folded(config) if sizes[axis] > 1]
+    multi_rank_axes = [axis for axis in _folded(config) if sizes[axis] > 1]
     if config.parallel.ep == 1 or sizes[EXPERT_SHARD] > 1:
         return {}
-    return {EXPERT: long[0]} if len(long) == 1 else {" × ".join(long): EXPERT}
+    return (
+        {EXPERT: multi_rank_axes[0]} if len(multi_rank_axes) == 1 else {" × ".join(multi_rank_axes): EXPERT}
+    )
 
 
 def _folded(config: Config) -> tuple[str, ...]:
-    """Axes among whose ranks `ep` divides experts."""
+    """Return the axes over which `ep` divides experts."""
     return (SHARD, CONTEXT, TENSOR) if config.parallel.expert_tp == "folded" else (SHARD, CONTEXT)

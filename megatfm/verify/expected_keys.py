@@ -1,7 +1,7 @@
-"""Keys that a rank's queries need of other ranks, by looking at each query: closed forms and the dense mask.
+"""Keys that the queries of a rank need from other ranks, query by query: closed forms and the dense mask.
 
-The closed form of a query is a run or a few of its document's keys. It is at least what the mask of the plain model
-lets the query see, and wider where a kernel's blocks or strides leave keys out.
+The closed form of a query is one or a few runs of keys of its document. It covers the keys that the plain model's mask
+lets the query see, and is wider where kernels fetch whole blocks or strides.
 """
 
 import re
@@ -29,37 +29,37 @@ from megatfm.config import (
 from megatfm.config.section import Section
 
 Runs = Sequence[tuple[int, int]]
-"""First key and the one after the last, which may lie beyond the document."""
+"""Half-open runs of keys (first, end), which may reach beyond the document."""
 
 
 @dataclass(frozen=True)
 class MicroBatchRows:
-    """A micro-batch's rows. documents: int64 [B, S], −1 for padding; None: a row is one document. opened: tokens that
-    all of their document sees [B, S]."""
+    """Rows of a micro-batch. documents: int64 [B, S], −1 for padding; None if each row is one document. prefix: bool
+    [B, S], tokens visible to their whole document."""
 
     count: int
     length: int
     documents: NDArray[Any] | None
-    opened: NDArray[Any] | None
+    prefix: NDArray[Any] | None
 
     @classmethod
     def of(cls, batch: Mapping[str, NDArray[Any]], side: str, first: int, count: int) -> "MicroBatchRows":
-        """Rows of a side of the batch, from number `first` on."""
+        """Take `count` rows of a side of the batch, from row `first` on."""
         fields = {
             name: batch[side + name][first : first + count]
             for name in ("positions", "documents", "prefix")
             if side + name in batch
         }
-        opened = fields["prefix"].astype(bool) if "prefix" in fields else None
+        prefix = fields["prefix"].astype(bool) if "prefix" in fields else None
         _, length = fields["positions"].shape
-        return cls(count, length, fields.get("documents"), opened)
+        return cls(count, length, fields.get("documents"), prefix)
 
-    def is_padding(self, row: int, place: int) -> bool:
-        """Whether no document has the token at a place."""
-        return self.documents is not None and bool(self.documents[row, place] < 0)
+    def is_padding(self, row: int, token: int) -> bool:
+        """Return whether a token belongs to no document."""
+        return self.documents is not None and bool(self.documents[row, token] < 0)
 
     def bounds(self) -> Iterator[tuple[int, int, int]]:
-        """Row, begin and end of each document; padding is one."""
+        """Yield row, begin and end of each document; padding counts as a document."""
         for row in range(self.count):
             cuts = np.flatnonzero(np.diff(self.documents[row])) + 1 if self.documents is not None else ()
             for begin, end in pairwise([0, *map(int, cuts), self.length]):
@@ -67,34 +67,36 @@ class MicroBatchRows:
 
 
 def block_of(config: Config, path: str) -> ModelConfig:
-    """The config of the block in which a module lies. Blocks that predict further tokens come after the stack's."""
-    if further := re.match(r"future\.(\d+)\.", path):
-        return config.model.layer_config(config.model.n_layers + int(further[1]) - 1)
-    match = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
-    return config.model.layer_config(int(match[1]) if match else 0)
+    """Return the config of the block that contains a module. Blocks of multi-token prediction follow the stack's."""
+    if mtp := re.match(r"future\.(\d+)\.", path):
+        return config.model.layer_config(config.model.n_layers + int(mtp[1]) - 1)
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
+    return config.model.layer_config(int(layer[1]) if layer else 0)
 
 
 def pattern_of(config: Config, path: str) -> Section:
-    """The section of the pattern of a module's attention."""
+    """Return the config section of a module's attention pattern."""
     section: Section = block_of(config, path).attention.pattern
     return section
 
 
 def is_causal(config: Config, path: str) -> bool:
-    """Whether a query may not see later tokens of its row."""
+    """Return whether queries see only earlier tokens of their row."""
     return config.model.family == "decoder" or (
         config.model.family in ("encoder_decoder", "vision_language") and not path.startswith("encoder.")
     )
 
 
 def is_cross_attention(path: str) -> bool:
-    """Whether keys are an encoder's output."""
+    """Return whether keys are an encoder's output."""
     return ".cross." in path
 
 
-def sees_runs_alone(pattern: Section, length: int, *, causal: bool) -> bool | None:
-    """Whether queries see a few runs of keys in rows of a length, so that these are fetched; None: not known, as the
-    pattern is a plugin's. A window or chunk as wide as the row sees all, as full attention does."""
+def sees_key_runs(pattern: Section, length: int, *, causal: bool) -> bool | None:
+    """Return whether queries see only a few runs of keys in rows of a length, so that only these are fetched.
+
+    None for a plugin's pattern. A window or chunk as wide as the row counts as full attention.
+    """
     match pattern:
         case WindowPatternConfig():
             side = (pattern.width - 1 if causal else pattern.width // 2) * pattern.dilation
@@ -108,13 +110,13 @@ def sees_runs_alone(pattern: Section, length: int, *, causal: bool) -> bool | No
     return False if getattr(pattern, "name", "") == "full" else None
 
 
-def sees_more_later(pattern: Section, length: int, *, causal: bool) -> bool:
-    """Whether later queries of rows of a length see ever more keys, so that rows are dealt in folds."""
-    return causal and not sees_runs_alone(pattern, length, causal=causal)
+def is_imbalanced(pattern: Section, length: int, *, causal: bool) -> bool:
+    """Return whether later queries see more keys, so that rows are assigned in zigzag order to balance the load."""
+    return causal and not sees_key_runs(pattern, length, causal=causal)
 
 
-def runs_of_query(pattern: Section, q: int, length: int, *, causal: bool) -> Runs:
-    """Keys of the query at place q of a document of `length` tokens."""
+def key_runs(pattern: Section, q: int, length: int, *, causal: bool) -> Runs:
+    """Return the runs of keys of query q in a document of `length` tokens."""
     match pattern:
         case WindowPatternConfig():
             if causal:
@@ -129,17 +131,17 @@ def runs_of_query(pattern: Section, q: int, length: int, *, causal: bool) -> Run
             side = pattern.width // 2
             return (q - side, q + side + 1), *((token, token + 1) for token in pattern.global_tokens)
         case BigBirdPatternConfig():
-            return _of_bigbird(pattern, q, length, causal=causal)
+            return _bigbird_runs(pattern, q, length, causal=causal)
     return ((0, q + 1 if causal else length),)
 
 
-def _of_bigbird(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: bool) -> Runs:
-    """The block, those beside it, the first (or additional tokens), those drawn from, and the last."""
-    size, drawn_from = pattern.block_size, 5 + 2 * pattern.n_random_blocks
-    if not causal and length <= drawn_from * size:
+def _bigbird_runs(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: bool) -> Runs:
+    """Return the query's block and its neighbours, the first and last (or global tokens), and those sampled from."""
+    size, n_sampled_blocks = pattern.block_size, 5 + 2 * pattern.n_random_blocks
+    if not causal and length <= n_sampled_blocks * size:
         return ((0, length),)
     begin = q - q % size
-    n_first = max(pattern.n_global_tokens or size, drawn_from * size if pattern.n_random_blocks else 0)
+    n_first = max(pattern.n_global_tokens or size, n_sampled_blocks * size if pattern.n_random_blocks else 0)
     if causal:
         return (begin - size, q + 1), (0, min(n_first, q + 1))
     last = (length - 1) // size * size
@@ -150,8 +152,8 @@ def _of_bigbird(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: b
     )
 
 
-def wide_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
-    """Places of a document's queries that see all of it."""
+def global_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
+    """Return the queries of a document that see all of it."""
     match pattern:
         case LongformerPatternConfig():
             return tuple((token, token + 1) for token in pattern.global_tokens)
@@ -167,11 +169,11 @@ def wide_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
     return ()
 
 
-def needed(
+def needed_keys(
     pattern: Section, module: nn.Module, rows: MicroBatchRows, query_positions: NDArray[Any], *, causal: bool
 ) -> NDArray[Any]:
-    """Boolean [S]: tokens in any of the rows that queries at `query_positions` need, by the closed form or by the mask.
-    Padding needs nothing."""
+    """Return bool [S]: tokens that queries at `query_positions` need in any row, by closed form or mask; padding needs
+    none."""
     is_needed = np.zeros(rows.length, np.bool_)
     for row, begin, end in rows.bounds():
         length = end - begin
@@ -180,54 +182,55 @@ def needed(
             continue
         is_seen = np.zeros(length, np.bool_)
         for q in queries.tolist():
-            for first, beyond in runs_of_query(pattern, q, length, causal=causal):
-                is_seen[max(first, 0) : max(beyond, 0)] = True
-        narrow = np.ones(length, np.bool_)
-        for first, beyond in wide_queries(pattern, length, causal=causal):
-            narrow[first:beyond] = False
-        is_seen |= dense_mask(module, length)[queries[narrow[queries]]].any(0)
-        if rows.opened is not None:
-            is_seen |= rows.opened[row, begin:end]
+            for first, stop in key_runs(pattern, q, length, causal=causal):
+                is_seen[max(first, 0) : max(stop, 0)] = True
+        is_local = np.ones(length, np.bool_)
+        for first, stop in global_queries(pattern, length, causal=causal):
+            is_local[first:stop] = False
+        is_seen |= dense_mask(module, length)[queries[is_local[queries]]].any(0)
+        if rows.prefix is not None:
+            is_seen |= rows.prefix[row, begin:end]
         is_needed[begin:end] |= is_seen
     return is_needed
 
 
 def dense_mask(module: nn.Module, length: int) -> NDArray[Any]:
-    """Boolean [T, S] of a document alone: whether a query sees a key in any head, pair by pair."""
+    """Return bool [T, S] for a single document: whether a query sees a key in any head, pair by pair."""
     return _dense_mask(module.pattern, int(module.n_heads), length)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
 def _dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
     n_heads = n_heads if pattern.differs_by_head else 1
-    places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
-    q, k = places[None, None, :, None], places[None, None, None, :]
+    tokens, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
+    q, k = tokens[None, None, :, None], tokens[None, None, None, :]
     is_seen = pattern.mask_mod_for_lengths(q, k, heads, torch.full((1, 1, 1, 1), length))
     mask: NDArray[Any] = is_seen.expand(1, n_heads, length, length).flatten(0, 1).any(0).numpy()
     return mask
 
 
-def count_wide(pattern: Section, rows: MicroBatchRows, rank_of: NDArray[Any], *, causal: bool) -> int:
-    """Places in any of the rows of queries that see all of a document which lies on several ranks. stage_to_rank: by
-    place."""
-    wide = np.zeros(rows.length, np.bool_)
+def count_global_queries(
+    pattern: Section, rows: MicroBatchRows, rank_of: NDArray[Any], *, causal: bool
+) -> int:
+    """Count positions that in any row hold a global query of a document on several ranks. rank_of: position → rank."""
+    is_global = np.zeros(rows.length, np.bool_)
     for row, begin, end in rows.bounds():
         if len(set(rank_of[begin:end].tolist())) > 1 and not rows.is_padding(row, begin):
-            for first, beyond in wide_queries(pattern, end - begin, causal=causal):
-                wide[begin + first : min(begin + beyond, end)] = True
-    return int(wide.sum())
+            for first, stop in global_queries(pattern, end - begin, causal=causal):
+                is_global[begin + first : min(begin + stop, end)] = True
+    return int(is_global.sum())
 
 
-def deal(length: int, ranks: int, multiple_of: int, *, folded: bool) -> list[NDArray[Any]]:
-    """Places of each rank, ascending: token by token, by the run in which its unit lies.
+def assign_tokens(length: int, ranks: int, unit_size: int, *, is_zigzag: bool) -> list[NDArray[Any]]:
+    """Assign the tokens of a row to ranks; returns the ascending positions of each rank.
 
-    Rows are cut into as many runs as there are ranks, or twice as many, of which rank r has number r and the one as far
-    from the end, so that causal attention is equally much work on all.
+    Cuts the row into one run per rank, or in zigzag order into two: rank r has runs r and 2·ranks − 1 − r, which
+    balances the load of causal attention. unit_size: tokens that stay together.
     """
-    runs, units = ranks * (2 if folded else 1), length // multiple_of
+    runs, units = ranks * (2 if is_zigzag else 1), length // unit_size
     positions_by_rank: list[list[int]] = [[] for _ in range(ranks)]
     for token in range(length):
-        at = min(token // multiple_of, units - 1)
-        run = max(i for i in range(runs) if i * units // runs <= at)
-        positions_by_rank[min(run, runs - 1 - run) if folded else run].append(token)
-    return [np.array(places) for places in positions_by_rank]
+        unit = min(token // unit_size, units - 1)
+        run = max(i for i in range(runs) if i * units // runs <= unit)
+        positions_by_rank[min(run, runs - 1 - run) if is_zigzag else run].append(token)
+    return [np.array(token_indices) for token_indices in positions_by_rank]

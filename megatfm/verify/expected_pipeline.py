@@ -1,4 +1,4 @@
-"""Traffic between pipeline stages: b·s·h elements for each boundary. How stages divide is found by trying all ways."""
+"""Expected traffic between pipeline stages: b·s·h elements at each boundary. All divisions into stages are tried."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +19,10 @@ from megatfm.verify.traffic import ExpectedTraffic
 
 @dataclass(frozen=True)
 class ExpectedStage:
-    """A run of the model's split points on a pipeline rank. takes: what earlier stages hand it, by name; returns: names
-    of those that get gradients back."""
+    """Run of the model's split points on a pipeline rank.
+
+    takes: name → spec of the tensors from earlier stages; returns: names of those whose gradients are sent back.
+    """
 
     index: int
     rank: int
@@ -31,37 +33,37 @@ class ExpectedStage:
 
 @dataclass(frozen=True)
 class Stages:
-    """All stages, and the pipeline ranks that use each parameter and each module."""
+    """All stages, and the pipeline ranks that hold each parameter and module. sequence_shards: ranks that cut rows."""
 
     stages: Sequence[ExpectedStage]
     holders: Mapping[str, tuple[int, ...]]
     module_holders: Mapping[str, tuple[int, ...]]
-    sequence_parts: int
+    sequence_shards: int
 
     def of_rank(self, rank: int) -> list[ExpectedStage]:
-        """Stages of a pipeline rank, in their order."""
+        """Return the stages of a pipeline rank in order."""
         return [stage for stage in self.stages if stage.rank == rank]
 
 
-def divide(config: Config, model: nn.Module) -> Stages:
-    """The division of the model's split points whose sum of squared costs is least, of all that there are."""
+def divide_into_stages(config: Config, model: nn.Module) -> Stages:
+    """Divide the model's split points into stages: of all divisions the one with the least sum of squared costs."""
     parallel, points = config.parallel, list(model.split_points)  # type: ignore[arg-type]
     rank_of = _stage_ranks(parallel.pp_schedule, parallel.pp, parallel.stages_per_rank)
     costs = _costs(config, model, points)
     starts = [i for i, point in enumerate(points) if i and (costs[i] > 0 or point.name.endswith("embedding"))]
-    bounds = _cheapest(starts, costs, len(rank_of))
+    bounds = _min_cost_bounds(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip((0, *bounds), (*bounds, len(points)), strict=True)):
-        takes = _handed_on(points, first)
-        returns = frozenset(takes) & _trained(model, points[:first])
+        takes = _carried_inputs(points, first)
+        returns = frozenset(takes) & _trained_outputs(model, points[:first])
         stages.append(ExpectedStage(index, rank_of[index], points[first:last], takes, returns))
-    users = {rank: _used(model, stages, rank) for rank in range(parallel.pp)}
+    users = {rank: _modules_of_rank(model, stages, rank) for rank in range(parallel.pp)}
     holders = {
-        name: tuple(rank for rank, used in users.items() if parameter in used.parameters)
+        name: tuple(rank for rank, stage_modules in users.items() if parameter in stage_modules.parameters)
         for name, parameter in model.named_parameters()
     }
     module_holders = {
-        path: tuple(rank for rank, used in users.items() if module in used.modules)
+        path: tuple(rank for rank, stage_modules in users.items() if module in stage_modules.modules)
         for path, module in model.named_modules()
     }
     return Stages(stages, holders, module_holders, parallel.tp if parallel.sequence_parallel else 1)
@@ -75,26 +77,29 @@ def add_pipeline(
     batch: Arrays,
     microbatches: Sequence[int],
 ) -> None:
-    """Add what a pipeline rank sends: for each boundary between stages of two ranks the activations, and where weights
-    before it are trained, their gradients back. What is int64, as ELECTRA's corrupted tokens, goes one way."""
+    """Add the bytes that a pipeline rank sends.
+
+    Activations cross each boundary between stages on different ranks; their gradients return if weights before the
+    boundary are trained. Integer tensors, such as ELECTRA's corrupted tokens, go one way only.
+    """
     computed, rows = PRECISIONS[config.train.precision].compute_dtype.itemsize, config.train.micro_batch
     for i in microbatches:
         inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
         for stage in stages.stages[1:]:
             previous_rank = stages.stages[stage.index - 1].rank
-            for name, field_ in stage.takes.items() if previous_rank != stage.rank else ():
-                elements = _elements(field_, inputs, stages.sequence_parts)
+            for name, spec in stage.takes.items() if previous_rank != stage.rank else ():
+                elements = _elements(spec, inputs, stages.sequence_shards)
                 if previous_rank == pp:
-                    ledger.send(PIPELINE, elements * (8 if field_.d_model is None else computed))
+                    ledger.send(PIPELINE, elements * (8 if spec.d_model is None else computed))
                 if stage.rank == pp and name in stage.returns:
                     ledger.send(PIPELINE, elements * computed)
 
 
-def _stage_ranks(schedule: str, ranks: int, virtual: int) -> list[int]:
-    """Rank of each stage: round and round, or in a V for those schedules."""
+def _stage_ranks(schedule: str, ranks: int, stages_per_rank: int) -> list[int]:
+    """Return the rank of each stage: round-robin, or in a V for schedules of that shape."""
     if schedule in ("zbv", "dualpipev"):
         return [*range(ranks), *range(ranks - 1, -1, -1)]
-    return list(range(ranks)) * virtual
+    return list(range(ranks)) * stages_per_rank
 
 
 def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[float]:
@@ -102,56 +107,58 @@ def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[floa
         "tokens": config.data.target_length or config.data.sequence_length or 1,
         ENCODER_TOKENS: config.data.sequence_length or 0,
     }
-    predicted = target_fraction(config.objective)
+    predicted_share = target_fraction(config.objective)
     costs = []
     for point in points:
-        tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
+        tokens = TokenCounts(
+            lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted_share
+        )
         cost = total_cost((model.get_submodule(path) for path in point.modules), tokens)
         costs.append(cost.matmul_macs + cost.attention_macs)
     return costs
 
 
-def _cheapest(starts: Sequence[int], costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """First split points of all stages but the first. Of equal divisions the one whose last stages begin earliest."""
+def _min_cost_bounds(starts: Sequence[int], costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Return the first split points of all stages but the first, at least cost; ties go to the earliest last stages."""
 
-    def price(bounds: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        parts = [
+    def rank_division(bounds: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        stage_costs = [
             sum(costs[first:last]) for first, last in zip((0, *bounds), (*bounds, len(costs)), strict=True)
         ]
-        return sum(part**2 for part in parts), bounds[::-1]
+        return sum(cost**2 for cost in stage_costs), bounds[::-1]
 
-    return min(combinations(starts, stages - 1), key=price)
+    return min(combinations(starts, stages - 1), key=rank_division)
 
 
-def _handed_on(points: Sequence[Any], first: int) -> dict[str, Any]:
-    """Values that split points from `first` on read before they write them, and earlier ones write."""
+def _carried_inputs(points: Sequence[Any], first: int) -> dict[str, Any]:
+    """Return name → spec of the tensors that split points before `first` write and later ones read."""
     read_names: set[str] = set()
     written_names: set[str] = set()
     for point in points[first:]:
         read_names |= set(point.reads) - written_names
         written_names |= set(point.writes)
-    fields = {name: field_ for point in points[:first] for name, field_ in point.writes.items()}
+    fields = {name: spec for point in points[:first] for name, spec in point.writes.items()}
     return {name: fields[name] for name in sorted(read_names & fields.keys())}
 
 
-def _trained(model: nn.Module, points: Sequence[Any]) -> set[str]:
-    """Names of what these split points leave behind that depends on weights which are trained."""
-    depends: set[str] = set()
+def _trained_outputs(model: nn.Module, points: Sequence[Any]) -> set[str]:
+    """Return the names of these split points' outputs that depend on trained weights."""
+    trained_names: set[str] = set()
     for point in points:
         weights = (p for path in point.modules for p in model.get_submodule(path).parameters())
-        trains = any(p.requires_grad for p in weights) or not depends.isdisjoint(point.reads)
-        for name, field_ in point.writes.items():
-            (depends.add if trains and field_.d_model is not None else depends.discard)(name)
-    return depends
+        is_trained = any(p.requires_grad for p in weights) or not trained_names.isdisjoint(point.reads)
+        for name, spec in point.writes.items():
+            (trained_names.add if is_trained and spec.d_model is not None else trained_names.discard)(name)
+    return trained_names
 
 
 @dataclass(frozen=True)
-class _Used:
+class _StageModules:
     parameters: set[nn.Parameter]
     modules: set[nn.Module]
 
 
-def _used(model: nn.Module, stages: Sequence[ExpectedStage], rank: int) -> _Used:
+def _modules_of_rank(model: nn.Module, stages: Sequence[ExpectedStage], rank: int) -> _StageModules:
     paths = {
         path
         for stage in stages
@@ -160,11 +167,11 @@ def _used(model: nn.Module, stages: Sequence[ExpectedStage], rank: int) -> _Used
         for path in point.modules
     }
     modules = {module for path in paths for module in model.get_submodule(path).modules()}
-    return _Used({p for module in modules for p in module.parameters(recurse=False)}, modules)
+    return _StageModules({p for module in modules for p in module.parameters(recurse=False)}, modules)
 
 
-def _elements(field_: Any, inputs: Mapping[str, Tensor], sequence_parts: int) -> int:
-    rows, length = inputs[field_.shape_of].shape[:2]
-    if field_.length_of is not None:
-        length = field_.length_of(inputs)
-    return rows * (length if field_.d_model is None else length // sequence_parts * field_.d_model)
+def _elements(spec: Any, inputs: Mapping[str, Tensor], sequence_shards: int) -> int:
+    rows, length = inputs[spec.shape_of].shape[:2]
+    if spec.length_of is not None:
+        length = spec.length_of(inputs)
+    return rows * (length if spec.d_model is None else length // sequence_shards * spec.d_model)

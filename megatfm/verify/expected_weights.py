@@ -1,7 +1,7 @@
-"""Expected traffic of weights, gradients and sums over a step, from what a rank holds under a layout.
+"""Expected traffic of weights, gradients and metrics over a step, from the shards that a rank holds.
 
-ZeRO (Rajbhandari et al. 2020), ties between pipeline ranks, partial gradients, optimizers of whole tensors. No process
-group is needed. See `expected.py`.
+ZeRO (Rajbhandari et al. 2020), weights tied across pipeline ranks, partial gradients, optimizers that need whole
+tensors. See `expected.py`.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankParameters:
-    """The part of the plain model's parameters on a rank. cuts: module path → how it is cut."""
+    """Parameters of the plain model on one rank. cuts: module path → tensor-parallel cut."""
 
     model: nn.Module
     cuts: Mapping[str, ModuleCut]
@@ -47,7 +47,7 @@ class RankParameters:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Before the data axes cut them, of the parameters that this pipeline rank's stages use."""
+        """Name → shape before ZeRO, of the parameters on this pipeline rank."""
         return {
             name: self.shape_at(name, self.position)
             for name, _ in self.model.named_parameters()
@@ -56,30 +56,30 @@ class RankParameters:
 
     @cached_property
     def trained(self) -> list[str]:
-        """Names of the parameters held here that have gradients."""
+        """Names of the parameters on this rank that are trained."""
         return [name for name in self.shapes if self.model.get_parameter(name).requires_grad]
 
-    def shape_at(self, name: str, place: MeshPosition) -> Shape:
-        """Shapes on a rank before the data axes cut them."""
+    def shape_at(self, name: str, position: MeshPosition) -> Shape:
+        """Compute the shape of a parameter on a rank before ZeRO."""
         shape = list(self.model.get_parameter(name).shape)
         if self.is_expert(name):
             shape[0] //= self.parallel.ep
-        dim, parts = self._cut_dim(name), self.parallel.tp
-        if dim is not None and parts > 1:
-            part_size = -(-shape[dim] // parts)
-            shape[dim] = max(0, min(part_size, shape[dim] - part_size * place.tp))
+        dim, n_shards = self._cut_dim(name), self.parallel.tp
+        if dim is not None and n_shards > 1:
+            shard_size = -(-shape[dim] // n_shards)
+            shape[dim] = max(0, min(shard_size, shape[dim] - shard_size * position.tp))
         return tuple(shape)
 
     def is_expert(self, name: str) -> bool:
-        """Whether expert parallelism lays blocks of the parameter on different ranks."""
+        """Return whether expert parallelism shards the parameter."""
         return self.parallel.ep > 1 and self._cut(name).are_experts
 
     def shard_axis(self, name: str) -> str:
-        """The axis over which ZeRO cuts the parameter."""
+        """Return the axis over which ZeRO shards the parameter."""
         return EXPERT_SHARD if self.is_expert(name) else SHARD
 
     def shards(self, name: str) -> int:
-        """Ranks along that axis."""
+        """Return the number of ranks over which ZeRO shards the parameter."""
         return (
             self.parallel.expert_mesh_size // self.parallel.ep
             if self.is_expert(name)
@@ -88,50 +88,53 @@ class RankParameters:
 
     @property
     def zero(self) -> int:
-        """The stage; 0 if no other rank shares it."""
+        """ZeRO stage; 0 for a single data rank."""
         return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
 
-    def block(self, name: str, place: MeshPosition) -> tuple[int, ...]:
-        """Identify the block of a parameter that a rank holds: equal for ranks with the same block."""
-        part = place.edp if self.is_expert(name) else place.shard
+    def block(self, name: str, position: MeshPosition) -> tuple[int, ...]:
+        """Return an id of the block that a rank holds of a parameter: equal for ranks with the same block."""
+        shard_index = position.edp if self.is_expert(name) else position.shard
         return (
-            place.ep if self.is_expert(name) else 0,
-            place.tp if self.is_cut(name) else 0,
-            part if self.zero else 0,
+            position.ep if self.is_expert(name) else 0,
+            position.tp if self.is_cut(name) else 0,
+            shard_index if self.zero else 0,
         )
 
     def is_cut(self, name: str) -> bool:
-        """Whether tensor parallelism lays blocks of the parameter on different ranks, rather than copies."""
+        """Return whether tensor parallelism shards the parameter rather than replicating it."""
         return self.parallel.tp > 1 and self._cut_dim(name) is not None
 
     def is_partial(self, name: str) -> bool:
-        """Whether each tensor-parallel rank has only its share of the gradient."""
-        return self.is_partial_style(self._cut(name)) and not self.is_cut(name)
+        """Return whether each tensor-parallel rank has only a partial gradient."""
+        return self.is_partial_cut(self._cut(name)) and not self.is_cut(name)
 
-    def is_partial_style(self, cut: ModuleCut) -> bool:
-        """Whether what a tensor-parallel rank computes in a module is its share only."""
-        partial = cut.gradient == "partial"
-        return self.parallel.tp > 1 and (
-            partial or (cut.gradient == "partial_with_sp" and self.parallel.sequence_parallel)
+    def is_partial_cut(self, cut: ModuleCut) -> bool:
+        """Return whether replicated tensors with this cut have partial gradients."""
+        if cut.gradient == "partial_with_sp":
+            return self.parallel.tp > 1 and self.parallel.sequence_parallel
+        return self.parallel.tp > 1 and cut.gradient == "partial"
+
+    def local_numel(self, name: str, position: MeshPosition | None = None) -> int:
+        """Return the elements of a parameter on a rank (default: this one) after ZeRO."""
+        position = position or self.position
+        shape, n_shards = self.shape_at(name, position), self.shards(name) if self.zero else 1
+        size = shape[self._data_dim(name)]
+        shard_size, shard_index = (
+            -(-size // n_shards),
+            position.edp if self.is_expert(name) else position.shard,
+        )
+        return max(0, min(shard_size, size - shard_size * (shard_index if n_shards > 1 else 0))) * (
+            prod(shape) // size
         )
 
-    def local_numel(self, name: str, place: MeshPosition | None = None) -> int:
-        """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
-        place = place or self.position
-        shape, parts = self.shape_at(name, place), self.shards(name) if self.zero else 1
-        size = shape[self._data_dim(name)]
-        part_size, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
-        return max(0, min(part_size, size - part_size * (part if parts > 1 else 0))) * (prod(shape) // size)
-
     def padded_numel(self, name: str) -> int:
-        """Elements when each data rank's rows are filled up to equally many."""
+        """Return the elements of a parameter when ZeRO's shards are padded to equal sizes."""
         shape, ranks = self.shapes[name], self.shards(name)
         size = shape[self._data_dim(name)]
         return ranks * -(-size // ranks) * (prod(shape) // size)
 
     def _data_dim(self, name: str) -> int:
-        """Dimension that the data axes cut: within experts under ZeRO 2 and 3 if the number of experts isn't
-        divisible."""
+        """Return the dim that ZeRO cuts: 0, or 1 of experts under ZeRO 2 and 3 if their number isn't divisible."""
         if not self._cut(name).are_experts or self.zero < 2:
             return 0
         (experts, *inner), ranks = self.shape_at(name, self.position), self.shards(name)
@@ -144,38 +147,40 @@ class RankParameters:
         return self.cuts[name.rpartition(".")[0]]
 
 
-BUCKET = 2**24
-"""Elements that ZeRO 0 and 1 send in one message."""
+BUCKET_NUMEL = 2**24
+"""Elements that ZeRO 0 and 1 reduce in one message."""
 
 
-def weights_and_gradients(
+def add_weights_and_gradients(
     ledger: ExpectedTraffic,
     config: Config,
     parameters: RankParameters,
     microbatches: Sequence[Sequence[Call]],
     first_passes: Sequence[Sequence[Call]] = (),
 ) -> None:
-    """Add the traffic of one rank in one step. microbatches: the calls of its stages; first_passes: those of passes
-    without a gradient before them."""
+    """Add the traffic of a rank in one step.
+
+    microbatches: module calls of its stages; first_passes: those of passes without gradients before them.
+    """
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     if parameters.zero == 0:
-        _replicated(ledger, config, parameters)
+        _add_replicated(ledger, config, parameters)
     elif parameters.zero == 1:
-        _sharded_optimizer(ledger, config, parameters)
+        _add_sharded_optimizer(ledger, config, parameters)
     else:
-        _fully_sharded(ledger, config, parameters, microbatches, first_passes)
+        _add_fully_sharded(ledger, config, parameters, microbatches, first_passes)
     for ranks, tied in _tied_parameters(parameters).items():
         ledger.all_reduce(
-            PIPELINE, sum(parameters.local_numel(name) for name in tied) * size, among=len(ranks)
+            PIPELINE, sum(parameters.local_numel(name) for name in tied) * size, n_ranks=len(ranks)
         )
     partial = sum(parameters.local_numel(name) for name in parameters.trained if parameters.is_partial(name))
     ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
-    _whole_tensors(ledger, config, parameters)
-    _metric_reductions(ledger, config, parameters)
-    _module_state(ledger, parameters)
+    _add_whole_tensor_optimizers(ledger, config, parameters)
+    _add_metric_reductions(ledger, config, parameters)
+    _add_module_state(ledger, parameters)
 
 
-def _replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+def _add_replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     for shard, names in _by_shard_axis(parameters, parameters.trained).items():
         axis = joined(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
@@ -183,33 +188,33 @@ def _replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParamet
             ledger.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
 
 
-def _sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+def _add_sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     precision = PRECISIONS[config.train.precision]
     for axis, names in _by_shard_axis(parameters, parameters.trained).items():
         for bucket in _buckets(parameters, names):
             n_elements, ranks = sum(map(parameters.padded_numel, bucket)), ledger.sizes[axis]
             ledger.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
-            for copies in _replica_axes(axis):
-                ledger.all_reduce(copies, n_elements // ranks * precision.param_dtype.itemsize)
+            for replica_axis in _replica_axes(axis):
+                ledger.all_reduce(replica_axis, n_elements // ranks * precision.param_dtype.itemsize)
             ledger.all_gather(axis, n_elements // ranks * precision.compute_dtype.itemsize)
 
 
 def _buckets(parameters: RankParameters, names: Sequence[str]) -> list[list[str]]:
-    """Neighbours that go in one message: of at most `BUCKET` elements together, or one alone."""
+    """Group consecutive parameters into buckets of at most `BUCKET_NUMEL` elements, or a single parameter."""
     buckets: list[list[str]] = []
-    filled = BUCKET
+    bucket_numel = BUCKET_NUMEL
     for name in names:
         size = prod(parameters.shapes[name])
-        if filled + size > BUCKET or not buckets:
+        if bucket_numel + size > BUCKET_NUMEL or not buckets:
             buckets.append([])
-            filled = 0
+            bucket_numel = 0
         buckets[-1].append(name)
-        filled += size
+        bucket_numel += size
     return buckets
 
 
 def _replica_axes(shard: str) -> tuple[str, ...]:
-    """The axes of copies of what ZeRO cuts over that one."""
+    """Return the axes along which shards over `shard` are replicated."""
     return (REPLICATE, CONTEXT) if shard == SHARD else (REPLICATE,)
 
 
@@ -220,7 +225,7 @@ def _by_shard_axis(parameters: RankParameters, names: Sequence[str]) -> dict[str
     return names_by_axis
 
 
-def _fully_sharded(
+def _add_fully_sharded(
     ledger: ExpectedTraffic,
     config: Config,
     parameters: RankParameters,
@@ -228,22 +233,24 @@ def _fully_sharded(
     first_passes: Sequence[Sequence[Call]],
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
-    for path, names in _groups(parameters).items():
+    for path, names in _fsdp_groups(parameters).items():
         elements = sum(map(parameters.padded_numel, names))
         trained = sum(parameters.padded_numel(name) for name in names if name in parameters.trained)
-        # A block that a stack runs several times (ALBERT's) is given back after each.
-        uses = sum(call.path == path for call in microbatches[0]) if path else 1
+        # A block that a stack runs several times (ALBERT's) is resharded after each run.
+        runs_per_step = sum(call.path == path for call in microbatches[0]) if path else 1
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
-            gathers = uses if parallel.pp == 1 else 1  # gathered weights are kept until the end of the step
+            gathers = (
+                runs_per_step if parallel.pp == 1 else 1
+            )  # gathered weights stay until the end of the step
         elif path:
-            gathers = sum(_block_gathers(path, calls) for calls in (*first_passes, *microbatches))
+            gathers = sum(_count_block_gathers(path, calls) for calls in (*first_passes, *microbatches))
         else:
             gathers = (
-                len(microbatches) if parallel.pp == 1 else _root_all_gathers(parameters, len(microbatches))
+                len(microbatches) if parallel.pp == 1 else _count_root_gathers(parameters, len(microbatches))
             )
         reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
-        if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
-            reductions += 1  # what was accumulated of its gradients is reduced after the first use
+        if parallel.pp == 1 and runs_per_step > 1 and len(microbatches) > reductions:
+            reductions += 1  # gradients accumulated so far are reduced after the block's first run
         axis = parameters.shard_axis(names[0])
         ledger.all_gather(
             axis, elements // ledger.sizes[axis] * precision.compute_dtype.itemsize, times=gathers
@@ -254,9 +261,11 @@ def _fully_sharded(
         ledger.all_reduce(joined(ledger.sizes, *_replica_axes(axis)), shard, times=reductions)
 
 
-def _block_gathers(path: str, calls: Sequence[Call]) -> int:
-    """For one micro-batch: for each pass forward, and for each backward where what the block made has a gradient. The
-    frozen block that lies before the first of those is gathered with it, in vain: FSDP2 looks one block ahead."""
+def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
+    """Count the all-gathers of a block for one micro-batch: each forward pass, and each backward pass through it.
+
+    FSDP2 prefetches one block ahead, so the frozen block before the first trained one is gathered in vain.
+    """
     is_block = any(call.is_layer_output for call in calls if call.path == path)
     order = [call for call in calls if call.is_layer_output or (call.path == path and not is_block)]
     own_calls = [i for i, call in enumerate(order) if call.path == path]
@@ -266,9 +275,8 @@ def _block_gathers(path: str, calls: Sequence[Call]) -> int:
     return len(own_calls) + sum(order[i].has_gradient for i in own_calls) + len(prefetched) * is_block
 
 
-def _groups(parameters: RankParameters) -> dict[str, list[str]]:
-    """Module that gathers parameters → these: a block, or in it experts; "" is the whole model, for all that lies in
-    no block."""
+def _fsdp_groups(parameters: RankParameters) -> dict[str, list[str]]:
+    """Return module path → parameters that FSDP gathers together: a block, the experts in it, or "" for all others."""
     paths = block_paths(parameters.model)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in parameters.shapes:
@@ -277,22 +285,22 @@ def _groups(parameters: RankParameters) -> dict[str, list[str]]:
     return groups
 
 
-def _root_all_gathers(parameters: RankParameters, microbatches: int) -> int:
-    """Count the all-gathers of parameters outside blocks: for the first pass, and again after each backward pass, which
-    gives it back, but after the last of all: that is the backward pass of the rank's first stage."""
+def _count_root_gathers(parameters: RankParameters, microbatches: int) -> int:
+    """Count the all-gathers of parameters outside blocks in a pipeline: for the first pass, and again after each
+    backward pass, which reshards them, except the last: that of the rank's first stage."""
     assert parameters.pipeline is not None
     stages = parameters.pipeline.of_rank(parameters.position.pp)
-    go_back = [bool(stage.returns) or _trains(parameters, stage) for stage in stages]
-    return 1 + microbatches * sum(go_back) - go_back[0]
+    is_backward = [bool(stage.returns) or _has_trained_parameters(parameters, stage) for stage in stages]
+    return 1 + microbatches * sum(is_backward) - is_backward[0]
 
 
-def _trains(parameters: RankParameters, stage: ExpectedStage) -> bool:
+def _has_trained_parameters(parameters: RankParameters, stage: ExpectedStage) -> bool:
     modules = (parameters.model.get_submodule(path) for point in stage.split_points for path in point.modules)
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 def _tied_parameters(parameters: RankParameters) -> dict[tuple[int, ...], list[str]]:
-    """Pipeline ranks → the parameters that these and no others hold."""
+    """Return pipeline ranks → the trained parameters that exactly these ranks share."""
     names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in parameters.trained if parameters.pipeline else ():
         assert parameters.pipeline is not None
@@ -301,10 +309,10 @@ def _tied_parameters(parameters: RankParameters) -> dict[tuple[int, ...], list[s
     return names_by_ranks
 
 
-def _whole_tensors(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
-    """Optimizers that need whole tensors: blocks of gradients go to a tensor's owner, and blocks of weights back.
+def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+    """Add all-to-alls of optimizers that need whole tensors: gradients to a tensor's owner, new weights back.
 
-    Of the tensors that a pipeline rank holds, the largest goes first, to the rank that owns least.
+    Tensors are assigned greedily, the largest first, to the rank with the least load.
     """
     parallel, size = config.parallel, PRECISIONS[config.train.precision].param_dtype.itemsize
     ranks = [
@@ -320,12 +328,12 @@ def _whole_tensors(ledger: ExpectedTraffic, config: Config, parameters: RankPara
         if group.granularity != "whole_tensor" or not names:
             continue
         sizes = {name: parameters.model.get_parameter(name).numel() for name in names}
-        load, to_owners, from_owner = [0] * len(ranks), 0, 0
+        load_by_rank, gradient_numel, weight_numel = [0] * len(ranks), 0, 0
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
-            owner = load.index(min(load))
-            load[owner] += sizes[name]
+            owner = load_by_rank.index(min(load_by_rank))
+            load_by_rank[owner] += sizes[name]
             if owner == own_index:
-                from_owner += sum(
+                weight_numel += sum(
                     parameters.local_numel(name, peer) for i, peer in enumerate(ranks) if i != own_index
                 )
             elif (
@@ -336,18 +344,18 @@ def _whole_tensors(ledger: ExpectedTraffic, config: Config, parameters: RankPara
                 )
                 == parameters.position
             ):
-                to_owners += parameters.local_numel(name)
-        ledger.all_to_all(axis, to_owners * size)
-        ledger.all_to_all(axis, from_owner * size)
+                gradient_numel += parameters.local_numel(name)
+        ledger.all_to_all(axis, gradient_numel * size)
+        ledger.all_to_all(axis, weight_numel * size)
 
 
-def _metric_reductions(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
-    """Once a step: each term's sum and count, and the gradient's norm, of what is cut over tp and of what is not."""
-    terms = len(objective_for(config).loss_weights) * 8
+def _add_metric_reductions(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
+    """Add the reductions of each loss term's sum and count, and of gradient norms, sharded over tp and replicated."""
+    loss_bytes = len(objective_for(config).loss_weights) * 8
     for axis in (SHARD, REPLICATE):
-        ledger.all_reduce(axis, terms, times=2)
-    ledger.all_reduce(CONTEXT, terms)  # of sums: all that share a row count it whole
-    ledger.all_reduce(PIPELINE, terms)
+        ledger.all_reduce(axis, loss_bytes, times=2)
+    ledger.all_reduce(CONTEXT, loss_bytes)  # sums only: all ranks that share a row know its counts
+    ledger.all_reduce(PIPELINE, loss_bytes)
     names = [name for name, _ in parameters.model.named_parameters()]
     kinds = {(parameters.is_expert(name), parameters.is_cut(name)) for name in names}
     experts, cut = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
@@ -359,8 +367,8 @@ def _metric_reductions(ledger: ExpectedTraffic, config: Config, parameters: Rank
     ledger.all_reduce(TENSOR, cut)
 
 
-def _module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> None:
-    """Once a step: what stateful modules observed, those together that are summed over the same ranks."""
+def _add_module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> None:
+    """Add the reductions of stateful modules' observations, one for all modules with the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
     for path, module in parameters.model.named_modules():
         ranks = (
@@ -369,9 +377,9 @@ def _module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> None:
             else (parameters.position.pp,)
         )
         if isinstance(module, Stateful) and parameters.position.pp in ranks:
-            key = parameters.is_partial_style(parameters.cuts[path]), ranks
+            key = parameters.is_partial_cut(parameters.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
         for axis in (SHARD, REPLICATE, CONTEXT, *([TENSOR] if is_partial else [])):
             ledger.all_reduce(axis, count * 8)
-        ledger.all_reduce(PIPELINE, count * 8, times=len(ranks) > 1, among=len(ranks))
+        ledger.all_reduce(PIPELINE, count * 8, times=len(ranks) > 1, n_ranks=len(ranks))

@@ -1,8 +1,8 @@
-"""Usual layouts, under which presets are verified. Imports nothing, so that the command says their names at once."""
+"""Usual layouts, under which presets are verified. Imports nothing heavy, so that the command line is quick."""
 
 from collections.abc import Mapping
 
-ONE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1}
+SINGLE_RANK = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1}
 
 LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "dp2": {"dp_shard": 2},
@@ -17,4 +17,4 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "tp2-cp2": {"tp": 2, "cp": 2},
     "pp2-dp2": {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved"},
 }
-"""Name → values of [parallel]; axes that are left out have one rank."""
+"""Name → keys of [parallel]; omitted axes have one rank."""

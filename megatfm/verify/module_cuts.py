@@ -1,27 +1,27 @@
-"""Table of how tensor parallelism cuts modules and of what that sends, by class, independent of the classes' plans.
+"""Table of how tensor parallelism cuts each class of modules and what that sends, independent of their `tp_plan`.
 
-After Korthikanti et al. 2022: the input of column-cut weights is gathered, the output of row-cut ones is summed, once
-each a sub-layer. A class that isn't listed, as a plugin's, counts by the rows of its own `plan`.
+After Korthikanti et al. 2022: once per sub-layer, the input of column-parallel weights is gathered and the output of
+row-parallel weights is summed. A class that isn't listed, such as a plugin's, counts by its own `tp_plan`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
 
 from megatfm.config import ParallelConfig
-from megatfm.verify.plugin_styles import promised
+from megatfm.verify.plugin_styles import plugin_style
 
 
 @dataclass(frozen=True)
 class ModuleCut:
-    """dim: of the module's own tensors that is cut, None: they are whole; dims: the same by a tensor's name.
+    """How tensor parallelism cuts the parameters and buffers of a module, and what its calls send.
 
-    gradient: of whole tensors. "partial_with_sp": a partial one with sequence parallelism; "partial": always a
-    partial one.
-    sends: words such as "input gathered", from which bytes follow; None: not known.
+    dim: dim that is cut, None if tensors are replicated; dims: the same by name of the tensor. gradient: of replicated
+    tensors: "partial" (each rank has a summand), "partial_with_sp" (partial only with sequence parallelism) or
+    "replicated". sends: collectives such as "input gathered"; None if a plugin doesn't declare them.
     """
 
     dim: int | None = None
@@ -31,14 +31,14 @@ class ModuleCut:
     are_experts: bool = False
 
     def cut_dim(self, key: str, dims: int) -> int | None:
-        """Dim that is cut of a tensor with so many dims; None where it is whole."""
+        """Return the dim that is cut of the tensor `key` with `dims` dims; None if it is replicated."""
         dim = self.dim if self.dims is None else self.dims.get(key)
         return None if dim is None or not -dims <= dim < dims else dim % dims
 
 
 GATHERED, SUMMED, WHOLE_OUTPUT = ("input gathered",), ("output summed",), ("output whole",)
-OWN_OUTPUT = ModuleCut(gradient="partial_with_sp")
-KINDS: Mapping[str, ModuleCut] = {
+SPLIT_OUTPUT = ModuleCut(gradient="partial_with_sp")
+STYLE_CUTS: Mapping[str, ModuleCut] = {
     "colwise": ModuleCut(dim=0),
     "rowwise": ModuleCut(dim=1, gradient="partial_with_sp", sends=SUMMED),
     "input_features": ModuleCut(dim=1),
@@ -50,7 +50,7 @@ KINDS: Mapping[str, ModuleCut] = {
     "gather_output": ModuleCut(sends=("output gathered",)),
     "gather_output_for_tokens": ModuleCut(sends=("output gathered for tokens",)),
     "sequence_parallel": ModuleCut(gradient="partial_with_sp"),
-    "split_output": OWN_OUTPUT,
+    "split_output": SPLIT_OUTPUT,
     "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
     "sum_output": ModuleCut(sends=("loss summed",)),
     "sum_real_tokens": ModuleCut(sends=("loss summed",)),
@@ -67,44 +67,44 @@ KINDS: Mapping[str, ModuleCut] = {
     "expert_parallel": ModuleCut(dim=0, are_experts=True),
     "gather_expert_input": ModuleCut(sends=GATHERED),
     "reduce_expert_output": ModuleCut(sends=SUMMED),
-    "split_kept_choices": OWN_OUTPUT,
+    "split_kept_choices": SPLIT_OUTPUT,
     "gather_choices": ModuleCut(),
     "split_choices": ModuleCut(),
 }
-"""Ways to cut a module, by the words that plans use."""
+"""Style name in a `tp_plan` → cut."""
 
 BY_CHANNELS = {"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2}
-OTHERWISE: Mapping[tuple[str, str], ModuleCut] = {
+EXPERT_TP_CUTS: Mapping[tuple[str, str], ModuleCut] = {
     ("expert_parallel", "by_channel"): ModuleCut(dims=BY_CHANNELS, gradient="partial", are_experts=True),
     ("expert_parallel", "folded"): ModuleCut(are_experts=True),
     ("gather_expert_input", "folded"): ModuleCut(),
     ("reduce_expert_output", "folded"): ModuleCut(),
     ("split_kept_choices", "folded"): ModuleCut(),
     ("gather_choices", "folded"): ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
-    ("split_choices", "folded"): OWN_OUTPUT,
+    ("split_choices", "folded"): SPLIT_OUTPUT,
 }
-"""Cuts under other values of `parallel.expert_tp` than "by_expert"."""
+"""(style, `parallel.expert_tp`) → cut, where it differs from that of "by_expert"."""
 
-Rows = tuple[tuple[str, str], ...]
+StylePlan = tuple[tuple[str, str], ...]
 
-QKV: Rows = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
-NORM: Rows = (("norm", "sequence_parallel"),)
-PER_HEAD: Rows = (("", "shard_last_dim"),)
-SHARED: Rows = (("", "replicated_partial_grad"),)
-ROWS: Mapping[str, Rows] = {
-    "GroupedQueryAttention": (*QKV, ("[qk]_norm", "replicated_partial_grad")),
+QKV_STYLES: StylePlan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
+NORM_STYLES: StylePlan = (("norm", "sequence_parallel"),)
+PER_HEAD_STYLES: StylePlan = (("", "shard_last_dim"),)
+SHARED_STYLES: StylePlan = (("", "replicated_partial_grad"),)
+CLASS_STYLES: Mapping[str, StylePlan] = {
+    "GroupedQueryAttention": (*QKV_STYLES, ("[qk]_norm", "replicated_partial_grad")),
     "LatentAttention": (
-        *QKV,
+        *QKV_STYLES,
         *(
             (name, "replicated_partial_grad")
             for name in ("wq_down", "q_norm", "wkv_down", "kv_norm", "wk_rope")
         ),
     ),
-    "LinformerAttention": QKV,
-    "CompressedAttention": QKV,
-    "DisentangledAttention": (*QKV, ("w[qk]_position", "colwise")),
-    "DisentangledSharedAttention": QKV,
-    "LongformerAttention": (*QKV, ("w[qkv]_global", "colwise")),
+    "LinformerAttention": QKV_STYLES,
+    "CompressedAttention": QKV_STYLES,
+    "DisentangledAttention": (*QKV_STYLES, ("w[qk]_position", "colwise")),
+    "DisentangledSharedAttention": QKV_STYLES,
+    "LongformerAttention": (*QKV_STYLES, ("w[qkv]_global", "colwise")),
     "TwoStreamAttention": (
         ("", "gather_input_shard_heads"),
         ("content", "gather_output"),
@@ -112,17 +112,17 @@ ROWS: Mapping[str, Rows] = {
         ("wk_position", "colwise"),
         ("wo", "rowwise"),
     ),
-    "WindowedAttention": QKV,
-    "RelativeBias2d": PER_HEAD,
-    "PooledAttention": QKV,
+    "WindowedAttention": QKV_STYLES,
+    "RelativeBias2d": PER_HEAD_STYLES,
+    "PooledAttention": QKV_STYLES,
     "MapPool": (("", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
-    "AxisBias": SHARED,
+    "AxisBias": SHARED_STYLES,
     "PooledBlock": (("attn_skip", "sequence_parallel"), ("ffn_skip", "sequence_parallel")),
     "MaxPool": (("before", "gather_output_for_tokens"), ("after", "split_output")),
     "OverlappingPatches": (("", "split_output"),),
     "LogRelativeBias2d": (("hidden", "replicated_partial_grad"), ("out", "colwise")),
-    "CosineScale": PER_HEAD,
-    "Sinks": PER_HEAD,
+    "CosineScale": PER_HEAD_STYLES,
+    "Sinks": PER_HEAD_STYLES,
     "FFN": (
         ("", "gather_input"),
         ("w_gate", "colwise"),
@@ -146,18 +146,18 @@ ROWS: Mapping[str, Rows] = {
     ),
     "ExpertChoiceRouter": (("gather_tokens", "gather_output_replicated"), ("split_tokens", "split_output")),
     "TokenSum": (("", "sum_real_tokens"),),
-    "Convolution": PER_HEAD,
-    "SequenceProjection": SHARED,
-    "PerHeadSequenceProjection": PER_HEAD,
-    "Alibi": PER_HEAD,
-    "RelativeBias": PER_HEAD,
-    "ShawCore": SHARED,
+    "Convolution": PER_HEAD_STYLES,
+    "SequenceProjection": SHARED_STYLES,
+    "PerHeadSequenceProjection": PER_HEAD_STYLES,
+    "Alibi": PER_HEAD_STYLES,
+    "RelativeBias": PER_HEAD_STYLES,
+    "ShawCore": SHARED_STYLES,
     "RelativePositionTable": (("table", "replicated_partial_grad"),),
     "BucketedPositionTable": (("table", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
-    "ShardedRMSNorm": (*PER_HEAD, ("total", "sum_over_shards")),
-    "PreNorm": NORM,
-    "PostNorm": NORM,
-    "SandwichNorm": (*NORM, ("norm_out", "sequence_parallel")),
+    "ShardedRMSNorm": (*PER_HEAD_STYLES, ("total", "sum_over_shards")),
+    "PreNorm": NORM_STYLES,
+    "PostNorm": NORM_STYLES,
+    "SandwichNorm": (*NORM_STYLES, ("norm_out", "sequence_parallel")),
     "ResidualDropout": (("layer_scale", "sequence_parallel"),),
     "LMHead": (("", "vocab_parallel_head"),),
     "SpanBoundaryHead": (
@@ -186,15 +186,15 @@ ROWS: Mapping[str, Rows] = {
     "PatchEmbedding": (("", "split_output"), ("projection", "sequence_parallel")),
     "Discriminator": (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated")),
     "FutureHead": (("final_norm", "sequence_parallel"),),
-    "Stack": NORM,
-    "PyramidStack": NORM,
+    "Stack": NORM_STYLES,
+    "PyramidStack": NORM_STYLES,
     "PatchMerging": (
         ("", "gather_input"),
         ("norm", "replicated_partial_grad"),
         ("reduction", "rowwise"),
         ("norm_out", "sequence_parallel"),
     ),
-    "TwoStreamStack": (*NORM, ("query", "split_output")),
+    "TwoStreamStack": (*NORM_STYLES, ("query", "split_output")),
     "EncoderDecoder": (("memory", "gather_output"),),
     "FeatureHead": (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated")),
     "Temperature": (("", "replicated"),),
@@ -208,69 +208,69 @@ ROWS: Mapping[str, Rows] = {
     "VisionLanguage": (("image_vectors", "gather_output_for_tokens"),),
     "PixelHead": (("", "gather_input_replicated"), ("*", "replicated")),
 }
-"""Class → modules in it ("" for itself) and how they are cut."""
+"""Class → pattern of submodule names ("" for itself) and style."""
 
 
 def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleCut]:
-    """Module path → how its tensors are cut, for each that a row speaks of or that owns tensors."""
-    spoken: dict[nn.Module, str] = {}
+    """Return module path → cut, for each module that has a style or owns tensors."""
+    style_of: dict[nn.Module, str] = {}
     for owner in model.modules():
-        for pattern, kind in _rows(type(owner)):
-            for inner, module in owner.named_modules():
-                if _matches(inner.split(".") if inner else [], pattern.split(".") if pattern else []):
-                    spoken.setdefault(module, kind)
+        for pattern, style in _style_plan(type(owner)):
+            for name, module in owner.named_modules():
+                if _matches(name.split(".") if name else [], pattern.split(".") if pattern else []):
+                    style_of.setdefault(module, style)
     cuts = {}
     for path, module in model.named_modules():
-        adapted = path.rpartition(".lora.")
-        if adapted[1] and model.get_submodule(adapted[0]) in spoken:
-            cuts[path] = _fitted(
-                _of_adapter(spoken[model.get_submodule(adapted[0])], adapted[2]), module, parallel
+        adapter = path.rpartition(".lora.")
+        if adapter[1] and model.get_submodule(adapter[0]) in style_of:
+            cuts[path] = _cut_of(
+                _adapter_style(style_of[model.get_submodule(adapter[0])], adapter[2]), module, parallel
             )
-        elif module in spoken:
-            cuts[path] = _fitted(spoken[module], module, parallel)
+        elif module in style_of:
+            cuts[path] = _cut_of(style_of[module], module, parallel)
         elif next(_own_tensors(module), None) is not None:
             cuts[path] = ModuleCut()
     return cuts
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:
-    """Whether segments match one by one, `**` written out as any number of `*`."""
+    """Return whether the segments of a name match patterns one by one; `**` matches any number of segments."""
     if "**" in patterns:
-        at = patterns.index("**")
+        index = patterns.index("**")
         return any(
-            _matches(names, [*patterns[:at], *["*"] * times, *patterns[at + 1 :]])
+            _matches(names, [*patterns[:index], *["*"] * times, *patterns[index + 1 :]])
             for times in range(len(names) + 1)
         )
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def _of_adapter(kind: str, part: str) -> str:
-    """How a part of a low-rank adapter is cut: beside a column-cut matrix B is, beside a row-cut one A is."""
-    kinds = {
+def _adapter_style(style: str, matrix: str) -> str:
+    """Return the style of a LoRA matrix: B is cut beside a column-parallel weight, A beside a row-parallel one."""
+    styles = {
         ("colwise", "a"): "replicated_partial_grad",
         ("rowwise", "a"): "input_features",
         ("rowwise", "b"): "replicated_partial_grad",
     }
-    on_tokens = kind in ("split_output", "gather_output_replicated")
-    return kinds.get((kind, part), "sequence_parallel" if on_tokens else kind)
+    is_on_tokens = style in ("split_output", "gather_output_replicated")
+    return styles.get((style, matrix), "sequence_parallel" if is_on_tokens else style)
 
 
-def silent(model: nn.Module) -> str | None:
-    """Name of a plugin's style that doesn't say what it sends."""
+def undeclared_style(model: nn.Module) -> str | None:
+    """Return the first style of a plugin that doesn't declare its communication; None if all do."""
     for owner in model.modules():
-        for _, kind in _rows(type(owner)):
-            if kind not in KINDS and promised(kind).communication is None:
-                return kind
+        for _, style in _style_plan(type(owner)):
+            if style not in STYLE_CUTS and plugin_style(style).communication is None:
+                return style
     return None
 
 
-def _rows(kind: type) -> Rows:
-    for base in kind.__mro__:
-        if base.__module__.startswith("megatfm.") and base.__name__ in ROWS:
-            return ROWS[base.__name__]
+def _style_plan(module_class: type) -> StylePlan:
+    for base in module_class.__mro__:
+        if base.__module__.startswith("megatfm.") and base.__name__ in CLASS_STYLES:
+            return CLASS_STYLES[base.__name__]
         if "tp_plan" in vars(base):
-            rows: Rows = vars(base)["tp_plan"]
-            return rows
+            plan: StylePlan = vars(base)["tp_plan"]
+            return plan
     return ()
 
 
@@ -279,29 +279,29 @@ def _own_tensors(module: nn.Module) -> Iterator[object]:
     yield from module.buffers(recurse=False)
 
 
-def _fitted(kind: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut:
-    """Fewer key heads than ranks are whole on each; experts are cut as `parallel.expert_tp` says."""
-    parts = parallel.tp
-    if kind not in KINDS:
-        style = promised(kind)
-        return ModuleCut(style.dim, style.gradient, style.communication, style.dims)
-    if parts > 1 and (kind, parallel.expert_tp) in OTHERWISE:
-        return OTHERWISE[kind, parallel.expert_tp]
+def _cut_of(style: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut:
+    """Return the cut of a style under a layout: key heads fewer than ranks are replicated, experts as `expert_tp`."""
+    tp = parallel.tp
+    if style not in STYLE_CUTS:
+        declared = plugin_style(style)
+        return ModuleCut(declared.dim, declared.gradient, declared.communication, declared.dims)
+    if tp > 1 and (style, parallel.expert_tp) in EXPERT_TP_CUTS:
+        return EXPERT_TP_CUTS[style, parallel.expert_tp]
     heads = getattr(module, "heads", None)
-    if kind == "colwise" and heads and heads % parts and parts % heads == 0:
-        return KINDS["replicated_kv_heads"]
-    return replace(KINDS[kind])
+    if style == "colwise" and heads and heads % tp and tp % heads == 0:
+        return STYLE_CUTS["replicated_kv_heads"]
+    return STYLE_CUTS[style]
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Whether a module's class, or one that it is derived from, is megatfm's and has this name."""
+    """Return whether a module is an instance of megatfm's class of this name, without importing the class."""
     return any(
-        kind.__name__ == name and kind.__module__.startswith("megatfm.") for kind in type(module).__mro__
+        base.__name__ == name and base.__module__.startswith("megatfm.") for base in type(module).__mro__
     )
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the layers of all stacks, which are gathered and recomputed one at a time."""
+    """Return the paths of all stacks' blocks, the units of FSDP and recomputation."""
     return [
         path for path, _ in model.named_modules() if path.rpartition(".")[0].rpartition(".")[2] == "layers"
     ]

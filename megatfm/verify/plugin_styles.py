@@ -1,8 +1,8 @@
-"""Styles of plugins, whose traffic only their authors know: what they promise in `sends` is held."""
+"""Parallel styles of plugins, whose expected traffic is the one that they declare in `communication`."""
 
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
 
-def promised(name: str) -> ParallelStyle:
-    """The style of a plan that a plugin registered under a name."""
+def plugin_style(name: str) -> ParallelStyle:
+    """Return the parallel style that a plugin registered under a name."""
     return STYLES.get(name)

@@ -1,6 +1,6 @@
-"""The processes of a layout on this machine: each builds the engine as training does, takes one step and answers.
+"""Rank processes on this machine: each builds the engine as training does, takes one step and returns its result.
 
-A failure ends them all at once, and the one that caused it is named.
+A failure ends all of them, and the error names the rank that caused it.
 """
 
 import gc
@@ -40,12 +40,12 @@ from megatfm.verify.shrink import Arrays, objective_for
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 
 Blocks = Mapping[str, list[tuple[Chunk, NDArray[np.floating[Any]]]]]
-"""Parameter name → its blocks on a rank, and where they are in the whole tensor."""
+"""Parameter name → its blocks on a rank, with their offsets and sizes in the full tensor."""
 
 
 @dataclass(frozen=True)
-class RankInit:
-    """One rank among those of the layout; they meet in the file `store`."""
+class RankAddress:
+    """Rank and rendezvous of a process. store: path of the file store; timeout: of a collective, in seconds."""
 
     rank: int
     world_size: int
@@ -55,17 +55,16 @@ class RankInit:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step that a rank process is asked to take."""
+    """Request for one step. batch: the global batch."""
 
-    place: RankInit
+    address: RankAddress
     config: Config
     batch: Arrays
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank's share of the step: its blocks of every gradient (zeros where there is none), and of the weights after
-    it."""
+    """Result of a step on one rank. blocks: of every gradient (zeros without one); weights: blocks after the step."""
 
     loss: float
     grad_norm: float
@@ -76,7 +75,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error on a rank, in a line and as a traceback. is_usage: the layout is impossible."""
+    """Error on a rank: its message and traceback. is_usage: the layout is impossible."""
 
     text: str
     traceback: str = ""
@@ -86,45 +85,45 @@ class Failure:
 READY = "ready"
 
 BLOCK = 8
-"""Tokens of an attention kernel's block: rows are short, and a rank's part must be several blocks."""
+"""Tokens of an attention kernel's block: rows are short, and a rank's shard must have several blocks."""
 
 
 def run_rank(connection: Connection) -> None:
-    """Main function of a rank process: sends READY, then for each RankStep an Answer or a Failure, until None comes.
+    """Run the main loop of a rank process: sends READY, then a RankResult or Failure for each RankStep, until None.
 
-    After an answer it waits for a word before it leaves the group: to leave earlier would close sockets that other
-    ranks still read.
+    Waits for a message after each result before it leaves the process group: leaving earlier would close sockets that
+    other ranks still read.
     """
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's host name need not resolve
     torch.set_num_threads(1)
     # Unwritten memory is NaN, so that a kernel which reads it is found.
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     blocks.SIZE = BLOCK
-    gc.freeze()  # the modules imported so far need not be searched after each step
+    gc.freeze()  # imported modules need not be traversed after each step
     try:
         connection.send(READY)
-        while (job := connection.recv()) is not None:
-            connection.send(_answer(job))
+        while (request := connection.recv()) is not None:
+            connection.send(_answer(request))
             connection.recv()
             _leave_group()
-    except EOFError:  # the process that asked is gone
+    except EOFError:  # the parent process is gone
         return
 
 
-def _answer(job: RankStep) -> RankResult | Failure:
-    place = job.place
+def _answer(request: RankStep) -> RankResult | Failure:
+    address = request.address
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(place.store, place.world_size),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=place.timeout),
+            store=dist.FileStore(address.store, address.world_size),
+            rank=address.rank,
+            world_size=address.world_size,
+            timeout=timedelta(seconds=address.timeout),
         )
-        import_plugins(job.config.plugins)
-        return _step(job.config, job.batch, place.world_size)
+        import_plugins(request.config.plugins)
+        return _step(request.config, request.batch, address.world_size)
     except UsageError as error:
         return Failure(str(error), traceback.format_exc(), is_usage=True)
     except Exception as error:
@@ -133,7 +132,7 @@ def _answer(job: RankStep) -> RankResult | Failure:
 
 
 def _leave_group() -> None:
-    """Close the group, and what keeps its threads and sockets: an engine is in cycles, DTensor caches its meshes."""
+    """Destroy the process group, and free its threads and sockets: engines are in cycles, DTensor caches meshes."""
     if dist.is_initialized():
         dist.destroy_process_group()
     debug._clear_sharding_prop_cache()
@@ -144,38 +143,40 @@ def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
     mesh = build_mesh(config.parallel, world_size, "cpu")
     engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
     weights = _weights(engine)
-    for name, box in weights.items():
-        for part in box.blocks:
-            sizes = tuple(part.tensor.shape)
-            part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
+    for name, sharded in weights.items():
+        for block in sharded.blocks:
+            sizes = tuple(block.tensor.shape)
+            block.tensor.add_(
+                perturbation(config.train.seed, name, sharded.global_shape, block.offsets, sizes)
+            )
     engine.weights_changed()
     with TrafficCounter(engine.process_groups()) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
-    updated = {name: box.tensor.detach().clone() for name, box in _weights(engine).items()}
+    updated = {name: sharded.tensor.detach().clone() for name, sharded in _weights(engine).items()}
     return RankResult(
         stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated)
     )
 
 
 def _weights(engine: Engine) -> dict[str, ShardedTensor]:
-    """Blocks of the parameters, without what modules keep beside them."""
-    return {name: box for name, box in engine.weights().items() if name in engine.layout}
+    """Return the sharded parameters, without buffers."""
+    return {name: sharded for name, sharded in engine.weights().items() if name in engine.layout}
 
 
 def _blocks(weights: Mapping[str, ShardedTensor], gradients: Mapping[str, torch.Tensor]) -> Blocks:
     return {
         name: [
-            ((part.offsets, tuple(part.tensor.shape)), part.tensor.numpy())
-            for part in box.with_tensor(gradients.get(name, torch.zeros_like(box.tensor))).blocks
+            ((block.offsets, tuple(block.tensor.shape)), block.tensor.numpy())
+            for block in sharded.with_tensor(gradients.get(name, torch.zeros_like(sharded.tensor))).blocks
         ]
-        for name, box in weights.items()
+        for name, sharded in weights.items()
     }
 
 
 def _microbatches(config: Config, engine: Engine, batch: Arrays) -> list[dict[str, torch.Tensor]]:
-    """This data rank's rows, a contiguous share of the global batch, in micro-batches."""
+    """Split this data rank's rows, a contiguous share of the global batch, into micro-batches."""
     share = config.train.global_batch // engine.mesh.data_ranks
     first, rows = engine.mesh.data_rank * share, config.train.micro_batch
     return [
@@ -184,25 +185,26 @@ def _microbatches(config: Config, engine: Engine, batch: Arrays) -> list[dict[st
     ]
 
 
-START_SECONDS = 300.0  # to import torch, while all the others do
-COLLECTIVE_SECONDS = 20.0  # to wait for another rank, in a step that takes a fraction of a second
+START_SECONDS = 300.0  # to import torch, while all ranks do
+COLLECTIVE_SECONDS = 20.0  # timeout of a collective; a step takes a fraction of a second
 STEP_SECONDS = 120.0
-GRACE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
+GRACE_SECONDS = 1.0  # how long other ranks may still report errors after the first failure
 EXIT_SECONDS = 10.0
 SECONDARY_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out")
-"""Signs of a rank that failed only because another one was gone or late."""
+"""Messages of a rank that failed only because another rank was gone or late."""
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One process of the layout, and the line to it."""
+    """Rank process and the connection to it."""
 
     process: ForkServerProcess
     connection: Connection
 
 
-class RankTeam:
-    """Rank processes that stay for the next layout. A failure ends them all; the next step starts new ones."""
+class RankPool:
+    """Pool of rank processes, reused from one layout to the next. A failure ends them all; the next step starts new
+    ones."""
 
     def __init__(self) -> None:
         self._members: list[RankProcess] = []
@@ -215,39 +217,38 @@ class RankTeam:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank, of the processes that are there."""
+        """Process ids of running processes by rank."""
         return [member.process.pid or 0 for member in self._members]
 
     def step(self, config: Config, batch: Arrays) -> list[RankResult]:
-        """One step of `config` under its layout, a process a rank; the answers by rank.
+        """Take one step of `config` under its layout, one process per rank; returns results by rank.
 
-        Raises MegatfmError that names the rank which failed, died or hangs (UsageError if it is the layout that can't
-        be); all processes have ended by then.
+        Raises MegatfmError that names the rank which failed, died or hangs, and UsageError for an impossible layout;
+        all processes have ended by then.
         """
         parallel = config.parallel
         world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
         try:
             with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
-                present = len(self._members)
-                for _ in range(present, world_size):
+                n_running = len(self._members)
+                for _ in range(n_running, world_size):
                     self._members.append(_start())
-                _collect(self._members[present:], START_SECONDS)
+                _collect(self._members[n_running:], START_SECONDS)
                 processes, store = self._members[:world_size], str(Path(folder) / "store")
-                for rank, member in enumerate(
-                    processes
-                ):  # all are there: from here on, a silent rank is a hanging one
-                    place = RankInit(rank, world_size, store, COLLECTIVE_SECONDS)
-                    member.connection.send(RankStep(place, config, batch))
-                answers: list[RankResult] = _collect(processes, STEP_SECONDS)
+                # All processes are ready: from here on, a silent rank hangs.
+                for rank, member in enumerate(processes):
+                    address = RankAddress(rank, world_size, store, COLLECTIVE_SECONDS)
+                    member.connection.send(RankStep(address, config, batch))
+                results: list[RankResult] = _collect(processes, STEP_SECONDS)
                 for member in processes:
                     member.connection.send("leave")
-                return answers
+                return results
         except BaseException:
             self._kill()
             raise
 
     def close(self) -> None:
-        """Let the processes end."""
+        """End all processes."""
         for member in self._members:
             with suppress(OSError):
                 member.connection.send(None)
@@ -264,15 +265,15 @@ class RankTeam:
 
 
 def _start() -> RankProcess:
-    parent_pipe, child_pipe = context().Pipe()
+    connection, child_pipe = context().Pipe()
     process = context().Process(target=run_rank, args=(child_pipe,), daemon=True)
     process.start()
-    child_pipe.close()  # so that the process's end is seen as the end of the line
-    return RankProcess(process, parent_pipe)
+    child_pipe.close()  # so that the end of the process closes the connection
+    return RankProcess(process, connection)
 
 
 def _collect(processes: Sequence[RankProcess], seconds: float) -> list[Any]:
-    """One message from each rank."""
+    """Receive one message from each rank within `seconds`."""
     pending = {member.connection: rank for rank, member in enumerate(processes)}
     messages: list[Any] = [None] * len(processes)
     failures: dict[int, Failure] = {}
@@ -295,7 +296,7 @@ def _collect(processes: Sequence[RankProcess], seconds: float) -> list[Any]:
 
 
 def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: float) -> MegatfmError:
-    """Blame the cause rather than the ranks that only noticed it."""
+    """Build the error of the rank that caused the failure, rather than of those that noticed it."""
     causes = [
         rank
         for rank, failure in failures.items()

@@ -1,4 +1,4 @@
-"""The single-device side: the plain model, slow operators, torch's autograd and one step of the plain optimizer."""
+"""Single-device reference: the plain model with reference operators, torch's autograd and one optimizer step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,32 +28,32 @@ from megatfm.verify.shrink import Arrays, objective_for
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """Loss and gradients of one global batch."""
+    """Loss and gradients of a global batch."""
 
     loss: float
     gradients: Mapping[str, Tensor]
 
     @property
     def grad_norm(self) -> float:
-        """L2 norm over all gradients together, before clipping."""
+        """L2 norm of all gradients together, before clipping."""
         return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
 
 
 def perturbation(
     seed: int, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
-    """Noise added to initial weights on both sides: norms that start at 1 would hide mistakes."""
+    """Draw the noise that both sides add to initial weights: norms that start at 1 would hide mistakes."""
     return draw(Normal(0.1), seed, f"verify {name}", shape, offsets, sizes)
 
 
 def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
-    """Loss and gradients by plain autograd in float64, the whole global batch at once."""
+    """Compute loss and gradients by plain autograd in float64, over the global batch at once."""
     model = build_model(config).double().train()
     initialise_perturbed(model, config.train.seed)
     for module in model.modules():
         if isinstance(
             module, DotProductAttention
-        ):  # each core of its own kind makes keys and values, and ends there
+        ):  # subclasses build keys and values, and call it in the end
             module.of_heads = partial(_attention, module)  # type: ignore[method-assign]
         elif isinstance(module, CrossEntropy):
             replace_forward(module, partial(_cross_entropy, module))
@@ -75,7 +75,7 @@ def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
 
 
 def initialise_perturbed(model: nn.Module, seed: int) -> None:
-    """Set a model's weights to those that both sides compute with."""
+    """Initialise a model with the perturbed weights that both sides compute with."""
     initialise(model, seed)
     for name, tensor, _ in iter_inits(model):
         if isinstance(tensor, nn.Parameter):
@@ -85,23 +85,23 @@ def initialise_perturbed(model: nn.Module, seed: int) -> None:
 
 def _attention(
     core: DotProductAttention,
-    part: int,
+    head_shard: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SequenceMetadata,
+    sequence: SequenceMetadata,
     bias: Tensor | None = None,
     mask: AttentionMask | None = None,
 ) -> Tensor:
-    """Replacement of `Core.of_heads` for all heads."""
-    rng_keys = core.dropout.head_rng_keys(layout, q.shape[1])
+    """Replace `DotProductAttention.of_heads`, for all heads at once."""
+    rng_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
-    mask = mask or PatternMask(core.pattern, layout, 0, q.shape[1])
+    mask = mask or PatternMask(core.pattern, sequence, 0, q.shape[1])
     return attention_reference(q, k, v, mask, bias, core.variant, rng_keys, sinks)
 
 
 def _cross_entropy(
-    seam: CrossEntropy,
+    module: CrossEntropy,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -110,29 +110,29 @@ def _cross_entropy(
     weights: Tensor | None = None,
 ) -> Tensor:
     if losses is None and weights is None:
-        return cross_entropy_reference(hidden, weight, targets, bias, seam.variant)
-    one_by_one = [
-        cross_entropy_reference(hidden[i : i + 1], weight, targets[i : i + 1], bias, seam.variant)
+        return cross_entropy_reference(hidden, weight, targets, bias, module.variant)
+    token_losses = [
+        cross_entropy_reference(hidden[i : i + 1], weight, targets[i : i + 1], bias, module.variant)
         for i in range(len(targets))
     ]
-    per_token = torch.stack(one_by_one)
+    per_token = torch.stack(token_losses)
     if losses is not None:
         losses.copy_(per_token.detach())
     return per_token.sum() if weights is None else (per_token * weights).sum()
 
 
 def _contrastive_loss(
-    seam: ContrastiveLoss, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, _: object
+    module: ContrastiveLoss, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, _: object
 ) -> dict[str, Tensor]:
-    return {TERM: contrastive_loss_reference(images, texts, scale, bias, seam.kind)}
+    return {TERM: contrastive_loss_reference(images, texts, scale, bias, module.kind)}
 
 
-CLIPPED = 1e-6
-"""Added to the norm by which gradients are clipped, as torch does."""
+CLIP_EPSILON = 1e-6
+"""Added to the norm when gradients are clipped, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 def plain_weights(config: Config) -> dict[str, Tensor]:
-    """Name → weight [whole shape] before the step, in float64, of those that are trained."""
+    """Return name → full trained weight before the step, in float64."""
     model = build_model(config).double()
     initialise_perturbed(model, config.train.seed)
     return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
@@ -141,46 +141,42 @@ def plain_weights(config: Config) -> dict[str, Tensor]:
 def plain_step(
     config: Config, model: nn.Module, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Name → weight after the first step of the config's optimizer. model: any that the weights belong to.
+    """Take the first step of the config's optimizer; returns name → new weight.
 
-    gradients: before they are clipped. Give those that the layout computed: an update amplifies their rounding where
-    they are nearly zero (Adam divides by their size).
+    model: gives the optimizer groups. gradients: before clipping. Use the layout's own gradients: an update amplifies
+    the rounding of gradients near zero, since Adam divides by their size.
     """
     norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
-    clip = config.optimizer.max_grad_norm
-    factor = clip / (float(norm) + CLIPPED) if clip and norm > clip else 1.0
-    moved = {name: weight.clone() for name, weight in weights.items()}
+    max_norm = config.optimizer.max_grad_norm
+    factor = max_norm / (float(norm) + CLIP_EPSILON) if max_norm and norm > max_norm else 1.0
+    updated = {name: weight.clone() for name, weight in weights.items()}
     for group in optimizer_groups(config.optimizer, model):
-        group_gradients = {name: moved[name] for name in group.names if name in moved}
-        _step(
-            group,
-            group_gradients,
-            {name: gradients[name].to(moved[name]) * factor for name in group_gradients},
-            config.optimizer.lr,
-        )
-    return moved
+        group_weights = {name: updated[name] for name in group.names if name in updated}
+        group_gradients = {name: gradients[name].to(updated[name]) * factor for name in group_weights}
+        _step(group, group_weights, group_gradients, config.optimizer.lr)
+    return updated
 
 
 def _step(
     group: OptimizerGroup, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
 ) -> None:
-    """Move weights in place."""
+    """Update weights in place."""
     if not weights:
         return
 
-    def parts(name: str, tensor: Tensor) -> list[Tensor]:
+    def unstack(name: str, tensor: Tensor) -> list[Tensor]:
         return list(tensor) if name in group.stacked_names else [tensor]
 
-    split = {name: parts(name, weight) for name, weight in weights.items()}
-    options: list[dict[str, Any]] = []
-    for names, shared in group.parameter_groups(weights):
-        options.append({**shared, "params": [part for name in names for part in split[name]]})
-    optimizer = group.build(options)
-    for shared in optimizer.param_groups:
-        shared["lr"] = lr * shared["lr_ratio"]
+    matrices = {name: unstack(name, weight) for name, weight in weights.items()}
+    param_groups: list[dict[str, Any]] = []
+    for names, options in group.parameter_groups(weights):
+        param_groups.append({**options, "params": [matrix for name in names for matrix in matrices[name]]})
+    optimizer = group.build(param_groups)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr * param_group["lr_ratio"]
     for name, gradient in gradients.items():
-        for part, part_gradient in zip(split[name], parts(name, gradient), strict=True):
-            part.grad = part_gradient.clone()
+        for matrix, matrix_gradient in zip(matrices[name], unstack(name, gradient), strict=True):
+            matrix.grad = matrix_gradient.clone()
     if isinstance(optimizer, NeedsShardLocations):
         origin = (0,) * 8
         optimizer.set_shard_locations(

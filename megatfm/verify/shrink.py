@@ -1,4 +1,4 @@
-"""A config made small enough to be verified in seconds, with all that a layout could get wrong, and a batch for it."""
+"""Shrinks a config so that verifying it takes seconds, keeping all that a layout could get wrong, and draws a batch."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -22,6 +22,7 @@ from megatfm.config import (
     LongformerPatternConfig,
     MLAAttentionConfig,
     ModelConfig,
+    ParallelConfig,
     StridedPatternConfig,
     WindowPatternConfig,
     invalid,
@@ -39,48 +40,39 @@ from megatfm.verify.shrink_images import (
     shrunk_images,
     shrunk_masks,
     shrunk_patches,
-    shrunk_second_stack,
+    shrunk_rows,
+    shrunk_second_tower,
+    shrunk_stages,
 )
-from megatfm.verify.shrink_stages import shrunk_rows, shrunk_stages
 
 MAX_RANKS = 16
-"""Processes that one machine is asked to start."""
+"""Largest number of processes to start on one machine."""
 
 LAYERS, HEAD_DIM, WIDTH, RANK = 2, 8, 64, 32
 LENGTH = 64
-"""Tokens of a row, which holds several documents, windows, chunks and blocks; a rank's part cuts some of them."""
+"""Tokens of a row: several documents, windows, chunks and blocks, some of which span ranks."""
 MICRO_BATCH, MICROBATCHES = 2, 2
-VOCABULARY = 1000  # where a config leaves it to the tokenizer, which is not needed here
+VOCABULARY = 1000  # for configs that take it from the tokenizer, which need not exist here
 
 
 class RowLengths(NamedTuple):
-    """Tokens of the longest row: in the config, and in the small one."""
+    """Tokens of the longest row in the original and in the small config."""
 
-    before: int
+    original: int
     length: int
 
 
 def shrink(config: Config) -> tuple[Config, list[str]]:
-    """The small config, and what was changed, in words. Raises UsageError for a layout of too many processes.
+    """Return the small config, and a line for each change. Raises UsageError for a layout of too many processes.
 
-    Kept: parts, ties, optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
-    feed-forward width modulo the ranks that share them. Windows, chunks and blocks of attention shrink with the rows,
-    so that these have several of them. Axes stay as they are; dp_shard = −1 becomes 2, or 1 beside other axes, or what
-    `ep` needs. There are as many layers as pipeline stages, and a block of every kind; the cuts are where they are by
-    themselves. What is inexact by design is left out.
+    Keeps modules, ties, the optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
+    feed-forward width modulo the ranks that share them. Attention windows, chunks and blocks shrink with the rows, so
+    that a row has several. Axes keep their sizes; dp_shard = −1 becomes 2, or 1 beside other axes, or what `ep` needs.
+    The model has a layer for each pipeline stage and kind of block; split points are chosen automatically. Options that
+    are inexact by design are switched off.
     """
-    parallel = config.parallel
-    if parallel.dp_shard == -1:
-        n_rows = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
-        ep_multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
-        parallel = parallel.model_copy(update={"dp_shard": -(-n_rows // ep_multiple) * ep_multiple})
-    parallel = parallel.model_copy(update={"pp_split_points": []})
+    parallel = _concrete_layout(config.parallel)
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    if world_size > MAX_RANKS:
-        raise UsageError(
-            f"this layout has {world_size} processes, and verify starts them all on this machine, at most "
-            f"{MAX_RANKS}: give smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
-        )
     data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
     original_lengths = config.data.model_dump(include={"sequence_length", "target_length"})
     lengths = {
@@ -91,11 +83,13 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     if config.model.stages is not None:
         lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
         images = {"images": config.data.images.model_copy(update={"size": side})}
-    rows = RowLengths(*(max(filter(None, of.values())) for of in (original_lengths, lengths)))
+    rows = RowLengths(
+        *(max(filter(None, lengths_by_key.values())) for lengths_by_key in (original_lengths, lengths))
+    )
     try:
-        model = _model(
+        model = _shrink_model(
             config.model,
-            heads_over=parallel.tp * parallel.cp,
+            head_ranks=parallel.tp * parallel.cp,
             shards=parallel.tp * parallel.dp_shard,
             stages=parallel.pp * parallel.stages_per_rank,
             rows=rows,
@@ -114,7 +108,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
                 update={
                     "micro_batch": MICRO_BATCH,
                     "global_batch": MICRO_BATCH * (MICROBATCHES + parallel.pp - 1) * data_ranks,
-                    # DeepSpeed keeps the weights that an optimizer moves in float32.
+                    # DeepSpeed keeps the optimizer's weights in float32.
                     "precision": "fp32" if parallel.engine == "deepspeed" else "fp64",
                     "device": "cpu",
                     "compile": False,
@@ -123,31 +117,48 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             ),
         }
     )
-    matching_patterns = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
-    small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": matching_patterns})})
+    freeze = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
+    small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": freeze})})
     inexact = config.deepspeed.quantized
     exact = config.deepspeed.model_copy(update=dict.fromkeys(inexact, False))
-    overrides_left = [
+    inexact_changes = [
         f"deepspeed.{key} true → false: {config.deepspeed.INEXACT}, and is for GPUs alone" for key in inexact
     ]
-    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + overrides_left
+    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + inexact_changes
+
+
+def _concrete_layout(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the layout with automatic split points and without dp_shard = −1; UsageError for too many ranks."""
+    if parallel.dp_shard == -1:
+        min_dp_shard = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
+        ep_multiple = parallel.ep // gcd(parallel.ep, -parallel.expert_mesh_size)
+        parallel = parallel.model_copy(update={"dp_shard": -(-min_dp_shard // ep_multiple) * ep_multiple})
+    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+    if world_size > MAX_RANKS:
+        raise UsageError(
+            f"this layout has {world_size} processes, but verify starts all of them on this machine, at most "
+            f"{MAX_RANKS}: use smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
+        )
+    return parallel.model_copy(update={"pp_split_points": []})
 
 
 def _matches(config: Config, pattern: str) -> bool:
-    """Whether the small model, which may have fewer layers, has weights of such names."""
+    """Return whether the small model, which may have fewer layers, has weights that match a pattern."""
     with torch.device("meta"):
         return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
 
 
-def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, rows: RowLengths) -> ModelConfig:
-    """heads_over: ranks that may take heads, of tensor and context parallelism. shards: ranks that cut widths."""
-    kv_heads = min(model.attention.kv_heads, 2 * heads_over)  # two a rank, so that their order shows
+def _shrink_model(
+    model: ModelConfig, *, head_ranks: int, shards: int, stages: int, rows: RowLengths
+) -> ModelConfig:
+    """Return the small model. head_ranks: ranks that divide heads, tp × cp. shards: ranks that divide widths."""
+    kv_heads = min(model.attention.kv_heads, 2 * head_ranks)  # two per rank, so that a wrong order shows
     heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
     head_dim = min(model.head_width, HEAD_DIM)
     is_square = model.d_model == model.attention.n_heads * model.head_width
     distinct = model.distinct_layers and min(model.distinct_layers, LAYERS)
     first_depths = (model.layer_types.index(kind) + 1 for kind in model.layer_type)
-    # One block more than there are distinct layers, so that two share weights.
+    # One block more than distinct layers, so that two share weights.
     layers = max(LAYERS, stages, 1 + (distinct or 0), *first_depths)
     changes: dict[str, Any] = {
         "vocab_size": _shrunk_size(model.vocab_size or VOCABULARY, WIDTH, shards),
@@ -159,7 +170,7 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
         f"attention.{model.attention.head_dim_key}": model.attention.head_dim_or_none and head_dim,
         "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
     }
-    changes |= shrunk_stages(model, heads_over, HEAD_DIM)
+    changes |= shrunk_stages(model, head_ranks, HEAD_DIM)
     if isinstance(model.attention, GQAAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
     for key, size in _sizes(model.attention, rows.length, shards).items():
@@ -167,7 +178,7 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
     for key, size in _sizes_of_pattern(model.attention.pattern, rows).items():
         changes[f"attention.pattern.{key}"] = size
     if (generator := model.generator) is not None:
-        n_heads = min(generator.n_heads, 2 * heads_over)
+        n_heads = min(generator.n_heads, 2 * head_ranks)
         ep_multiple = generator.d_model // generator.n_heads
         changes["generator"] = {
             "d_model": n_heads * min(ep_multiple, HEAD_DIM),
@@ -176,25 +187,25 @@ def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, row
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
     changes |= shrunk_patches(model)
-    changes |= shrunk_second_stack(
-        model, heads_over, layers, HEAD_DIM, lambda width: _shrunk_size(width, WIDTH, shards)
+    changes |= shrunk_second_tower(
+        model, head_ranks, layers, HEAD_DIM, lambda width: _shrunk_size(width, WIDTH, shards)
     )
     changes |= shrunk_features(model, changes["d_model"])
     if model.connector is not None and changes.get("vocab_size"):
         changes["connector.image_token_id"] = min(model.connector.image_token_id, changes["vocab_size"] - 1)
-    changes["layer_type"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.layer_type}
+    changes["layer_type"] = {kind: _block(model, kind, head_ranks, shards, rows) for kind in model.layer_type}
     return model.with_changes(changes)
 
 
 def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
-    """Sizes of an attention layer beside heads and pattern. length: tokens of the longest row."""
+    """Return the small sizes of an attention layer other than heads and pattern. length: tokens of the longest row."""
     if isinstance(attention, MLAAttentionConfig):
         width = attention.v_head_dim
         return {
             "kv_lora_rank": _shrunk_size(attention.kv_lora_rank, RANK, shards),
             "q_lora_rank": attention.q_lora_rank and _shrunk_size(attention.q_lora_rank, RANK, shards),
             "qk_rope_head_dim": _shrunk_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
-            # Keeps another width than keys have, if it had one.
+            # Stays different from the width of keys if it was.
             "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.qk_nope_head_dim else 2)),
         }
     if isinstance(attention, LinformerAttentionConfig):
@@ -208,26 +219,28 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
 
 
 def _sizes_of_pattern(pattern: Section, rows: RowLengths) -> dict[str, Any]:
-    """Options of a pattern that shrink with the row, so that it has several windows, chunks or blocks. A window as wide
-    as the row stays so; a plugin's pattern keeps its options."""
+    """Return the pattern options that shrink with the row, so that a row has several windows, chunks or blocks.
+
+    A window as wide as the row stays as wide as the row; a plugin's pattern keeps its options.
+    """
     old_length, length = rows
-    fourth, eighth = max(1, length // 4), max(1, length // 8)
+    quarter, eighth = max(1, length // 4), max(1, length // 8)
     match pattern:
         case WindowPatternConfig():
             step = min(pattern.dilation, 2)
-            width = _shrunk_size(pattern.width, max(1, fourth // step), 2)
+            width = _shrunk_size(pattern.width, max(1, quarter // step), 2)
             if pattern.width * pattern.dilation >= old_length:
                 width = pattern.width * pattern.dilation * length // old_length // step
             return {"width": width, "dilation": step, "initial_tokens": min(pattern.initial_tokens, 2)}
         case LongformerPatternConfig():
-            width = _shrunk_size(pattern.width, fourth, 2)
+            width = _shrunk_size(pattern.width, quarter, 2)
             tokens = dict.fromkeys(min(token, length // 2) for token in pattern.global_tokens)
             return {
                 "width": width if pattern.width < old_length else pattern.width * length // old_length,
                 "global_tokens": tuple(tokens),
             }
         case ChunkedPatternConfig():
-            size = min(pattern.size, max(1, length // 3))  # thirds end nowhere near a rank's part
+            size = min(pattern.size, max(1, length // 3))  # thirds do not end where a rank's tokens end
             return {"size": size if pattern.size < old_length else pattern.size * length // old_length}
         case StridedPatternConfig():
             return {"stride": min(pattern.stride, eighth)}
@@ -235,23 +248,23 @@ def _sizes_of_pattern(pattern: Section, rows: RowLengths) -> dict[str, Any]:
             stride = min(pattern.stride, eighth)
             return {"stride": stride, "n_summary_tokens": max(1, min(pattern.n_summary_tokens, stride // 3))}
         case BigBirdPatternConfig():
-            # Documents of at most `n_blocks` blocks are seen whole: a row keeps more blocks than that if it had more.
+            # Documents of up to `n_blocks` blocks have full attention: a row with more blocks keeps more than that.
             random, extra = min(pattern.n_random_blocks, 2), min(pattern.n_global_tokens, eighth)
-            n_blocks, kept_options = 5 + 2 * random, {"n_random_blocks": random, "n_global_tokens": extra}
+            n_blocks, options = 5 + 2 * random, {"n_random_blocks": random, "n_global_tokens": extra}
             if (5 + 2 * pattern.n_random_blocks) * pattern.block_size >= old_length:
-                return {"block_size": -(-length // n_blocks), **kept_options}
-            return {"block_size": min(pattern.block_size, max(1, length // (n_blocks + 4))), **kept_options}
+                return {"block_size": -(-length // n_blocks), **options}
+            return {"block_size": min(pattern.block_size, max(1, length // (n_blocks + 4))), **options}
     return {}
 
 
-def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: RowLengths) -> dict[str, Any]:
-    """Keys of a kind of blocks, with sizes made small as the model's are."""
+def _block(model: ModelConfig, kind: str, head_ranks: int, shards: int, rows: RowLengths) -> dict[str, Any]:
+    """Return the keys of a kind of blocks, shrunk like the model's."""
     keys, layer = unflatten(model.layer_type[kind]), model.type_config(kind)
     if "d_ff" in keys.get("ffn", {}):
         keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(layer.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
     if {"n_heads", "n_kv_heads", layer.attention.head_dim_key} & attention.keys():
-        kv_heads = min(layer.attention.kv_heads, 2 * heads_over)
+        kv_heads = min(layer.attention.kv_heads, 2 * head_ranks)
         heads = kv_heads * (layer.attention.n_heads // layer.attention.kv_heads)
         attention |= {"n_heads": heads, layer.attention.head_dim_key: min(layer.head_width, HEAD_DIM)}
         if isinstance(layer.attention, GQAAttentionConfig):
@@ -265,7 +278,7 @@ def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Ro
 
 
 def _shrunk_size(size: int, min_size: int, modulus: int) -> int:
-    """The smallest number from `min_size` on with the remainder of `size`; `size` itself where that is smaller."""
+    """Return the smallest size ≥ min_size with the same remainder as `size`, but at most `size`."""
     return min(size, min_size + (size - min_size) % modulus)
 
 
@@ -277,35 +290,35 @@ def _changes(original: Config, shrunk: Config) -> list[str]:
     ]
 
 
-def _differences(place: str, old: Section, new: Section) -> Iterator[str]:
+def _differences(key_path: str, old: Section, new: Section) -> Iterator[str]:
     for key in type(old).model_fields:
-        yield from _difference(f"{place}.{key}", getattr(old, key), getattr(new, key))
+        yield from _difference(f"{key_path}.{key}", getattr(old, key), getattr(new, key))
 
 
-def _difference(place: str, old: object, new: object) -> Iterator[str]:
+def _difference(key_path: str, old: object, new: object) -> Iterator[str]:
     if isinstance(old, Section) and isinstance(new, Section):
-        yield from _differences(place, old, new)
-    elif isinstance(old, dict) and isinstance(new, dict):  # of kinds of blocks
+        yield from _differences(key_path, old, new)
+    elif isinstance(old, dict) and isinstance(new, dict):  # [model.layer_type]
         for key, value in unflatten(old).items():
-            yield from _difference(f"{place}.{key}", value, unflatten(new).get(key, value))
-    elif isinstance(old, str) and isinstance(new, dict):  # a pattern's name alone
+            yield from _difference(f"{key_path}.{key}", value, unflatten(new).get(key, value))
+    elif isinstance(old, str) and isinstance(new, dict):  # a pattern given by its name only
         return
     elif old != new:
-        yield f"{place} {'(not set)' if old is None else old} → {new}"
+        yield f"{key_path} {'(not set)' if old is None else old} → {new}"
 
 
 Arrays = dict[str, NDArray[Any]]
 
 Documents = Literal["mixed", "short", "long", "one", "sparse"]
-"""Documents of a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
+"""Documents in a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
 one, then padding; "mixed": rows of these kinds in turn."""
 
-BY_TURNS: tuple[Documents, ...] = ("short", "one", "sparse", "long")
-KINDS_OF_DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
+DOCUMENT_CYCLE: tuple[Documents, ...] = ("short", "one", "sparse", "long")
+DOCUMENT_KINDS: tuple[Documents, ...] = get_args(Documents)
 
 
 def objective_for(config: Config) -> Objective:
-    """The objective, with special tokens that every vocabulary has: a third of it are sentinels."""
+    """Build the objective with made-up special tokens; a third of the vocabulary are sentinels."""
     size = config.model.vocab_size
     if size is None and not reads_text(config.objective.name):
         return build_objective(config.objective, config.model, None, side_lengths(config), config.data.images)
@@ -325,13 +338,15 @@ def objective_for(config: Config) -> Objective:
 
 
 def side_lengths(config: Config) -> tuple[int, ...]:
-    """Lengths of rows by side, for the sides that the config has."""
+    """Return the row length of each side that the config has."""
     return tuple(n for n in (config.data.sequence_length, config.data.target_length) if n is not None)
 
 
 def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
-    """The fields of a global batch, and "keys" [global_batch]: documents of such kinds where the objective packs them,
-    one cut off or padding at a row's end."""
+    """Draw a global batch: field → values [global_batch, S], and "keys" [global_batch], the random keys of rows.
+
+    documents: kind of documents where the objective packs them; a row ends with a cut document or padding.
+    """
     objective, lengths = objective_for(config), side_lengths(config)
     seed = config.train.seed
     across = config.data.attend_across_documents
@@ -339,34 +354,34 @@ def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
         objective, lengths[: len(objective.field_prefixes)], seed, attend_across_documents=across
     )
     rows = []
-    for number in range(config.train.global_batch):
-        random = np.random.Generator(rng.bit_generator(seed, "verify", number))
-        kind = BY_TURNS[number % len(BY_TURNS)] if documents == "mixed" else documents
-        pieces = list(random_pieces(config, objective, random, kind))
-        members = [piece.files for piece in pieces] if objective.needs_files else None
-        rows.append(pack_in_memory([piece.tokens for piece in pieces], packing, members=members).row(0))
+    for row_index in range(config.train.global_batch):
+        random = np.random.Generator(rng.bit_generator(seed, "verify", row_index))
+        kind = DOCUMENT_CYCLE[row_index % len(DOCUMENT_CYCLE)] if documents == "mixed" else documents
+        chunks = list(random_documents(config, objective, random, kind))
+        files = [chunk.files for chunk in chunks] if objective.needs_files else None
+        rows.append(pack_in_memory([chunk.tokens for chunk in chunks], packing, members=files).row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": rng.row_keys(seed, np.arange(len(rows)))}
 
 
-def random_pieces(
+def random_documents(
     config: Config, objective: Objective, random: np.random.Generator, kind: Documents = "short"
 ) -> Iterator[DocumentChunk]:
-    """Documents that fill a row, or a part of it. kind: any but "mixed"."""
-    length, filled = min(side_lengths(config)), 0
-    # Tokens of a document, at least and below, and of all documents. One token is too short for some objectives.
-    min_value, max_value, requested = {
+    """Draw documents that fill a row or, for some kinds, part of it. kind: any but "mixed"."""
+    length, n_tokens = min(side_lengths(config)), 0
+    # Half-open range of tokens per document, and tokens of all documents. Some objectives need two tokens.
+    min_value, max_value, min_tokens = {
         "short": (2, max(3, length // 6), int(random.integers(length * 3 // 4, length * 3 // 2))),
         "long": (max(2, length // 2), max(3, length * 3 // 4), length * 3 // 2),
         "one": (2 * length, 2 * length + 1, 1),
         "sparse": (2, max(3, length // 6), 1),
     }[kind]
-    while filled < requested:
+    while n_tokens < min_tokens:
         if objective.needs_files or not objective.reads_text:
-            piece = objective.random_piece(random)
+            chunk = objective.random_piece(random)
         else:
-            piece = DocumentChunk(
+            chunk = DocumentChunk(
                 random.integers(0, config.model.vocab_size or 1, random.integers(min_value, max_value))
             )
-        yield piece
-        filled += requested if needs_own_row(objective) else len(piece.tokens) + 1
+        yield chunk
+        n_tokens += min_tokens if needs_own_row(objective) else len(chunk.tokens) + 1

@@ -1,7 +1,7 @@
-"""Bytes that collectives move: counted where torch dispatches them, and, to compare, what one rank should send.
+"""Traffic of collectives: counted where torch dispatches them, and added up by closed forms.
 
-By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x; reduce-scatter of x: (n − 1)/n·x;
-all-reduce of x: 2(n − 1)/n·x (Korthikanti et al. 2022; Rajbhandari et al. 2020).
+Bytes that a rank sends in a ring of n ranks: (n − 1)·x for an all-gather of shards of x bytes, (n − 1)/n·x for a
+reduce-scatter and 2(n − 1)/n·x for an all-reduce of x bytes (Korthikanti et al. 2022; Rajbhandari et al. 2020).
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ WAITS = ("wait_tensor", "barrier", "monitored_barrier_", "recv_")
 
 @dataclass(frozen=True)
 class CollectiveTraffic:
-    """Traffic of one kind of collective over one axis: calls, and bytes that this rank sends (by a ring)."""
+    """Traffic of one kind of collective over one axis: calls, and bytes that a rank sends (in a ring)."""
 
     axis: str
     collective: str
@@ -29,7 +29,7 @@ class CollectiveTraffic:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """While entered, counts the collectives of this thread. axes: process-group name → what to call it."""
+    """Counts the collectives of this thread while entered. axes: process-group name → axis name."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TrafficCounter(TorchDispatchMode):
         self._bytes: Counter[tuple[str, str]] = Counter()
 
     def flows(self) -> list[CollectiveTraffic]:
-        """The collectives counted so far, sorted by axis and kind."""
+        """Return the traffic counted so far, sorted by axis and collective."""
         return [
             CollectiveTraffic(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())
         ]
@@ -70,21 +70,21 @@ class TrafficCounter(TorchDispatchMode):
 def _ring(
     name: str, payload_bytes: int, size: int, rank: int, arguments: Mapping[str, Any]
 ) -> tuple[str, int]:
-    """The collective's plain name, and the bytes that a ring of `size` ranks makes each of them send."""
-    plain = name.strip("_").replace("_base", "").replace("_into_tensor", "").replace("_tensor", "")
-    plain = plain.removesuffix("_coalesced")
-    plain = plain.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-    plain = plain.replace("alltoall", "all_to_all").removesuffix("_single")
-    if plain == "all_gather":
-        return plain, payload_bytes * (size - 1)
-    if plain == "all_reduce":
-        return plain, 2 * payload_bytes * (size - 1) // size
-    if plain == "reduce_scatter":
-        return plain, payload_bytes * (size - 1) // size
-    if plain == "all_to_all":
+    """Return the collective's common name and the bytes that each rank of a ring sends."""
+    collective = name.strip("_").replace("_base", "").replace("_into_tensor", "").replace("_tensor", "")
+    collective = collective.removesuffix("_coalesced")
+    collective = collective.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+    collective = collective.replace("alltoall", "all_to_all").removesuffix("_single")
+    if collective == "all_gather":
+        return collective, payload_bytes * (size - 1)
+    if collective == "all_reduce":
+        return collective, 2 * payload_bytes * (size - 1) // size
+    if collective == "reduce_scatter":
+        return collective, payload_bytes * (size - 1) // size
+    if collective == "all_to_all":
         splits = arguments.get("input_split_sizes") or [1] * size
-        return plain, payload_bytes * (sum(splits) - splits[rank]) // max(1, sum(splits))
-    return plain, payload_bytes
+        return collective, payload_bytes * (sum(splits) - splits[rank]) // max(1, sum(splits))
+    return collective, payload_bytes
 
 
 def _bytes(payload: Tensor | Iterable[Any]) -> int:
@@ -99,9 +99,9 @@ TrafficTable = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass
 class ExpectedTraffic:
-    """Traffic that one rank should cause, added up by axis and collective.
+    """Expected traffic of one rank, added up by axis and collective.
 
-    sizes: ranks by axis; an axis of one rank sends nothing. group_names: axis → name of its process group.
+    sizes: axis → ranks; collectives over one rank send nothing. group_names: axis → name to count it under.
     """
 
     sizes: Mapping[str, int]
@@ -110,24 +110,24 @@ class ExpectedTraffic:
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def all_gather(self, axis: str, shard_bytes: int, times: int = 1) -> None:
-        """Add gathers by a ring; shard_bytes: what each rank holds before."""
+        """Add `times` all-gathers of shards of `shard_bytes`."""
         self._add(axis, "all_gather", shard_bytes * (self.sizes[axis] - 1), times)
 
-    def reduce_scatter(self, axis: str, whole_bytes: int, times: int = 1) -> None:
-        """Add such sums by a ring; whole_bytes: of the tensor before it is cut."""
-        self._add(axis, "reduce_scatter", whole_bytes * (self.sizes[axis] - 1) // self.sizes[axis], times)
+    def reduce_scatter(self, axis: str, full_bytes: int, times: int = 1) -> None:
+        """Add `times` reduce-scatters; full_bytes: of the tensor before it is scattered."""
+        self._add(axis, "reduce_scatter", full_bytes * (self.sizes[axis] - 1) // self.sizes[axis], times)
 
-    def all_reduce(self, axis: str, whole_bytes: int, times: int = 1, among: int | None = None) -> None:
-        """Add sums by a ring; among: how many of the axis's ranks take part, by default all."""
-        ranks = among or self.sizes[axis]
-        self._add(axis, "all_reduce", 2 * whole_bytes * (ranks - 1) // ranks, times)
+    def all_reduce(self, axis: str, full_bytes: int, times: int = 1, n_ranks: int | None = None) -> None:
+        """Add `times` all-reduces; n_ranks: participants, by default all ranks of the axis."""
+        ranks = n_ranks or self.sizes[axis]
+        self._add(axis, "all_reduce", 2 * full_bytes * (ranks - 1) // ranks, times)
 
-    def all_to_all(self, axis: str, others_bytes: int, times: int = 1) -> None:
-        """Add exchanges; others_bytes: what is sent to other ranks."""
-        self._add(axis, "all_to_all", others_bytes, times)
+    def all_to_all(self, axis: str, sent_bytes: int, times: int = 1) -> None:
+        """Add `times` all-to-alls; sent_bytes: to other ranks."""
+        self._add(axis, "all_to_all", sent_bytes, times)
 
     def send(self, axis: str, sent_bytes: int) -> None:
-        """Add one message of this rank to a neighbour on the axis."""
+        """Add one point-to-point message."""
         self._add(axis, "send", sent_bytes, 1)
 
     def _add(self, axis: str, collective: str, n_bytes: int, times: int) -> None:
@@ -137,5 +137,5 @@ class ExpectedTraffic:
             self.sent[axis, collective] += n_bytes * times
 
     def flows(self) -> TrafficTable:
-        """The calls and bytes added so far; what sent nothing has no entry."""
+        """Return the traffic added so far; collectives without traffic have no entry."""
         return {key: (calls, self.sent[key]) for key, calls in self.calls.items()}

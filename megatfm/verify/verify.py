@@ -1,4 +1,4 @@
-"""The comparison: loss, gradient norm, every gradient and update, a layout's against one process's; also of presets."""
+"""Comparison of one training step under a layout with the same step on one process: loss, gradients and updates."""
 
 import gc
 import time
@@ -17,33 +17,36 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.layout import Chunk
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_model
-from megatfm.verify.expected import expected_flows, unpredicted
-from megatfm.verify.layouts import LAYOUTS, ONE
-from megatfm.verify.rank_processes import RankResult, RankTeam
+from megatfm.verify.expected import expected_traffic, explain_unpredicted_axes
+from megatfm.verify.layouts import LAYOUTS, SINGLE_RANK
+from megatfm.verify.rank_processes import RankPool, RankResult
 from megatfm.verify.reference import ReferenceStep, plain_step, plain_weights, reference_step
 from megatfm.verify.shrink import Documents, random_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficTable
 
-BlocksOfOne = Sequence[tuple[Chunk, NDArray[np.floating[Any]]]]
-"""A rank's blocks of one parameter."""
+ParameterBlocks = Sequence[tuple[Chunk, NDArray[np.floating[Any]]]]
+"""Blocks of one parameter on a rank, with their offsets and sizes in the full tensor."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """bound: the largest error of a gradient that rounding can explain, with room to spare. relative_floor: a
-    gradient smaller than this share of all gradients is measured against that share: some are zero in theory."""
+    """Error limits of a comparison.
+
+    bound: largest relative error that rounding can explain, with a margin. relative_floor: a gradient smaller than
+    this share of the global gradient norm is measured against that share, since some are zero in theory.
+    """
 
     bound: float
     relative_floor: float
 
 
 LIMITS = {"fp64": Limits(bound=1e-9, relative_floor=1e-6), "fp32": Limits(bound=1e-5, relative_floor=1e-3)}
-"""By the precision that the layout's engine computes in."""
+"""Precision of the layout's engine → limits."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A number of the layout against the same of the single process. error is relative; NaN counts as wrong."""
+    """Relative error of one value or tensor of the layout against the single process; NaN counts as wrong."""
 
     name: str
     error: float
@@ -53,97 +56,97 @@ class Difference:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the error is above `bound`, or NaN."""
+        """Return whether the error is above `bound`, or NaN."""
         return not self.error <= self.bound
 
 
 @dataclass(frozen=True)
 class GradientComparison:
-    """All differences, the worst first, and what the step moved."""
+    """Differences of a step, the worst first, and its traffic."""
 
     config: Config
     shrunk: list[str]
     gradients: list[Difference]
     updates: list[Difference]
-    """Differences in what the optimizer adds to each weight, given the layout's own gradients."""
+    """Differences in the optimizer's update of each weight, given the layout's gradients."""
     loss: Difference
     grad_norm: Difference
     flows: list[CollectiveTraffic]
     expected: TrafficTable
-    """Axis and collective → calls and bytes by the closed forms, for the rank that sends most."""
+    """Axis and collective → calls and bytes by closed forms, on the rank that sends most."""
     axes_without_closed_form: Mapping[str, str]
-    """Axis → why there is no closed form for it."""
+    """Axis → why it has no closed form."""
     traffic_mismatches: Sequence[str] = ()
-    """Flows that are not as expected, on any rank."""
+    """A message for each collective of a rank whose traffic is not as expected."""
 
     @property
     def bound(self) -> float:
-        """Above which a difference is wrong."""
+        """Largest error that is not wrong."""
         return self.loss.bound
 
     @property
     def wrong(self) -> list[Difference]:
-        """Numbers that differ by more than rounding: of loss, gradient norm, gradients and updates; no flows."""
-        return [
-            comparison
-            for comparison in (self.loss, self.grad_norm, *self.gradients, *self.updates)
-            if comparison.is_wrong
-        ]
+        """Loss, gradient norm, gradients and updates that differ by more than rounding."""
+        differences = (self.loss, self.grad_norm, *self.gradients, *self.updates)
+        return [difference for difference in differences if difference.is_wrong]
 
 
 def verify(
-    config: Config, documents: Documents = "mixed", team: RankTeam | None = None
+    config: Config, documents: Documents = "mixed", pool: RankPool | None = None
 ) -> GradientComparison:
-    """Take one step of a shrunk config on one process, in float64, and under its layout, on the CPU; there in float32
-    if its engine has no float64. documents: the kind of documents in each row. team: rank processes to use; left out,
-    they start and end here.
+    """Take one step of the shrunk config on one process and under its layout, both on the CPU, and compare them.
 
-    Raises UsageError for a layout that can't be, MegatfmError naming the rank when one fails or hangs.
+    Computes in float64, or float32 under an engine without float64. documents: kind of documents in each row. pool:
+    rank processes to use; None starts new ones for this call. Raises UsageError for an impossible layout, and
+    MegatfmError that names the rank if one fails or hangs.
     """
     import_plugins(config.plugins)
     small, shrunk = shrink(config)
     batch = random_batch(small, documents)
     step = reference_step(small, batch)
-    if team:
-        answers = team.step(small, batch)
+    if pool:
+        results = pool.step(small, batch)
     else:
-        with RankTeam() as team:
-            answers = team.step(small, batch)
+        with RankPool() as pool:
+            results = pool.step(small, batch)
     limits = LIMITS[small.train.precision]
-    unpredicted_axes = unpredicted(small)
-    by_rank = [
+    unpredicted_axes = explain_unpredicted_axes(small)
+    expected_by_rank = [
         {key: flow for key, flow in flows.items() if key[0] not in unpredicted_axes}
-        for flows in expected_flows(small, batch)
+        for flows in expected_traffic(small, batch)
     ]
     return GradientComparison(
         config=small,
         shrunk=shrunk,
-        gradients=gradient_differences(step.gradients, answers, limits),
-        updates=update_differences(small, answers, limits),
-        loss=_worst("loss", [answer.loss for answer in answers], step.loss, limits),
-        grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm, limits),
-        flows=_busiest_rank(answers),
-        expected=_max_over_ranks(by_rank),
+        gradients=gradient_differences(step.gradients, results, limits),
+        updates=update_differences(small, results, limits),
+        loss=_worst_difference("loss", [result.loss for result in results], step.loss, limits),
+        grad_norm=_worst_difference(
+            "gradient norm", [result.grad_norm for result in results], step.grad_norm, limits
+        ),
+        flows=_busiest_rank(results),
+        expected=_max_over_ranks(expected_by_rank),
         axes_without_closed_form=unpredicted_axes,
-        traffic_mismatches=traffic_mismatches_of(answers, by_rank, unpredicted_axes),
+        traffic_mismatches=find_traffic_mismatches(results, expected_by_rank, unpredicted_axes),
     )
 
 
-def traffic_mismatches_of(
-    answers: Sequence[RankResult], by_rank: Sequence[TrafficTable], unpredicted_axes: Collection[str] = ()
+def find_traffic_mismatches(
+    results: Sequence[RankResult],
+    expected_by_rank: Sequence[TrafficTable],
+    unpredicted_axes: Collection[str] = (),
 ) -> list[str]:
-    """A line for each flow of a rank that is not what it should be. without: axes that are not looked at."""
+    """Return a message for each collective whose calls or bytes on a rank differ from the expected ones."""
     mismatches = []
-    for rank, (answer, expected) in enumerate(zip(answers, by_rank, strict=True)):
-        flow_of = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
-        for axis, collective in sorted(flow_of.keys() | expected.keys()):
-            counted_flow, expected_flow = (
-                flows.get((axis, collective), (0, 0)) for flows in (flow_of, expected)
-            )
-            if counted_flow != expected_flow and axis not in unpredicted_axes:
+    for rank, (result, expected) in enumerate(zip(results, expected_by_rank, strict=True)):
+        counted = {(flow.axis, flow.collective): (flow.calls, flow.sent_bytes) for flow in result.flows}
+        for axis, collective in sorted(counted.keys() | expected.keys()):
+            calls, n_bytes = counted.get((axis, collective), (0, 0))
+            expected_calls, expected_bytes = expected.get((axis, collective), (0, 0))
+            if (calls, n_bytes) != (expected_calls, expected_bytes) and axis not in unpredicted_axes:
                 mismatches.append(
-                    f"rank {rank}, {collective} over {axis}: {counted_flow[1]:,} bytes in {counted_flow[0]} calls, "
-                    f"expected {expected_flow[1]:,} in {expected_flow[0]}"
+                    f"rank {rank}, {collective} over {axis}: {n_bytes:,} bytes in {calls} calls, "
+                    f"expected {expected_bytes:,} in {expected_calls}"
                 )
     return mismatches
 
@@ -157,66 +160,68 @@ def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
 
 
 def gradient_differences(
-    expected: Mapping[str, Tensor], answers: Sequence[RankResult], limits: Limits = LIMITS["fp64"]
+    expected: Mapping[str, Tensor], results: Sequence[RankResult], limits: Limits = LIMITS["fp64"]
 ) -> list[Difference]:
-    """‖g − r‖ / max(‖r‖, floor·‖all r‖) of each gradient, the worst first.
+    """Compute ‖g − r‖ / max(‖r‖, floor·‖all r‖) of each gradient g against its reference r, the worst first.
 
-    A block that several ranks hold counts with the worst of them; an element that no rank holds counts as NaN.
+    Of a block that several ranks hold, the worst copy counts. An element that no rank holds counts as NaN.
     """
     expected_norm = ReferenceStep(0.0, expected).grad_norm
     differences = []
     for name, gradient in expected.items():
         norm = float(gradient.norm())
-        distance = _distance(gradient, [answer.blocks.get(name, []) for answer in answers])
-        error = _relative(distance, max(norm, limits.relative_floor * expected_norm))
+        distance = _distance(gradient, [result.blocks.get(name, []) for result in results])
+        error = _relative_error(distance, max(norm, limits.relative_floor * expected_norm))
         differences.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
     return _worst_first(differences)
 
 
-def update_differences(config: Config, answers: Sequence[RankResult], limits: Limits) -> list[Difference]:
-    """‖w − r‖ / max(‖u‖, floor·‖all u‖) of each trained weight after the step, the worst first, where r is the weight
-    that the plain optimizer makes of the layout's gradients, and u = r less the weight before.
+def update_differences(config: Config, results: Sequence[RankResult], limits: Limits) -> list[Difference]:
+    """Compute ‖w − r‖ / max(‖u‖, floor·‖all u‖) of each trained weight w after the step, the worst first.
 
-    What a weight of the layout's precision can't hold of a smaller update is no error: four units in its last place.
+    r is the weight that the plain optimizer computes from the layout's gradients, and u its change. An error below
+    four units in the last place of the weight (in the layout's precision) passes.
     """
     weights = plain_weights(config)
     gradients = {
-        name: _assembled(weight, [answer.blocks.get(name, []) for answer in answers])
+        name: _assembled(weight, [result.blocks.get(name, []) for result in results])
         for name, weight in weights.items()
     }
     updated = plain_step(config, build_model(config), weights, gradients)
     updates = {name: updated[name] - weight for name, weight in weights.items()}
     expected_norm = ReferenceStep(0.0, updates).grad_norm
-    last_place = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
+    spacing = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
     differences = []
     for name, update in updates.items():
         norm = float(update.norm())
-        distance = _distance(updated[name], [answer.weights.get(name, []) for answer in answers])
-        size = max(norm, limits.relative_floor * expected_norm, 4 * last_place * float(updated[name].norm()))
+        distance = _distance(updated[name], [result.weights.get(name, []) for result in results])
+        size = max(norm, limits.relative_floor * expected_norm, 4 * spacing * float(updated[name].norm()))
         differences.append(
             Difference(
-                f"update of {name}", _relative(distance, size), norm, tuple(update.shape), limits.bound
+                f"update of {name}", _relative_error(distance, size), norm, tuple(update.shape), limits.bound
             )
         )
     return _worst_first(differences)
 
 
-def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
-    """A whole tensor from the blocks that ranks hold of it; NaN where none has any."""
+def _assembled(like: Tensor, by_rank: Iterable[ParameterBlocks]) -> Tensor:
+    """Assemble a full tensor from the blocks on all ranks; NaN where no rank has a block."""
     assembled = torch.full_like(like, float("nan"))
-    for box, block in (pair for blocks in by_rank for pair in blocks):
-        assembled[_slices(box)] = torch.from_numpy(block).to(assembled)
+    for chunk, block in (pair for blocks in by_rank for pair in blocks):
+        assembled[_slices(chunk)] = torch.from_numpy(block).to(assembled)
     return assembled
 
 
-def _distance(expected: Tensor, by_rank: Iterable[BlocksOfOne]) -> float:
-    """‖all blocks − expected‖, the worst of those that several ranks hold; NaN if some element is on no rank."""
-    squares: dict[Chunk, float] = {}
-    for box, block in (pair for blocks in by_rank for pair in blocks):
-        difference = torch.from_numpy(block) - expected[_slices(box)]
-        squares[box] = _larger(squares.get(box, 0.0), float(difference.square().sum()))
-    n_elements = sum(torch.Size(sizes).numel() for _, sizes in squares)
-    return sum(squares.values()) ** 0.5 if n_elements == expected.numel() else float("nan")
+def _distance(expected: Tensor, by_rank: Iterable[ParameterBlocks]) -> float:
+    """Compute ‖all blocks − expected‖ with the worst copy of each block; NaN if an element is on no rank."""
+    squared_distances: dict[Chunk, float] = {}
+    for chunk, block in (pair for blocks in by_rank for pair in blocks):
+        difference = torch.from_numpy(block) - expected[_slices(chunk)]
+        squared_distances[chunk] = _max_or_nan(
+            squared_distances.get(chunk, 0.0), float(difference.square().sum())
+        )
+    n_elements = sum(torch.Size(sizes).numel() for _, sizes in squared_distances)
+    return sum(squared_distances.values()) ** 0.5 if n_elements == expected.numel() else float("nan")
 
 
 def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
@@ -225,32 +230,32 @@ def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
     )
 
 
-def _worst(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
+def _worst_difference(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
     error = 0.0
     for value in values:
-        error = _larger(error, _relative(abs(value - expected), abs(expected)))
+        error = _max_or_nan(error, _relative_error(abs(value - expected), abs(expected)))
     return Difference(name, error, expected, (), limits.bound)
 
 
-def _relative(error: float, size: float) -> float:
-    """error / size. Where a batch predicts nothing and size is zero: 0 without an error, else infinity."""
+def _relative_error(error: float, size: float) -> float:
+    """Return error / size; if size is zero, as for a batch without targets: 0 without an error, else infinity."""
     return error / size if size else error and float("inf")
 
 
-def _larger(error: float, other_error: float) -> float:
-    """The larger of two numbers; NaN if either is."""
+def _max_or_nan(error: float, other_error: float) -> float:
+    """Return the larger error, or NaN if either is NaN."""
     return error + other_error if error != error or other_error != other_error else max(error, other_error)
 
 
-def _slices(box: Chunk) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
+def _slices(chunk: Chunk) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(*chunk, strict=True))
 
 
-def _busiest_rank(answers: Sequence[RankResult]) -> list[CollectiveTraffic]:
-    """Traffic of the rank that sends most, for each axis and collective."""
+def _busiest_rank(results: Sequence[RankResult]) -> list[CollectiveTraffic]:
+    """Return, for each axis and collective, the traffic of the rank that sends most."""
     max_traffic: dict[tuple[str, str], CollectiveTraffic] = {}
-    for answer in answers:
-        for flow in answer.flows:
+    for result in results:
+        for flow in result.flows:
             key = flow.axis, flow.collective
             if key not in max_traffic or flow.sent_bytes > max_traffic[key].sent_bytes:
                 max_traffic[key] = flow
@@ -261,8 +266,8 @@ Outcome = Literal["agrees", "refused", "DIFFERENT", "FAILED"]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A preset under a layout, and what came of it. text: why it was refused, or what differs."""
+class PresetResult:
+    """Outcome of verifying a preset under a layout. text: the largest error, why it was refused, or what differs."""
 
     preset: str
     layout: str
@@ -272,41 +277,45 @@ class Case:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the layout is another computation than one process, or failed."""
+        """Return whether the layout computes something else than one process, or failed."""
         return self.outcome in ("DIFFERENT", "FAILED")
 
 
-def walk(
+def verify_presets(
     cases: Iterable[tuple[str, str]], overrides: Sequence[str] = (), documents: Documents = "mixed"
-) -> Iterator[Case]:
-    """Verify presets under layouts, by their names; a layout that can't be is refused, as a config's would be."""
-    with RankTeam() as team:
+) -> Iterator[PresetResult]:
+    """Verify each (preset, layout) by name; an impossible layout is refused, as in training."""
+    with RankPool() as pool:
         for preset, layout in cases:
             start = time.monotonic()
-            outcome, text = _case(preset, layout, overrides, documents, team)
-            yield Case(preset, layout, outcome, text, time.monotonic() - start)
-            gc.collect()  # models are in cycles with their hooks
+            outcome, text = _verify_preset(preset, layout, overrides, documents, pool)
+            yield PresetResult(preset, layout, outcome, text, time.monotonic() - start)
+            gc.collect()  # models form reference cycles with their hooks
 
 
-def _case(
-    preset: str, layout: str, overrides: Sequence[str], documents: Documents, team: RankTeam
+def _verify_preset(
+    preset: str, layout: str, overrides: Sequence[str], documents: Documents, pool: RankPool
 ) -> tuple[Outcome, str]:
-    axes = [f"parallel.{key}={value}" for key, value in {**ONE, **LAYOUTS[layout]}.items()]
+    layout_overrides = [
+        f"parallel.{key}={value}" for key, value in {**SINGLE_RANK, **LAYOUTS[layout]}.items()
+    ]
     try:
-        config = load_config(preset, [*axes, *overrides])
+        config = load_config(preset, [*layout_overrides, *overrides])
         if config.parallel.engine == "native":
-            return _outcome(verify(config, documents, team))
-        return _outcome(verify(config, documents))  # other engines keep global state: processes of their own
+            return _outcome_of(verify(config, documents, pool))
+        return _outcome_of(
+            verify(config, documents)
+        )  # other engines keep global state and need new processes
     except UsageError as error:
         return "refused", str(error)
     except MegatfmError as error:
         return "FAILED", str(error)
 
 
-def _outcome(comparison: GradientComparison) -> tuple[Outcome, str]:
+def _outcome_of(comparison: GradientComparison) -> tuple[Outcome, str]:
     if wrong := comparison.wrong:
         worst = wrong[0]
         return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"
-    if misses := comparison.traffic_mismatches:
-        return "DIFFERENT", f"{misses[0]} (and {len(misses) - 1} more)"
+    if mismatches := comparison.traffic_mismatches:
+        return "DIFFERENT", f"{mismatches[0]} (and {len(mismatches) - 1} more)"
     return "agrees", f"{max(difference.error for difference in comparison.gradients):.1e}"

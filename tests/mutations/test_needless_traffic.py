@@ -17,10 +17,10 @@ from megatfm.layers.attention.patterns.local import Window
 from megatfm.parallel import context_parallel, expert_parallel, pipeline_stages, styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.parallelize import STYLES
-from megatfm.verify.expected import expected_flows
+from megatfm.verify.expected import expected_traffic
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
-from megatfm.verify.verify import traffic_mismatches_of
+from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.models import FAMILY_MODELS
 from tests.support.traffic import traffic_config
 from tests.support.workers import Workers
@@ -123,8 +123,8 @@ def misses(fault: str | None, config: Config) -> list[str]:
         context_parallel.token_indices.cache_clear()
         batch = random_batch(config)
         answer = _step(config, batch, dist.get_world_size())
-        expected = expected_flows(config, batch)[dist.get_rank()]
-        return traffic_mismatches_of([answer], [expected])
+        expected = expected_traffic(config, batch)[dist.get_rank()]
+        return find_traffic_mismatches([answer], [expected])
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

@@ -20,9 +20,9 @@ from megatfm.engines.native import replicated
 from megatfm.models import build
 from megatfm.parallel.layout import transformer_blocks
 from megatfm.verify import expected_weights
-from megatfm.verify.expected import expected_flows
+from megatfm.verify.expected import expected_traffic
 from megatfm.verify.shrink import random_batch
-from megatfm.verify.verify import traffic_mismatches_of
+from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.grids import SLOW, cells
 from tests.support.layouts import PIPELINE_SCHEDULES
 from tests.support.models import FAMILY_MODELS
@@ -131,9 +131,9 @@ def bucket_misses(config: Config, elements: int) -> list[str]:
         patch.setattr(replicated, "BUCKET_ELEMENTS", elements)
         patch.setattr(expected_weights, "BUCKET", elements)
         [answer] = count_steps([config])
-        expected = expected_flows(config, random_batch(config))[dist.get_rank()]
+        expected = expected_traffic(config, random_batch(config))[dist.get_rank()]
         assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
-        return traffic_mismatches_of([answer], [expected])
+        return find_traffic_mismatches([answer], [expected])
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from megatfm.config import Config, DataConfig, ModelConfig, OptimizerSection, ParallelConfig, TrainConfig
 from megatfm.config.objective import ObjectiveConfig
-from megatfm.verify.expected import expected_flows
+from megatfm.verify.expected import expected_traffic
 from megatfm.verify.rank_processes import RankResult, _step
 from megatfm.verify.shrink import random_batch
-from megatfm.verify.verify import traffic_mismatches_of
+from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.models import ADAMW, LENGTH
 from tests.support.workers import Workers
 
@@ -58,6 +58,6 @@ def traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, Confi
     by_rank = workers.run(count_steps, ranks, list(configs.values()), timeout=180.0)
     actual = {}
     for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
-        if misses := traffic_mismatches_of(answers, expected_flows(config, random_batch(config))):
+        if misses := find_traffic_mismatches(answers, expected_traffic(config, random_batch(config))):
             actual[layout] = misses
     return actual

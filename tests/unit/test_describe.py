@@ -134,10 +134,10 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
         built(tokens, **more)
     counted = row_cost(config, built)
     assert counted.tokens == (52 if family == "t5" else 32)
-    assert 6 * counted.matmul_macs + counted.attention == 3 * counter.get_total_flops()
+    assert 6 * counted.matmul_macs + counted.attention_flops == 3 * counter.get_total_flops()
     assert counted.macs > counted.matmul_macs, "norms and biases are multiplied, too"
     if family in ("decoder", "latent"):
-        assert counted.causal == counted.attention / 2
+        assert counted.visible_attention_flops == counted.attention_flops / 2
 
 
 def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> 
     [
         (["zero=0"], "bf16", 18, 18, "on each data rank"),
         (["zero=0"], "fp32", 16, 16, "on each data rank"),
-        (["zero=1"], "bf16", 18, 6, "sharded over dp_shard but for 6 bytes a parameter on each data rank"),
-        (["zero=2"], "fp16", 18, 2, "sharded over dp_shard but for 2 bytes a parameter on each data rank"),
+        (["zero=1"], "bf16", 18, 6, "sharded over dp_shard except 6 bytes a parameter on each data rank"),
+        (["zero=2"], "fp16", 18, 2, "sharded over dp_shard except 2 bytes a parameter on each data rank"),
         (["zero=2"], "fp32", 16, 0, "sharded over dp_shard"),
         (["zero=3"], "bf16", 16, 0, "sharded over dp_shard"),
         (["zero=3", "dp_shard=1"], "bf16", 18, 18, "on each data rank"),
@@ -263,7 +263,7 @@ def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert describe_command(parser.parse_args(["llama3-8b", "train.steps=2000"])) == 0
     printed = capsys.readouterr().out
     for text in (
-        "32 heads of 128, 8 of keys and values",
+        "32 heads of 128, 8 key-value heads",
         "8,030,261,248",
         "theta 500,000",
         "8,388,608,000 in 2,000 steps",
@@ -334,15 +334,15 @@ def test_blocks_of_several_kinds_count_as_they_are() -> None:
     products, attention = by_hand(config, [near, near, s * s, near])
     counted = row_cost(config, build(model))
     assert counted.matmul_macs == products
-    assert counted.attention == 6 * attention
-    assert counted.causal == 6 * by_hand(config, [near, near, s * s // 2, near])[1]
+    assert counted.attention_flops == 6 * attention
+    assert counted.visible_attention_flops == 6 * by_hand(config, [near, near, s * s // 2, near])[1]
     message = dict(to_lines(describe(config)))
-    assert "as patterns see pairs; full attention in full" in message["  with attention"]
+    assert "patterns count the pairs they see; full attention counts all" in message["  with attention"]
 
 
-def test_what_blocks_look_at_is_told_by_kind() -> None:
+def test_patterns_are_counted_by_kind_of_block() -> None:
     def told(preset: str) -> str | None:
-        return dict(to_lines(describe(load_config(preset)))).get("  looks at")
+        return dict(to_lines(describe(load_config(preset)))).get("  pattern")
 
     assert told("gemma3-1b") == "22 × window (width 512), 4 × full"
     assert told("mistral-7b-v0.1") == "window (width 4096)"
@@ -403,6 +403,4 @@ def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
 def test_another_engine_is_named_with_what_is_not_counted() -> None:
     config = load_config("gpt2-124m", ["parallel.engine=deepspeed", "parallel.zero=2"])
     text = "\n".join(value for _, value in to_lines(describe(config)))
-    assert (
-        "counted as the native engine holds it; buckets and offloading of deepspeed are not counted" in text
-    )
+    assert "counted as for the native engine; deepspeed's buckets and offloading are not counted" in text

@@ -99,7 +99,7 @@ def read(hf_config: Json) -> ModelConfig:
     return config
 
 
-def further(hf_config: Mapping[str, object], names: Container[str]) -> list[str]:
+def unused_tensors(hf_config: Mapping[str, object], names: Container[str]) -> list[str]:
     """Modules that predict later tokens, behind the last block: transformers has no class that reads them."""
     first = hf_config.get("num_hidden_layers", KEYS["num_hidden_layers"].default)
     count = hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers"))
@@ -350,7 +350,7 @@ register_architecture(
         fused_rules=lambda config: rules(config, fused=True),
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        further=further,
+        unused_tensors=unused_tensors,
         fingerprint={"family": "decoder", "attention.name": "mla"},
     ),
     base="DeepseekV3Model",

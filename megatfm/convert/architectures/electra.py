@@ -12,12 +12,12 @@ from megatfm.convert.architectures.bert import (
     read_encoder,
     write_encoder,
 )
-from megatfm.convert.hf_config import SUMMARY, Json, supported_values, used
+from megatfm.convert.hf_config import SUMMARY_KEYS, Json, supported_values, used
 from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename_linear
 
 ELECTRA_KEYS = (
     ENCODER_KEYS
-    | SUMMARY
+    | SUMMARY_KEYS
     | {
         "embedding_size": used(128),
         "hidden_size": used(256),

@@ -7,7 +7,7 @@ rotary positions by kind of block (3).
 from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import LLAMA_MARKS, attention_rules, decoder_rules, dense_rules
-from megatfm.convert.hf_config import WORD, Json, ignored, supported_values, used
+from megatfm.convert.hf_config import OPTIONAL_STR, Json, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     GLOBAL,
     LOCAL,
@@ -52,7 +52,7 @@ GEMMA2 = ROPE | {
     "eos_token_id": used(1, int, list, None),
     "bos_token_id": used(2, int, list, None),
     **ignored("hidden_act"),
-    **ignored("cache_implementation", kinds=WORD),
+    **ignored("cache_implementation", kinds=OPTIONAL_STR),
 }
 GEMMA3 = GEMMA2 | {
     "vocab_size": used(262_208),

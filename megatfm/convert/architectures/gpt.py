@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.hf_config import SUMMARY, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import SUMMARY_KEYS, Json, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     activation_from_hf,
     activation_to_hf,
@@ -14,7 +14,7 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import WeightMapping, concat, per_layer, rename, rename_linear, transpose
 from megatfm.errors import UsageError
 
-GPT2_KEYS = SUMMARY | {
+GPT2_KEYS = SUMMARY_KEYS | {
     "vocab_size": used(50257),
     "n_positions": used(1024),
     "n_embd": used(768),
@@ -138,7 +138,7 @@ register_architecture(
 
 GPT1_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "swish", "swish": "swish"}
 """Their "gelu" is the tanh form here."""
-GPT1_KEYS = SUMMARY | {
+GPT1_KEYS = SUMMARY_KEYS | {
     "vocab_size": used(40478),
     "n_positions": used(512),
     "n_embd": used(768),

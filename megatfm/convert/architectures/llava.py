@@ -174,6 +174,6 @@ register_architecture(
             (r"^lm_head\.", "language_model.lm_head."),
         ),
         fingerprint={"family": "vision_language"},
-        further=unused_layers,
+        unused_tensors=unused_layers,
     ),
 )

@@ -69,7 +69,7 @@ def write_big_bird(config: ModelConfig) -> Json:
     )
 
 
-def big_bird_remarks(config: ModelConfig) -> list[str]:
+def big_bird_notes(config: ModelConfig) -> list[str]:
     """Describe the differences from transformers that no option of either side covers."""
     return [
         "its random blocks are drawn in evaluation as in training; transformers' .eval() reads the first block in "
@@ -106,7 +106,7 @@ register_architecture(
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS,),
         fingerprint=BIG_BIRD_MARKS,
-        remarks=big_bird_remarks,
+        notes=big_bird_notes,
     ),
 )
 register_architecture(
@@ -120,7 +120,7 @@ register_architecture(
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
         fingerprint=BIG_BIRD_MARKS,
-        remarks=big_bird_remarks,
+        notes=big_bird_notes,
     ),
     base="BigBirdModel",
 )

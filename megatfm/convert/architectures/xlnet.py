@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.hf_config import SUMMARY, Json, alias, ignored, supported_values, used
+from megatfm.convert.hf_config import SUMMARY_KEYS, Json, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     activation_from_hf,
     activation_to_hf,
@@ -19,7 +19,7 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear
 from megatfm.errors import UsageError
 
-KEYS = SUMMARY | {
+KEYS = SUMMARY_KEYS | {
     "vocab_size": used(32000),
     "d_model": used(1024),
     "n_layer": used(24),

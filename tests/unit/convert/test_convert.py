@@ -111,14 +111,14 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
         ({"activation_function": "mish"}, r"theirs: config.json: activation 'mish'"),
         ({"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx = True is not"),
         ({"n_head": 5}, r"n_heads = 5 does not divide d_model = 24"),
-        ({"n_embd": "wide"}, r"config.json: n_embd = 'wide' is no whole number"),
-        ({"activation_function": None}, r"activation_function = None is no text"),
+        ({"n_embd": "wide"}, r"config.json: n_embd = 'wide' is not an integer"),
+        ({"activation_function": None}, r"activation_function = None is not a string"),
         ({"never_heard_of": 1}, r"never_heard_of = 1: megatfm knows no such key of a GPT2LMHeadModel"),
         ({"hidden_size": 36}, r"hidden_size = 36 is another name of n_embd, which is 24"),
         ({"model_type": "llama"}, r"model_type = 'llama' is not supported, only 'gpt2'"),
         ({"n_layer": 3}, r"transformer\.h\.2\..* is not in its files, but GPT2LMHeadModel has it"),
-        ({"n_layer": 1}, r"transformer\.h\.1\..* is in its files, but no part of a GPT2LMHeadModel"),
-        ({"n_positions": 31}, r"would make decoder\.embedding\.positions\.weight \[32, .* has \[31"),
+        ({"n_layer": 1}, r"transformer\.h\.1\..* is in its files, but is no weight of a GPT2LMHeadModel"),
+        ({"n_positions": 31}, r"would give decoder\.embedding\.positions\.weight \[32, .* has \[31"),
         (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\1" * 30), r"model\.safetensors: can't read it"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pickled weights are never opened"),
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_named(
 
 def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
     hf_gpt2().save_pretrained(tmp_path / "theirs")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         convert(tmp_path / "theirs", tmp_path / "theirs", "megatfm")
     with pytest.raises(UsageError, match="in that format already: use --to megatfm"):
         convert(tmp_path / "theirs", tmp_path / "x", "hf")

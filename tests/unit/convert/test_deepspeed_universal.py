@@ -271,9 +271,9 @@ def test_a_fifo_among_safetensors_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "like").mkdir()
     os.mkfifo(tmp_path / "like" / "config.json")
     (tmp_path / "u" / "zero").mkdir(parents=True)
-    with pytest.raises(MegatfmError, match=r"config.json: no regular file"):
+    with pytest.raises(MegatfmError, match=r"config.json: not a regular file"):
         from_universal(tmp_path / "u", tmp_path / "ours", tmp_path / "like")
     index = {"weight_map": dict.fromkeys(LlamaForCausalLM(TINY).state_dict(), "a.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(MegatfmError, match=r"a.safetensors: no regular file"):
+    with pytest.raises(MegatfmError, match=r"a.safetensors: not a regular file"):
         load_model(tmp_path)

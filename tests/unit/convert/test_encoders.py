@@ -287,7 +287,7 @@ def test_bare_encoders_and_downstream_folders_open(
     )
     assert actual(ENCODER_TOKENS).logits is None
     pooled = any("pooler" in name for name in reference.state_dict())
-    assert ("left there, for it is no part of" in caplog.text) == (task != "Model" or pooled)
+    assert ("not read, as it belongs to no" in caplog.text) == (task != "Model" or pooled)
 
     notes = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     assert torch.equal(megatfm.load(tmp_path / "ours")(ENCODER_TOKENS).hidden, actual(ENCODER_TOKENS).hidden)
@@ -327,7 +327,7 @@ def test_a_head_that_is_missing_is_told(tmp_path: Path, caplog: pytest.LogCaptur
     edit_tensors(tmp_path, lambda t: [t.pop(key) for key in list(t) if "predictions" in key])
     hidden = megatfm.load(tmp_path)(ENCODER_TOKENS).hidden
     torch.testing.assert_close(hidden, reference.bert(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
-    assert "opened without its head, for its files lack cls.predictions.bias" in caplog.text
+    assert "opened without its head: its files lack cls.predictions.bias" in caplog.text
     edit_tensors(tmp_path, lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"))
     with pytest.raises(MegatfmError, match=r"cls\.predictions\.bias is not in its files|layer\.1\.output"):
         megatfm.load(tmp_path)

@@ -113,7 +113,8 @@ def test_a_config_that_goes_with_no_experts_is_a_usage_error(
 def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) -> None:
     model = Config.model_validate(read_state(find_checkpoint(dense))["config"]).model
     with pytest.raises(
-        UsageError, match=r"no config can be made .*: data\.sequence_length: Input should be greater"
+        UsageError,
+        match=r"the converted model has no valid config.*: data\.sequence_length: Input should be greater",
     ):
         starting_config(tmp_path, model, None, -1)
 

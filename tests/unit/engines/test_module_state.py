@@ -22,10 +22,10 @@ from megatfm.layers.norm import NORMS
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.resilience import compare_replicas
-from megatfm.verify.expected import expected_flows
+from megatfm.verify.expected import expected_traffic
 from megatfm.verify.rank_processes import RankResult
 from megatfm.verify.shrink import random_batch
-from megatfm.verify.verify import traffic_mismatches_of
+from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
@@ -201,8 +201,8 @@ def answers(ranks: int) -> list[RankResult]:
 def test_what_is_sent_for_it_is_what_verify_expects(workers: Workers, ranks: int) -> None:
     by_rank = workers.run(answers, ranks, ranks)
     for i, (layout, config) in enumerate(COUNTED[ranks].items()):
-        expected = expected_flows(config, random_batch(config))
-        assert traffic_mismatches_of([answers[i] for answers in by_rank], expected) == [], layout
+        expected = expected_traffic(config, random_batch(config))
+        assert find_traffic_mismatches([answers[i] for answers in by_rank], expected) == [], layout
 
 
 def test_a_plain_model_has_none(workers: Workers) -> None:

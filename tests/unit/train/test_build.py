@@ -9,7 +9,7 @@ from megatfm.estimate.estimator import estimator
 from megatfm.estimate.profile import fake_ranks
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, build_model
-from megatfm.verify.expected_pipeline import divide
+from megatfm.verify.expected_pipeline import divide_into_stages
 from megatfm.verify.shrink import shrink
 
 
@@ -26,7 +26,7 @@ def wide_head(tp: int) -> Config:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_stages_are_those_of_the_whole_model(tp: int) -> None:
     config = wide_head(tp)
-    expected = [len(stage.split_points) for stage in divide(config, build_model(config)).stages]
+    expected = [len(stage.split_points) for stage in divide_into_stages(config, build_model(config)).stages]
     with fake_ranks(3 * tp):
         mesh = build_mesh(config.parallel, 3 * tp, "cpu")
         engine = build_engine(config, mesh, torch.device("cpu"), "fp64")

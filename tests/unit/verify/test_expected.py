@@ -8,7 +8,7 @@ from megatfm.config import Config
 from megatfm.layers.feed_forward import FFNS
 from megatfm.parallel.styles import STYLES
 from megatfm.registry import import_plugins
-from megatfm.verify.expected import unpredicted
+from megatfm.verify.expected import explain_unpredicted_axes
 from megatfm.verify.verify import verify
 from tests.support.verified_config import VERIFIED_CONFIG
 
@@ -54,7 +54,7 @@ def test_a_style_of_a_plugin(
     for registry in (STYLES, FFNS):
         monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     import_plugins(config.plugins)
-    assert unpredicted(config) == ({"tp": why} if why else {})
+    assert explain_unpredicted_axes(config) == ({"tp": why} if why else {})
     actual = verify(config)
     assert not actual.wrong
     assert bool(actual.traffic_mismatches) == misses

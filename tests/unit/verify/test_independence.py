@@ -19,9 +19,9 @@ from megatfm.parallel.context_parallel import token_indices, zigzag_rule
 from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
 from megatfm.verify.expected_context import ContextShards
-from megatfm.verify.expected_keys import deal
-from megatfm.verify.expected_pipeline import divide
-from megatfm.verify.module_cuts import KINDS, ROWS
+from megatfm.verify.expected_keys import assign_tokens
+from megatfm.verify.expected_pipeline import divide_into_stages
+from megatfm.verify.module_cuts import CLASS_STYLES, STYLE_CUTS
 from megatfm.verify.shrink import shrink
 
 FOLDER = Path(expected.__file__).parent
@@ -64,17 +64,19 @@ def test_the_table_has_all_classes_that_cut_or_send() -> None:
         if "tp_plan" in vars(kind) and kind.__module__ == module.__name__
     }
     silent = {"local_token_dropout", "local_shard_dropout"}
-    missing = {name for name, rows in classes.items() if {kind for _, kind in rows} - silent} - ROWS.keys()
-    assert not missing, f"megatfm/verify/module_cuts.py: ROWS needs what {missing} send"
-    assert not ROWS.keys() - classes.keys()
-    assert {kind for rows in ROWS.values() for _, kind in rows} <= KINDS.keys()
+    missing = {
+        name for name, rows in classes.items() if {kind for _, kind in rows} - silent
+    } - CLASS_STYLES.keys()
+    assert not missing, f"megatfm/verify/module_cuts.py: CLASS_STYLES needs what {missing} send"
+    assert not CLASS_STYLES.keys() - classes.keys()
+    assert {kind for rows in CLASS_STYLES.values() for _, kind in rows} <= STYLE_CUTS.keys()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_rows_are_dealt_as_the_ranks_deal_them(ranks: int) -> None:
     for length, folded, unit in itertools.product((31, 64), (False, True), (1, 3)):
         actual, reference = (
-            deal(length, ranks, unit, folded=folded),
+            assign_tokens(length, ranks, unit, is_zigzag=folded),
             token_indices(length, ranks, folded, unit),
         )
         assert all(np.array_equal(one, other) for one, other in zip(actual, reference, strict=True))
@@ -94,7 +96,7 @@ def test_stages_are_those_of_the_engine(name: str) -> None:
         )
         with torch.device("meta"):
             model = build_model(config)
-        actual, reference = divide(config, model), plan_pipeline_split(config, model)
+        actual, reference = divide_into_stages(config, model), plan_pipeline_split(config, model)
         assert [len(stage.split_points) for stage in actual.stages] == [
             len(stage.split_points) for stage in reference.stages
         ]

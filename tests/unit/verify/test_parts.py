@@ -9,7 +9,7 @@ from megatfm.commands.verify import DOCUMENTS
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatfm.errors import UsageError
 from megatfm.verify.rank_processes import RankResult
-from megatfm.verify.shrink import KINDS_OF_DOCUMENTS, random_batch, shrink
+from megatfm.verify.shrink import DOCUMENT_KINDS, random_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from megatfm.verify.verify import gradient_differences
 
@@ -93,7 +93,7 @@ def test_batches_have_documents_and_padding() -> None:
 
 def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
     small, _ = shrink(config(LLAMA, ParallelConfig(dp_shard=4)))
-    documents = {kind: random_batch(small, kind)["documents"] for kind in KINDS_OF_DOCUMENTS}
+    documents = {kind: random_batch(small, kind)["documents"] for kind in DOCUMENT_KINDS}
     assert (documents["short"].max(1) >= 5).all()
     assert (documents["one"] == 0).all()
     assert (documents["long"].max(1) == 1).all()
@@ -102,7 +102,7 @@ def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
     mixed = documents["mixed"]
     assert {tuple(row) for row in mixed[1::4].tolist()} == {(0,) * 64}
     assert ((mixed[2::4] == -1).sum(1) > 50).all()
-    assert DOCUMENTS == KINDS_OF_DOCUMENTS, "the command says them again, to be quick"
+    assert DOCUMENTS == DOCUMENT_KINDS, "the command says them again, to be quick"
 
 
 def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> RankResult:

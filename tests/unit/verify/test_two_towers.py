@@ -34,7 +34,8 @@ def test_counted_is_expected(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "collective"), [("add_comparison", "dp_shard send"), ("forward_alone", "dp_shard all_gather")]
+    ("part", "collective"),
+    [("add_contrastive_loss", "dp_shard send"), ("first_pass_calls", "dp_shard all_gather")],
 )
 def test_what_is_not_expected_is_named(part: str, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the ring, or the first pass, in the closed forms, the step sends more than these say."""

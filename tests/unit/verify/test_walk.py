@@ -12,9 +12,9 @@ from megatfm.commands.verify import add_verify_arguments, verify_command
 from megatfm.config import load_config, presets_of_models
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.layouts import LAYOUTS
-from megatfm.verify.rank_processes import RankTeam
+from megatfm.verify.rank_processes import RankPool
 from megatfm.verify.shrink import random_batch, shrink
-from megatfm.verify.verify import walk
+from megatfm.verify.verify import verify_presets
 
 SOME = {
     "llama3-8b": ("dp2-zero0", "cp3-ring", "tp2-cp2"),
@@ -44,7 +44,7 @@ REASONS = (
 
 
 def check(cases: list[tuple[str, str]]) -> None:
-    for case in walk(cases):
+    for case in verify_presets(cases):
         assert not case.is_wrong, case
         assert case.outcome == "agrees" or any(re.search(reason, case.text) for reason in REASONS), case
 
@@ -80,7 +80,7 @@ def test_the_table_and_the_exit_code(
         "refused: gpt2-xl tp2: parallel.tp = 2 does not divide model.attention.n_heads = 25"
     )
     assert printed[4].startswith("3 of 4 cases agree, 1 are refused, 0 differ; ")
-    monkeypatch.setattr("megatfm.verify.verify.expected_flows", lambda *_: [{}, {}])
+    monkeypatch.setattr("megatfm.verify.verify.expected_traffic", lambda *_: [{}, {}])
     assert run_command("--presets", "gpt2-124m", "--layouts", "dp2") == 1
     assert "DIFFERENT: gpt2-124m dp2: rank 0, " in capsys.readouterr().out
 
@@ -99,13 +99,13 @@ def test_words_that_do_not_fit(words: list[str], reason: str) -> None:
         run_command(*words)
 
 
-def fewest_threads(team: RankTeam, enough: int, seconds: float = 20.0) -> int:
+def fewest_threads(pool: RankPool, enough: int, seconds: float = 20.0) -> int:
     """Threads of the rank with most of them, once those of closed process groups have ended: they take a moment.
 
     enough: so few end the wait; 0: wait until the number has stayed the same for half a second."""
     end, seen = time.monotonic() + seconds, []
     while time.monotonic() < end:
-        seen.append(max(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in team.pids))
+        seen.append(max(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pool.pids))
         if seen[-1] <= enough or (not enough and len(seen) > 10 and len(set(seen[-10:])) == 1):
             break
         time.sleep(0.05)
@@ -116,16 +116,16 @@ def test_a_team_is_there_again_after_a_failure() -> None:
     """A new team keeps nothing of past steps."""
     layouts = (["parallel.tp=2"], ["parallel.dp_shard=2"], ["parallel.pp=2", "parallel.dp_shard=1"])
     configs = [shrink(load_config("quickstart", layout))[0] for layout in layouts]
-    with RankTeam() as team:
+    with RankPool() as pool:
         batch = random_batch(configs[0])
         targets = batch.pop("targets")
         with pytest.raises(MegatfmError, match=r"rank [01] failed: KeyError: 'targets'"):
-            team.step(configs[0], batch)
-        first = team.step(configs[0], {**batch, "targets": targets})
-        idle = fewest_threads(team, 0)
+            pool.step(configs[0], batch)
+        first = pool.step(configs[0], {**batch, "targets": targets})
+        idle = fewest_threads(pool, 0)
         for config in itertools.islice(itertools.cycle(configs), 6):
-            answers = team.step(config, random_batch(config))
-        assert fewest_threads(team, idle) <= idle, "threads of past process groups are left"
-        again = team.step(configs[0], {**batch, "targets": targets})
+            answers = pool.step(config, random_batch(config))
+        assert fewest_threads(pool, idle) <= idle, "threads of past process groups are left"
+        again = pool.step(configs[0], {**batch, "targets": targets})
     assert [answer.loss for answer in again] == [answer.loss for answer in first]
     assert len(answers) == 2

@@ -1,8 +1,8 @@
-"""Expected traffic of losses that compare all samples of a global batch: a ring of the data ranks, and a first pass.
+"""Expected traffic of contrastive losses over the global batch: a ring of data ranks, and a first pass.
 
-With n pairs of width d on each of P > 1 ranks, a rank sends n((3P − 2)d + 2P − 1) numbers a step for the softmax loss
-and n(3P − 2)d for the sigmoid one: forward P − 1 blocks of captions (and P times what is known of their columns),
-backward P − 1 blocks (and their columns) and P times their gradient.
+With n pairs of width d on each of P > 1 ranks, a rank sends n((3P − 2)d + 2P − 1) elements a step for the softmax loss
+and n(3P − 2)d for the sigmoid loss: forward P − 1 blocks of text features (and P times the statistics of their
+columns), backward P − 1 blocks (and their columns) and P times their gradient.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,18 @@ from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 
 
-def forward_alone(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
-    """Return the calls of a pass over all micro-batches without a gradient, if their samples are compared."""
+def first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
+    """Return the calls of the first pass over all micro-batches, without gradients; only contrastive losses have it."""
     if config.model.contrastive is None or len(calls) == 1:
         return []
-    return [[replace(call, has_gradient=False, in_layer=False) for call in of_one] for of_one in calls]
+    return [
+        [replace(call, has_gradient=False, in_layer=False) for call in microbatch_calls]
+        for microbatch_calls in calls
+    ]
 
 
-def add_comparison(ledger: ExpectedTraffic, config: Config, batch: Arrays, data_rank: int) -> None:
-    """Add what a data rank sends to compare its pairs with those of the others."""
+def add_contrastive_loss(ledger: ExpectedTraffic, config: Config, batch: Arrays, data_rank: int) -> None:
+    """Add the bytes that a data rank sends to compare its pairs with those of all others."""
     contrastive, parallel = config.model.contrastive, config.parallel
     ranks = parallel.dp_replicate * parallel.dp_shard
     if contrastive is None or ranks == 1:
@@ -39,8 +42,8 @@ def add_comparison(ledger: ExpectedTraffic, config: Config, batch: Arrays, data_
     is_softmax = contrastive.loss == "softmax"
     for step in range(ranks):
         n, is_last = pairs[(data_rank - step) % ranks], step == ranks - 1
-        feature, number = n * contrastive.width * size, n * size
-        block, columns = [feature] * (not is_last), [number] * is_softmax
+        feature, column = n * contrastive.width * size, n * size
+        block, columns = [feature] * (not is_last), [column] * is_softmax
         forward, backward = [*block, *columns], [feature, *block, *(columns if not is_last else [])]
         for sent in (*forward, *backward) if n else ():
             ledger.send(axis, sent)
