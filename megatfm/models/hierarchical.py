@@ -191,8 +191,8 @@ class Hierarchical(Model):
         batch = self.read(patches=patches, keys=keys, **fields)
         first = make_sequence(batch, self.reads, keys=keys)
         sizes = self.map_sizes(batch)
-        maps = [MapSequence.of(first, sizes[0])]
-        maps += [maps[0].shrunk(size, previous) for previous, size in pairwise(sizes)]
+        maps = [MapSequence.from_sequence(first, sizes[0])]
+        maps += [maps[0].downsampled(size, previous) for previous, size in pairwise(sizes)]
         x, losses = hidden, dict[str, Tensor]()
         if self.encoder is not None:
             x, losses = self.encoder(needed(batch, self.reads), maps, hidden)
@@ -209,7 +209,7 @@ class Hierarchical(Model):
             if not getattr(head, "reads_first_map", False)
             for name in (*head.reads, *getattr(head, "may_read", ()))
         }
-        index_S, (rows, length) = maps[0].shrunk_index(maps[-1].size), maps[0].positions.shape
+        index_S, (rows, length) = maps[0].downsampled_indices(maps[-1].size), maps[0].positions.shape
         return {
             name: values[:, index_S] if name in names and values.shape[:2] == (rows, length) else values
             for name, values in batch.items()

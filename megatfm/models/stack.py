@@ -210,7 +210,7 @@ def make_sequence(
         past=past,
         past_documents=past_documents,
         memory=memory,
-        starts=batch.get(f"{side}cu_seqlens"),
+        cu_seqlens=batch.get(f"{side}cu_seqlens"),
         grid=batch.get(f"{side}grid"),
     )
     sequence.masked = batch.get(f"{side}masked")
