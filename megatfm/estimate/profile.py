@@ -172,7 +172,7 @@ class LocalModel:
             )
             for module in self.model.modules():
                 if isinstance(module, DotProductAttention):
-                    module.of_heads = partial(self._attend, module)  # type: ignore[method-assign]
+                    module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
                 elif isinstance(module, CrossEntropy):
                     replace_forward(module, self._cross_entropy)
 
@@ -318,7 +318,7 @@ class LocalModel:
     def _attend(
         self, core: DotProductAttention, part: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Stand for `DotProductAttention.of_heads`."""
+        """Stand for `DotProductAttention.attend_head_shard`."""
         rows, heads, queries, _ = q.shape
         tokens = TokenCounts(queries * self._cp, k.shape[2] * self._cp)
         with _disable_current_modes():  # patterns may count pairs with tensors

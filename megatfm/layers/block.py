@@ -1,4 +1,4 @@
-"""Transformer blocks: self-attention, in decoders with a memory also cross-attention, and a feed-forward network."""
+"""Transformer blocks: self-attention, optional cross-attention, and a feed-forward network."""
 
 from torch import Tensor, nn
 
@@ -20,9 +20,9 @@ from megatfm.layers.sequence import SequenceMetadata
 
 
 class Block(nn.Module):
-    """Sublayers around a residual stream, as the config has them at this depth. cross: it also attends to a memory.
+    """Attention and feed-forward sublayers on a residual stream, as configured for the layer at `depth`.
 
-    In a decoder no token sees later ones.
+    stack: "decoder" for causal attention. cross: with cross-attention to the encoder's output.
     """
 
     def __init__(self, config: ModelConfig, stack: StackKind, depth: int = 0, *, cross: bool = False) -> None:
@@ -48,8 +48,10 @@ class Block(nn.Module):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor | BlockOutput:
-        """[B, T, D], or a BlockOutput; bias: what the stack shares among its layers, numbers for all pairs
-        or a projection."""
+        """Return [B, T, D], or a BlockOutput with auxiliary losses.
+
+        bias: position biases or the sequence projection that the stack's layers share. memory: the encoder's output.
+        """
         for dropout in self.input_dropouts:
             dropout.sequence = sequence
         extras = AuxiliaryCollector()
@@ -66,18 +68,18 @@ class Block(nn.Module):
 
 
 def auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
-    """By name, what the parts of a config's blocks declare by `terms(config)`.
+    """Return the auxiliary losses, by name, that attention and feed-forward classes declare in `terms(config)`.
 
-    Raises UsageError where two declare one term differently.
+    Raises UsageError if two declare the same term differently.
     """
     losses: dict[str, AuxiliaryLoss] = {}
     kinds = [config.type_config(kind) for kind in dict.fromkeys(config.layer_types)] or [config]
-    parts: list[tuple[ModelConfig, object]] = [(kind, FFNS.get(kind.ffn.name)) for kind in kinds]
-    # Some families have an attention of their own.
+    modules: list[tuple[ModelConfig, object]] = [(kind, FFNS.get(kind.ffn.name)) for kind in kinds]
+    # Some families have an attention that is not in the registry.
     names = ATTENTIONS.names()
-    parts += [(kind, ATTENTIONS.get(kind.attention.name)) for kind in kinds if kind.attention.name in names]
-    for kind, part in parts:
-        declared = getattr(part, "terms", None)
+    modules += [(kind, ATTENTIONS.get(kind.attention.name)) for kind in kinds if kind.attention.name in names]
+    for kind, module in modules:
+        declared = getattr(module, "terms", None)
         for name, term in (declared(kind) if declared else {}).items():
             if losses.setdefault(name, term) != term:
                 raise UsageError(

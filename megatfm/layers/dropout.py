@@ -13,51 +13,51 @@ from megatfm.ops import keyed_random as keyed
 
 
 class Dropout(nn.Module):
-    """Drop at `rate` in training. place: the name of the site; two of one layer must not share one."""
+    """Drop elements at `rate` in training. site: a name that is unique within a layer."""
 
     purpose = "dropout"
-    """Needs the keys, as errors say."""
+    """What needs random keys, for error messages."""
 
-    def __init__(self, rate: float, place: str) -> None:
+    def __init__(self, rate: float, site: str) -> None:
         super().__init__()
-        self.rate, self.site = rate, zlib.crc32(place.encode())
-        self.part = 0
-        """Index of the equal part of the channels, or of the heads, that x holds."""
+        self.rate, self.site = rate, zlib.crc32(site.encode())
+        self.shard_index = 0
+        """Index of the tensor-parallel shard of channels or heads that x holds."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is dropped now: never in evaluation."""
+        """Whether elements are dropped now; never in evaluation."""
         return self.training and self.rate > 0
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.active:
             return x_BTD
-        first = self.part * x_BTD.shape[-1]
+        first = self.shard_index * x_BTD.shape[-1]
         return keyed.dropout(x_BTD, self.rate, self.token_rng_keys(sequence), first)
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
-        """int64 [B, T]. Raises UsageError where the batch brings no keys."""
+        """Return int64 [B, T]. Raises UsageError for a batch without random keys."""
         return keyed.token_keys(rng_keys_of(sequence, self.purpose), self.site, sequence.indices)
 
     def head_rng_keys(
-        self, sequence: SequenceMetadata, n_heads: int, part: int | None = None
+        self, sequence: SequenceMetadata, n_heads: int, shard_index: int | None = None
     ) -> Tensor | None:
-        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped. part: overrides `self.part`."""
+        """Return int64 [B, N, T] for attention probabilities; None if inactive. shard_index: overrides the module's."""
         if not self.active:
             return None
-        first = (self.part if part is None else part) * n_heads
+        first = (self.shard_index if shard_index is None else shard_index) * n_heads
         heads = torch.arange(first, first + n_heads, device=sequence.positions.device)
         return keyed.fold_in(self.token_rng_keys(sequence)[:, None], heads[:, None])
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): leaves out a sublayer for whole rows, at the sequence's `skip_rate`."""
+    """Stochastic depth (Huang et al. 2016): drops a sublayer's output for full rows, at the sequence's `skip_rate`."""
 
     tp_plan = (("", "local_token_dropout"),)
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, site: str) -> None:
         super().__init__()
-        self.place = zlib.crc32(place.encode())
+        self.site = zlib.crc32(site.encode())
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.training or sequence.skip_rate is None:
@@ -67,16 +67,16 @@ class DropPath(nn.Module):
         return x_BTD * scale_BT1.to(x_BTD.dtype)
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
-        """int64 [B, T], one for all tokens of a row."""
-        keys_B = keyed.fold_in(rng_keys_of(sequence, "stochastic depth"), self.place)
+        """Return int64 [B, T], the same key for all tokens of a row."""
+        keys_B = keyed.fold_in(rng_keys_of(sequence, "stochastic depth"), self.site)
         return keys_B[:, None].expand(sequence.positions.shape)
 
 
 def rng_keys_of(sequence: SequenceMetadata, purpose: str) -> Tensor:
-    """Return the batch's random keys. Raises UsageError if it has none; purpose: what needs them."""
+    """Return the batch's random keys. purpose: what needs them. Raises UsageError if the batch has none."""
     if sequence.rng_keys is None:
         raise UsageError(
             f"{purpose} in training needs random keys, and the batch has none: pass keys, an int64 tensor [batch] with "
-            "another number for every row, or call model.eval()"
+            "a different value for each row, or call model.eval()"
         )
     return sequence.rng_keys

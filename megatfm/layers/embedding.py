@@ -1,4 +1,4 @@
-"""Input embeddings: fields of a batch to vectors."""
+"""Input embeddings, which turn a field of the batch (token ids, patches) into vectors."""
 
 from collections.abc import Callable
 
@@ -20,23 +20,24 @@ from megatfm.registry import Registry
 EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry(
     "embedding (model.embedding.name)"
 )
-"""Embeddings of a field of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the
-field of the batch that it `reads`, which is called as the embedding is unless it says otherwise; E is
-`config.embedding_width`. One that `takes_sequence` is given the SequenceMetadata, too. In a model its name is
-`embedding.NAME`. Positions, segments, norm, dropout and projection are not its concern."""
+"""Embeddings by name, made as `EMBEDDINGS.get(name)(config, initial)`.
+
+An embedding maps a field of the batch to vectors [B, T, E], with E = `config.embedding_width`. Its attribute `reads`
+names the field (default: the embedding's own name). With `takes_sequence = True` it also gets the SequenceMetadata. In
+the model it is `embedding.NAME`. InputEmbedding adds positions, segments, norm, dropout and projection."""
 
 
 @EMBEDDINGS.register("tokens")
 def tokens(config: ModelConfig, initial: Initialiser) -> Embedding:
-    """A vector for each token of the vocabulary. Raises UsageError if its size is not known."""
+    """Make the token embedding table. Raises UsageError if the vocabulary size is unknown."""
     if config.vocab_size is None:
-        raise UsageError("model.vocab_size is not known: set it, or give the tokenizer's size")
+        raise UsageError("model.vocab_size is unknown: set it, or choose a tokenizer")
     width = config.embedding_width
     return Embedding(config.vocab_size, width, initial("embedding", config.vocab_size, width))
 
 
 class MaskTokens(nn.Module):
-    """A learned vector at masked patches, 0 elsewhere, [B, T, E] (Xie et al. 2022)."""
+    """The learned mask token at masked patches, zeros elsewhere, [B, T, E] (SimMIM: Xie et al. 2022)."""
 
     def __init__(self, width: int, initial: Initialiser) -> None:
         super().__init__()
@@ -44,25 +45,25 @@ class MaskTokens(nn.Module):
         self.initial, self.roles = {"weight": initial("embedding", 1, width)}, {"weight": "embedding"}
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        return needed_mask(sequence)[..., None] * self.weight
+        return require_masked(sequence)[..., None] * self.weight
 
 
 class VisiblePatches(nn.Module):
-    """1 at visible tokens and 0 at masked patches, [B, T, 1]."""
+    """Boolean [B, T, 1], false at masked patches."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        return ~needed_mask(sequence)[..., None]
+        return ~require_masked(sequence)[..., None]
 
 
-def needed_mask(sequence: SequenceMetadata) -> Tensor:
-    """Return bool [B, T], which patches are masked. Raises TypeError for a batch that doesn't say."""
+def require_masked(sequence: SequenceMetadata) -> Tensor:
+    """Return boolean [B, T], true at masked patches. Raises TypeError for a batch without the field `masked`."""
     if sequence.masked is None:
-        raise TypeError("an embedding with a mask token needs masked")
+        raise TypeError("an embedding with a mask token needs the field 'masked'")
     return sequence.masked > 0
 
 
 class InsertedVectors(nn.Module):
-    """Vectors that stand in place of tokens, 0 elsewhere, [B, T, E]: `SequenceMetadata.inserted`."""
+    """Vectors that replace token embeddings (`SequenceMetadata.inserted`), zeros elsewhere, [B, T, E]."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         assert sequence.inserted is not None
@@ -70,7 +71,7 @@ class InsertedVectors(nn.Module):
 
 
 class EmbeddedTokens(nn.Module):
-    """1 at tokens that are looked up, and 0 where a vector is inserted, [B, T, 1]."""
+    """Boolean [B, T, 1], false where a vector replaces the token embedding."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         assert sequence.inserted is not None
@@ -80,9 +81,9 @@ class EmbeddedTokens(nn.Module):
 class InputEmbedding(nn.Module):
     """Sum of an embedded field, positions and segments; then, as configured, norm, dropout and projection from E to D.
 
-    shared: an embedding whose part that reads (a table of tokens) and, for `share_positions`, positions serve this one
-    too. reads: the field of the batch that it is given. inserts_vectors: whether vectors of `SequenceMetadata.inserted`
-    stand in place of some tokens (of images, in a vision-language model).
+    shared: another InputEmbedding whose field embedding (and, with `share_positions`, positions) this one uses too.
+    inserts_vectors: replace some token embeddings by `SequenceMetadata.inserted` (images in vision-language models).
+    The attribute `reads` names the field of the batch that `forward` takes.
     """
 
     tp_plan = (
@@ -131,25 +132,25 @@ class InputEmbedding(nn.Module):
         if inserts_vectors:
             self.inserted_vectors, self.embedded_tokens = InsertedVectors(), EmbeddedTokens()
         self.dropout = Dropout(config.dropout, "embedding")
-        wider = width != config.d_model
+        needs_projection = width != config.d_model
         self.projection = (
             Linear(width, config.d_model, initial("dense", width, config.d_model), bias=True)
-            if wider
+            if needs_projection
             else None
         )
 
     @property
     def first(self) -> nn.Module:
-        """The part that reads the batch."""
+        """The embedding that reads the field of the batch."""
         return self.get_submodule(self.name)
 
     @property
     def table(self) -> Embedding | None:
-        """The table of tokens, if it has one."""
+        """The token embedding table, if there is one."""
         return self.first if isinstance(self.first, Embedding) else None
 
     def tied_table(self, config: ModelConfig) -> Embedding | None:
-        """The table that the output head shares. Raises UsageError if it should share a table and there is none."""
+        """Return the table that a tied output head shares; None if untied. Raises UsageError if there is no table."""
         if not config.embedding.tied:
             return None
         if self.table is None:
@@ -162,7 +163,7 @@ class InputEmbedding(nn.Module):
     def forward(
         self, inputs_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None
     ) -> Tensor:
-        """[B, T, D], of the field that it `reads`. Without `segments`, all is in segment 0."""
+        """Embed the field that `reads` names; return [B, T, D]. segments: None: all tokens are in segment 0."""
         first = self.first
         x_BTE = first(inputs_BT, sequence) if getattr(first, "takes_sequence", False) else first(inputs_BT)
         if self.scale != 1.0:
@@ -187,7 +188,9 @@ class InputEmbedding(nn.Module):
         return x_BTE if self.projection is None else self.projection(x_BTE)
 
     def _mask(self, x_BTE: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return vectors with the mask token in place of masked patches: before positions are added, and after the norm
-        of an embedding without these, as in transformers."""
+        """Replace masked patches by the mask token.
+
+        As in transformers, this comes before positions are added, or after the norm of an embedding without positions.
+        """
         assert self.mask_tokens is not None
         return x_BTE * self.visible_patches(sequence) + self.mask_tokens(sequence).to(x_BTE.dtype)

@@ -15,21 +15,24 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
 
 FFNS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry("feed-forward network")
-"""Called with x [B, T, D] and sequence; see `FFN`."""
+"""Feed-forward networks by name, called with x [B, T, D] and sequence; see `FFN`."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """function: elementwise. gated: the feed-forward network has a second input matrix, whose output it scales; other:
-    a function applied to that output first."""
+    """An activation function.
+
+    function: elementwise. gated: the network computes function(W_gate x) ⊙ W_up x. up_function: applied to W_up x of a
+    gated network first; None: identity.
+    """
 
     function: Callable[[Tensor], Tensor]
     gated: bool = False
-    other: Callable[[Tensor], Tensor] | None = None
+    up_function: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Combine the two outputs of a gated network."""
-        return self.function(gate) * (up if self.other is None else self.other(up))
+        """Combine W_gate x and W_up x of a gated network."""
+        return self.function(gate) * (up if self.up_function is None else self.up_function(up))
 
 
 ACTIVATIONS: Registry[Activation] = Registry("activation")
@@ -70,10 +73,10 @@ SWISH = ACTIVATIONS.register("swish")(Activation(F.silu))
 
 SWIGLU = ACTIVATIONS.register("swiglu")(Activation(F.silu, gated=True))
 
-# gpt-oss's SwiGLU (OpenAI 2025, section 2.2 and its code): clamped, and with 1 added to what is scaled.
+# gpt-oss's SwiGLU (OpenAI 2025, section 2.2 and its code): both inputs are clamped, and W_up x + 1 is gated.
 
 ALPHA, LIMIT = 1.702, 7.0
-"""The factor within the sigmoid, with which it is close to GELU's; and where both outputs are clamped."""
+"""The factor inside the sigmoid that approximates GELU, and the clamping bound."""
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -85,18 +88,18 @@ QUICK_GELU = ACTIVATIONS.register("quick_gelu")(Activation(quick_gelu))
 
 
 def clamped_swish(x: Tensor) -> Tensor:
-    """x σ(1.702 x), of x up to 7."""
+    """x σ(1.702 x), with x clamped to at most 7."""
     x = x.clamp(max=LIMIT)
     return x * torch.sigmoid(ALPHA * x)
 
 
-def clamped_and_one(x: Tensor) -> Tensor:
-    """x + 1, of x between −7 and 7."""
+def clamped_plus_one(x: Tensor) -> Tensor:
+    """x + 1, with x clamped to [−7, 7]."""
     return x.clamp(-LIMIT, LIMIT) + 1
 
 
 CLAMPED_SWIGLU = ACTIVATIONS.register("clamped_swiglu")(
-    Activation(clamped_swish, gated=True, other=clamped_and_one)
+    Activation(clamped_swish, gated=True, up_function=clamped_plus_one)
 )
 
 

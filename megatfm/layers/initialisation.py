@@ -1,9 +1,8 @@
-"""Initial weights: distributions, how they are drawn, and which one each matrix of a model gets.
+"""Initial weights: distributions, their reproducible draw, and the distribution of each matrix of a model.
 
-They depend on (seed, name, row) and on nothing else: no rank, device, layout or order. Numbers are drawn by NumPy's
-Philox ziggurat on the CPU in blocks of rows, each with a generator of its own, so that several threads may draw at
-once. Of a block a rank draws the rows up to the last that it holds (of truncated normals all), a few at a time, and
-keeps its own.
+Initial values depend only on (seed, parameter name, row), not on rank, device, layout or order. NumPy's Philox draws
+them on the CPU in blocks of rows. Each block has its own generator, so threads can draw blocks in parallel. A rank
+draws the rows of a block up to the last one that it holds (all rows for truncated normals), and keeps its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +23,17 @@ from megatfm.errors import UsageError
 from megatfm.registry import Registry
 
 ROW_BLOCK = 128
-"""Rows drawn together: part of the definition of the weights, never to be changed."""
-PIECE = 2**20
-"""Elements of a block that are drawn at a time, unless one row has more: in pieces or at once, they are the same."""
-WORTH_THREADS = 2**18
-"""Elements below which one thread is as fast as several."""
+"""Rows of a block. Part of the definition of initial weights: never change it."""
+MAX_DRAW = 2**20
+"""Elements drawn at a time, unless one row has more. The values do not depend on it."""
+MIN_ELEMENTS_FOR_THREADS = 2**18
+"""Below this size, one thread is as fast as several."""
 
 
 @dataclass(frozen=True)
 class _Scaled:
     width_ratio: float = field(default=1.0, compare=False, kw_only=True)
-    """Under muP, for a matrix whose inputs grow with the width: base width / width, a factor on its learning rate."""
+    """muP's factor on the learning rate, base width / width, for matrices whose inputs grow with the width."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Normal(_Scaled):
 
 @dataclass(frozen=True)
 class TruncatedNormal(_Scaled):
-    """N(0, std²), drawn anew beyond ± 2 std: BERT's initialisation."""
+    """N(0, std²) truncated to ± 2 std by redrawing, as in BERT."""
 
     std: float
 
@@ -67,7 +66,7 @@ class Constant(_Scaled):
 
 @dataclass(frozen=True)
 class FixedValues(_Scaled):
-    """Given values, along the first dim."""
+    """A list of values along the first dim."""
 
     values: tuple[float, ...]
 
@@ -84,8 +83,10 @@ def draw(
     sizes: Sequence[int],
     threads: int = 1,
 ) -> Tensor:
-    """The block [sizes] at `offsets` of the initial tensor `name` of global `shape`, float32 on the CPU: the same bits
-    for any number of threads."""
+    """Draw the shard [sizes] at `offsets` of the parameter `name` of global `shape`, float32 on the CPU.
+
+    The result is bitwise the same for any number of threads.
+    """
     if isinstance(initial, Constant):
         return torch.full(tuple(sizes), initial.value)
     first, last = offsets[0], offsets[0] + sizes[0]
@@ -105,11 +106,11 @@ def draw(
         _draw_rows(initial, generator, (count, *shape[1:]), (rows, *columns), target)
 
     blocks = range(first // ROW_BLOCK, (last - 1) // ROW_BLOCK + 1)
-    if threads == 1 or values.size < WORTH_THREADS:
+    if threads == 1 or values.size < MIN_ELEMENTS_FOR_THREADS:
         for block in blocks:
             fill(block)
     else:
-        with ThreadPoolExecutor(min(threads, len(blocks))) as pool:  # NumPy draws without Python's lock
+        with ThreadPoolExecutor(min(threads, len(blocks))) as pool:  # NumPy releases the GIL
             list(pool.map(fill, blocks))
     return torch.from_numpy(values)
 
@@ -118,39 +119,41 @@ def _draw_rows(
     initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...],
     region: tuple[slice, ...], target: NDArray[np.float32],
 ) -> None:  # fmt: skip
-    """Draws the rows of a block of this shape in their order, up to the last that is kept, and puts those into
-    `target`. Redraws of a truncated distribution come after all rows, so all rows are drawn then."""
+    """Draw rows of a block in order, up to the last one in `region`, and write those of the region to `target`.
+
+    A truncated distribution needs all rows of the block, because its redraws come after them in the random stream.
+    """
     (rows, *columns), width = region, prod(shape[1:])
-    step = max(1, PIECE // max(width, 1))
-    beyond: list[NDArray[np.int64]] = []
+    step = max(1, MAX_DRAW // max(width, 1))
+    outliers: list[NDArray[np.int64]] = []
     is_truncated = isinstance(initial, TruncatedNormal)
     end = shape[0] if is_truncated else rows.stop
     for start in range(0, end, step):
-        values = _next(initial, generator, (min(step, end - start), *shape[1:]))
+        values = _draw_values(initial, generator, (min(step, end - start), *shape[1:]))
         if is_truncated:
-            beyond.append(np.flatnonzero(np.abs(values) > 2) + start * width)
+            outliers.append(np.flatnonzero(np.abs(values) > 2) + start * width)
         first, last = max(rows.start, start), min(rows.stop, start + len(values))
         if first < last:
             target[first - rows.start : last - rows.start] = values[
                 (slice(first - start, last - start), *columns)
             ]
-    redrawn = np.concatenate(beyond) if beyond else np.empty(0, np.int64)
+    redrawn = np.concatenate(outliers) if outliers else np.empty(0, np.int64)
     while len(redrawn):
         values = generator.standard_normal(len(redrawn), dtype=np.float32)
-        places = np.unravel_index(redrawn, shape)
+        indices = np.unravel_index(redrawn, shape)
         is_kept = np.all(
-            [(at >= x.start) & (at < x.stop) for at, x in zip(places, region, strict=True)], axis=0
+            [(at >= x.start) & (at < x.stop) for at, x in zip(indices, region, strict=True)], axis=0
         )
-        target[tuple(at[is_kept] - x.start for at, x in zip(places, region, strict=True))] = values[is_kept]
+        target[tuple(at[is_kept] - x.start for at, x in zip(indices, region, strict=True))] = values[is_kept]
         redrawn = redrawn[np.abs(values) > 2]
     if not isinstance(initial, Uniform):
         target *= np.float32(initial.std)
 
 
-def _next(
+def _draw_values(
     initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...]
 ) -> NDArray[np.float32]:
-    """The next numbers; of normal distributions, of those with a standard deviation of 1."""
+    """Draw the next values of the stream; normal distributions with standard deviation 1."""
     if isinstance(initial, Uniform):
         return ((generator.random(shape) * 2 - 1) * initial.bound).astype(np.float32)
     return generator.standard_normal(shape, dtype=np.float32)
@@ -158,14 +161,14 @@ def _next(
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Set all parameters and buffers of a whole model; a tied parameter has one name, that of its first module."""
+    """Initialise all parameters and buffers of an unsharded model; a tied one has the name of its first module."""
     for name, tensor, init in iter_inits(model):
         shape = tuple(tensor.shape)
         tensor.copy_(draw(init, seed, name, shape, (0,) * tensor.dim(), shape))
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint stores, by name: parameters, a tied one once, and persistent buffers."""
+    """Return the tensors that a checkpoint stores, by name: parameters (tied ones once) and persistent buffers."""
     stored = model.state_dict(keep_vars=True).items()
     return {
         **dict(model.named_parameters()),
@@ -175,7 +178,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def initialise_buffers(model: nn.Module) -> None:
-    """Set the buffers of a whole model, as they begin; most are not stored with it, but follow from the config."""
+    """Initialise the buffers of an unsharded model. Most are not in checkpoints, but follow from the config."""
     for _, tensor, init in iter_inits(model):
         if not isinstance(tensor, nn.Parameter):
             shape = tuple(tensor.shape)
@@ -183,7 +186,7 @@ def initialise_buffers(model: nn.Module) -> None:
 
 
 def iter_inits(model: nn.Module) -> Iterator[tuple[str, Tensor, InitDistribution]]:
-    """Name, tensor and initial value of every parameter and buffer, from the `initial` of the modules."""
+    """Yield name, tensor and distribution of each parameter and buffer, from the modules' attribute `initial`."""
     for path, module in model.named_modules():
         for key, init in getattr(module, "initial", {}).items():
             yield f"{path}.{key}", getattr(module, key), init
@@ -192,24 +195,24 @@ def iter_inits(model: nn.Module) -> Iterator[tuple[str, Tensor, InitDistribution
 EMBEDDING_ROLES = ("embedding", "position", "segment", "relative", "head")
 
 
-class Narrower:
-    """An initialiser under muP: hidden matrices start smaller by √ratio, and learn more slowly by `ratio`; tables and
-    the output head, whose width is the vocabulary, don't.
+class MuPInitialiser:
+    """An initialiser under muP: scales hidden matrices by √ratio and their learning rate by `ratio`.
 
-    plain: the initialiser that a config names. ratio: base width / width.
+    Embedding tables and the output head are not scaled. plain: the initialiser that the config names. ratio: base
+    width / width.
     """
 
     def __init__(self, plain: Callable[[Any, int, int], InitDistribution], name: str, ratio: float) -> None:
         self.plain, self.name, self.ratio = plain, name, ratio
 
     def __call__(self, role: Any, d_in: int, d_out: int) -> InitDistribution:
-        """Raises UsageError for an initialisation that depends on the width already."""
+        """Return the scaled distribution. Raises UsageError for an initialisation that already depends on the width."""
         initial = self.plain(role, d_in, d_out)
         if role in EMBEDDING_ROLES:
             return initial
         if not isinstance(initial, Normal | TruncatedNormal):
             raise UsageError(
-                f"model.mup does not go with model.init.name = {self.name!r}, which follows the width by itself: "
+                f"model.mup does not go with model.init.name = {self.name!r}, which already depends on the width: "
                 "choose gpt2, normal or bert"
             )
         return replace(initial, std=initial.std * self.ratio**0.5, width_ratio=self.ratio)
@@ -218,9 +221,8 @@ class Narrower:
 def with_fixed_inputs(
     initial: Callable[[Any, int, int], InitDistribution],
 ) -> Callable[[Any, int, int], InitDistribution]:
-    """Return the initialiser of matrices whose inputs are as many at every width of the model, which muP leaves as they
-    are."""
-    return initial.plain if isinstance(initial, Narrower) else initial
+    """Return the initialiser without muP's scaling, for matrices whose input size does not grow with the width."""
+    return initial.plain if isinstance(initial, MuPInitialiser) else initial
 
 
 Role = Literal[
@@ -230,12 +232,12 @@ Role = Literal[
     "dense",  # poolers, transforms, projections of embeddings
     "head",
 ]  # fmt: skip
-"""Purpose of a matrix."""
+"""The purpose of a matrix."""
 
 StackKind = Literal["encoder", "decoder"]
 
 Initialiser = Callable[[Role, int, int], InitDistribution]
-"""(role, d_in, d_out) → how the matrix starts; for a table d_in is its number of rows and d_out its width."""
+"""(role, d_in, d_out) → distribution of the initial weights. For tables: number of rows, width."""
 
 INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Registry(
     "initialisation (model.init)"
@@ -243,15 +245,15 @@ INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Reg
 
 
 def initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> Initialiser:
-    """The one that a config names, for one of its stacks."""
+    """Return the config's initialiser for a stack, with muP's scaling if configured."""
     initial = INITIALISATIONS.get(config.init.name)(config, stack_kind)
     if config.mup is None:
         return initial
-    return Narrower(initial, config.init.name, config.mup.base_width / config.d_model)
+    return MuPInitialiser(initial, config.init.name, config.mup.base_width / config.d_model)
 
 
 def depth(config: ModelConfig, stack: StackKind) -> int:
-    """Blocks of a stack."""
+    """Number of blocks of a stack."""
     return config.encoder_layers if stack == "encoder" else config.n_layers
 
 
@@ -264,14 +266,14 @@ def normal(config: ModelConfig, stack: StackKind) -> Initialiser:
 
 @INITIALISATIONS.register("bert")
 def bert(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """N(0, std²) within two standard deviations."""
+    """N(0, std²) truncated to two standard deviations."""
     std = require_variant(config.init, NormalInitSection, "model.init").std
     return lambda role, d_in, d_out: TruncatedNormal(std)
 
 
 @INITIALISATIONS.register("gpt2")
 def gpt2(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """N(0, std²); the projections back to the residual stream by 1/√(2 depth) smaller."""
+    """N(0, std²), with std / √(2 · depth) for projections back to the residual stream."""
     std = require_variant(config.init, NormalInitSection, "model.init").std
     smaller = (2 * depth(config, stack)) ** -0.5
 
@@ -318,7 +320,7 @@ def xavier(config: ModelConfig, stack: StackKind) -> Initialiser:
 
 
 def deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[float, float]:
-    """Factor on the residual stream, and factor on the initial weights, of a stack's layers."""
+    """Return α, the factor on the residual stream, and β, the gain of initial weights (Wang et al. 2022, table 1)."""
     if config.family != "encoder_decoder":
         return (2 * config.n_layers) ** 0.25, (8 * config.n_layers) ** -0.25
     n, m = config.encoder_layers, config.n_layers
@@ -329,7 +331,7 @@ def deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[float, fl
 
 @INITIALISATIONS.register("deepnorm")
 def deepnorm(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """Xavier with the gain β on feed-forward, value and output projections."""
+    """Xavier, with gain β for feed-forward, value and output projections."""
     plain, beta = xavier(config, stack), deepnorm_constants(config, stack)[1]
 
     def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:

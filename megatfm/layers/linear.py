@@ -1,4 +1,4 @@
-"""Matrices and tables of vectors: torch's `Linear` and `Embedding` with initial weights by name."""
+"""Linear layers and embedding tables that declare how their weights are initialised."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from megatfm.layers.initialisation import Constant, InitDistribution
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0. heads: that the output is made of.
+    """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0.
 
-    matmul: makes y of x, W and b; another one may replace it (`megatfm/models/float8.py`). lora: its adapter, whose
-    output is added (`megatfm/layers/lora.py`).
+    heads: number of heads in the output, which tensor parallelism keeps whole. matmul: computes y from x, W and b; fp8
+    replaces it (`megatfm/models/float8.py`). lora: an adapter whose output is added (`megatfm/layers/lora.py`).
     """
 
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -40,17 +40,17 @@ class Linear(nn.Module):
         return y if self.lora is None else y + self.lora(x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b of this W and b, or of parts of them, and what the adapter adds."""
+        """Return x Wᵀ + b for the given (shard of) W and b, plus the adapter's output."""
         y = self.matmul(x, weight, bias)
         return y if self.lora is None else y + self.lora(x)
 
     def matrix(self) -> Tensor:
-        """W with what the adapter adds, for layers that multiply by it themselves."""
+        """Return W plus the adapter's update, for layers that use the matrix directly."""
         return self.weight if self.lora is None else self.weight + self.lora.matrix()
 
 
 class Embedding(nn.Module):
-    """Rows of a [rows, width] matrix, looked up."""
+    """An embedding table [rows, width]."""
 
     def __init__(self, rows: int, width: int, initial: InitDistribution) -> None:
         super().__init__()

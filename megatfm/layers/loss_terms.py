@@ -1,4 +1,4 @@
-"""Auxiliary outputs of blocks: terms of the loss, and counts for state that is updated once a step."""
+"""Auxiliary outputs of blocks: loss terms, and counts for buffers that are updated once a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from megatfm.layers.sequence import SequenceMetadata
 
 
 class BlockOutput(NamedTuple):
-    """Output with auxiliary losses and counts, which a sublayer may return.
+    """Output of a sublayer or block with auxiliary losses and counts.
 
-    It is a tuple, which FSDP2, recomputation and compile go through.
+    A tuple, because FSDP2, activation checkpointing and torch.compile traverse tuples.
 
-    y: the output. losses: by term, their sums over the micro-batch, scalars. counts: what the sublayer's
-    `accumulate_counts` is to be told in training, once a forward pass, outside of what is compiled or recomputed. Of a
-    block, counts are by the sublayer's name.
+    y: the output. losses: sums over the micro-batch by loss term, scalars. counts: input of the sublayer's
+    `accumulate_counts`, which is called once a training forward pass, outside of compiled or recomputed code. In a
+    block's output, counts are keyed by sublayer.
     """
 
     y: Any
@@ -28,10 +28,9 @@ class BlockOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """A term of the loss that a part adds: weight · sum / count, with the count over the whole global batch.
+    """A loss term that a module adds: weight · sum / count, with sum and count over the global batch.
 
-    normalised_by: what it is counted by: "tokens", all that go through a block and are no padding, of which
-    `TokenSum` takes the sum; or "rows". The sums of several blocks add up.
+    normalised_by: the count: "tokens" (without padding; see `TokenSum`) or "rows". Sums of several blocks are added.
     """
 
     weight: float
@@ -39,27 +38,27 @@ class AuxiliaryLoss:
 
 
 class TokenSum(nn.Module):
-    """The sum of a number for each token [B, T], padding left out: the seam at which ranks that share rows add up."""
+    """Sum values [B, T] over tokens, padding excepted; tensor parallelism sums over ranks that share rows."""
 
     tp_plan = (("", "sum_real_tokens"),)
 
     def real(self, sequence: SequenceMetadata) -> Tensor:
-        """Boolean [B, T], which of the tokens that are here are no padding."""
+        """Return boolean [B, T], false for padding."""
         return sequence.non_padding_mask
 
-    def forward(self, numbers_BT: Tensor, sequence: SequenceMetadata) -> Tensor:
-        return numbers_BT.masked_fill(~self.real(sequence), 0).sum()
+    def forward(self, values_BT: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return values_BT.masked_fill(~self.real(sequence), 0).sum()
 
 
 class AuxiliaryCollector:
-    """Gathers what sublayers give besides their outputs."""
+    """Collects the auxiliary losses and counts of a block's sublayers."""
 
     def __init__(self) -> None:
         self.losses: dict[str, Tensor] = {}
         self.statistics: dict[str, dict[str, Tensor]] = {}
 
     def unwrap(self, name: str, output: Any) -> Any:
-        """The output of the sublayer `name`."""
+        """Return the plain output of the sublayer `name`, and collect its losses and counts."""
         if not isinstance(output, BlockOutput):
             return output
         self.losses = add_by_name(self.losses, output.losses)
@@ -68,12 +67,12 @@ class AuxiliaryCollector:
         return output.y
 
     def wrap(self, x: Any) -> Any:
-        """A block's output, with the rest beside it where there is any."""
+        """Return a block's output, as a BlockOutput if any sublayer had losses or counts."""
         return BlockOutput(x, self.losses, self.statistics) if self.losses or self.statistics else x
 
 
 def add_by_name(terms: Mapping[str, Tensor], more_terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both, the values of the same name added."""
+    """Merge two mappings; add values of the same name."""
     sums = dict(terms)
     for name, value in more_terms.items():
         sums[name] = sums[name] + value if name in sums else value

@@ -1,4 +1,4 @@
-"""Maps of images: rows of tokens seen as rows × columns, and where they stand in each stage of a hierarchical model."""
+"""Image maps: rows of tokens viewed as grids of patches, with one MapSequence a stage of a hierarchical model."""
 
 from math import prod
 
@@ -13,11 +13,14 @@ from megatfm.ops.transfer import to_host
 # B batch, T tokens of a row, I images of all rows, H rows and W columns of a map, D channels
 
 MapSize = tuple[int, int]
-"""Rows and columns of an image's map."""
+"""Number of rows and columns of a map."""
 
 
 class MapSequence(SequenceMetadata):
-    """Places of tokens in rows of images of one size: row by row of each image's map."""
+    """Metadata of rows that hold whole images of one size, in row-major order of each image's map.
+
+    size: the map. previous_size: the map of the previous stage. first_size: the map of the first stage.
+    """
 
     def __init__(
         self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None
@@ -33,21 +36,21 @@ class MapSequence(SequenceMetadata):
         self.images_per_row = tokens // area
 
     @classmethod
-    def of(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
-        """Return the same tokens, as images of a size."""
+    def from_sequence(cls, sequence: SequenceMetadata, size: MapSize) -> "MapSequence":
+        """Return the metadata of the same tokens, as images of a map size."""
         token_map = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
         token_map.grid, token_map.masked = sequence.grid, sequence.masked
         if token_map.documents is None and token_map.images_per_row > 1:
-            numbers_T = torch.arange(token_map.length, device=token_map.positions.device) // prod(size)
-            token_map.documents = numbers_T.expand(token_map.positions.shape)
+            document_ids_T = torch.arange(token_map.length, device=token_map.positions.device) // prod(size)
+            token_map.documents = document_ids_T.expand(token_map.positions.shape)
         return token_map
 
-    def shrunk(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
-        """Return that of smaller maps of the same images; a token's document is that of its first larger one.
+    def downsampled(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
+        """Return the metadata of smaller maps of the same images.
 
-        previous: the maps of the stage before, where that isn't this one.
+        previous: the map size of the previous stage; None: this one.
         """
-        index_S = self.shrunk_index(size)
+        index_S = self.downsampled_indices(size)
         rows, area = len(self.positions), prod(size)
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
         documents = None if self.documents is None else self.documents[:, index_S]
@@ -55,19 +58,19 @@ class MapSequence(SequenceMetadata):
         smaller.previous_size, smaller.first_size = previous or self.size, self.first_size
         return smaller
 
-    def shrunk_index(self, size: MapSize) -> Tensor:
-        """Return, for each token of smaller maps of a row, int64 [S], the first of the tokens that it stands for."""
-        return self.cached(("shrunk index", size), lambda: self._shrunk_index(size))
+    def downsampled_indices(self, size: MapSize) -> Tensor:
+        """Return for each token of a smaller map the index of the first token that it covers here, int64 [S]."""
+        return self.cached(("downsampled indices", size), lambda: self._downsampled_indices(size))
 
-    def _shrunk_index(self, size: MapSize) -> Tensor:
+    def _downsampled_indices(self, size: MapSize) -> Tensor:
         device, (rows, columns) = self.positions.device, self.size
         r_H, c_W = torch.arange(size[0], device=device), torch.arange(size[1], device=device)
         r_H, c_W = r_H * -(-rows // size[0]), c_W * -(-columns // size[1])
         first_I = torch.arange(self.images_per_row, device=device) * (rows * columns)
         return (first_I[:, None, None] + r_H[:, None] * columns + c_W).flatten()
 
-    def of_images(self, length: int | None = None) -> SequenceMetadata:
-        """Return one row for each image, with random keys of its own. length: of the rows, if it isn't the map's."""
+    def per_image(self, length: int | None = None) -> SequenceMetadata:
+        """Return metadata with one row for each image, with separate random keys. length: None: that of the map."""
         images, device = len(self.positions) * self.images_per_row, self.positions.device
         keys = self.rng_keys
         if keys is not None:
@@ -77,19 +80,19 @@ class MapSequence(SequenceMetadata):
 
 
 def to_maps(x_BTD: Tensor, size: MapSize) -> Tensor:
-    """Return tokens of rows as the maps of their images, [I, H, W, D]."""
+    """Reshape rows of tokens to maps [I, H, W, D]."""
     return x_BTD.reshape(-1, *size, x_BTD.shape[-1])
 
 
 def to_rows(x_IHWD: Tensor, rows: int) -> Tensor:
-    """Return maps as the tokens of `rows` rows, [B, T, D]."""
+    """Reshape maps to `rows` rows of tokens [B, T, D]."""
     return x_IHWD.reshape(rows, -1, x_IHWD.shape[-1])
 
 
 def map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
-    """Return rows and columns of patches of a batch's images, from its field `grid`; left out, the default.
+    """Return the map size of a batch's images from its field `grid`; the default for a batch without it.
 
-    Raises UsageError for images of several sizes. Padding, which says (0, 0, 1, 1), counts for nothing.
+    Ignores padding, whose grid is (0, 0, 1, 1). Raises UsageError for images of several sizes.
     """
     if grid_BT4 is None:
         return default

@@ -11,11 +11,11 @@ from megatfm.layers.initialisation import Constant
 from megatfm.registry import Registry
 
 NORMS: Registry[Callable[..., nn.Module]] = Registry("norm")
-"""Made as `NORMS.get(name)(width, eps)`; a norm's further options come as named arguments."""
+"""Norms by name, made as `NORMS.get(name)(width, eps, **options)`."""
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """Make a norm of the model's kind; width: that of the residual stream unless given."""
+    """Make the norm that the config names. width: None: that of the residual stream."""
     options = config.norm
     return NORMS.get(options.name)(width or config.d_model, options.eps, **options.options)
 
@@ -39,8 +39,7 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + eps) · weight over the last dim (equation 4).
 
-    zero_centered: the weight is stored less 1, so that values near 1 keep their precision, and weight decay pulls to 1
-    (Gemma).
+    zero_centered: the parameter is the weight minus 1, as in Gemma: precise near 1, and decayed towards 1.
     """
 
     def __init__(self, d_model: int, eps: float, *, zero_centered: bool = False) -> None:
@@ -57,7 +56,7 @@ class RMSNorm(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over channels of which each rank may hold a part; `total` sums over the parts."""
+    """RMSNorm over channels that tensor parallelism may shard; `total` then sums over shards."""
 
     tp_plan = (("", "shard_last_dim"), ("total", "sum_over_shards"))
 

@@ -1,4 +1,4 @@
-"""Patches of images that overlap: a convolution over whole images (MViTv2: Li et al. 2022)."""
+"""Overlapping patch embedding: a strided convolution over whole images (MViTv2: Li et al. 2022)."""
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,12 @@ from megatfm.layers.maps import MapSequence, to_maps, to_rows
 from megatfm.layers.patch_embedding import normalisation
 from megatfm.layers.sequence import SequenceMetadata
 
-# B batch, T tokens, K numbers of a patch, E embedding width, I images, H rows and W columns of a map
+# B batch, T tokens, K values of a patch, E embedding width, I images, H rows and W columns of a map
 
 
 @EMBEDDINGS.register("overlapping_patches")
 class OverlappingPatches(nn.Module):
-    """Raw pixels [B, T, K] of patches, normalised and put together to images, then a convolution with zeros around."""
+    """A convolution over images, assembled from normalised pixels [B, T, K] of patches and padded with zeros."""
 
     tp_plan = (("", "split_output"),)
     reads, takes_sequence = "patches", True
@@ -38,7 +38,7 @@ class OverlappingPatches(nn.Module):
         return Cost(matmul_macs=self.weight.numel() * tokens.n)
 
     def forward(self, patches_BTK: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """[B, T, E] of uint8 patches. Raises UsageError for rows that are no maps."""
+        """Embed uint8 patches; return [B, T, E]. Raises UsageError without maps."""
         if not isinstance(sequence, MapSequence):
             raise UsageError(
                 "model.embedding.name = 'overlapping_patches' needs maps: set model.family = 'hierarchical', or choose "

@@ -1,4 +1,4 @@
-"""Patches of images to vectors, and learned vectors of special tokens (Dosovitskiy et al. 2021)."""
+"""Patch embedding, and learned vectors of class and register tokens (ViT: Dosovitskiy et al. 2021)."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from megatfm.layers.initialisation import Initialiser, with_fixed_inputs
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 
-# B batch, T tokens, K numbers of a patch, E embedding width
+# B batch, T tokens, K values of a patch, E embedding width
 
 
 def is_special(grid_BT4: Tensor) -> Tensor:
@@ -20,10 +20,9 @@ def is_special(grid_BT4: Tensor) -> Tensor:
 
 @EMBEDDINGS.register("patches")
 class PatchEmbedding(nn.Module):
-    """Raw pixels [B, T, K] of patches, normalised and multiplied with a matrix; special tokens have vectors of their
-    own.
+    """A linear projection of normalised pixels [B, T, K]; special tokens have learned vectors instead.
 
-    Pixels of a patch are in the order (channel, row, column), so that the matrix is a convolution's flattened weight.
+    Pixels of a patch are ordered (channel, row, column), so that the matrix is a flattened convolution weight.
     """
 
     tp_plan = (("", "split_output"), ("projection", "sequence_parallel"))
@@ -42,9 +41,9 @@ class PatchEmbedding(nn.Module):
             self.roles = {"special": "embedding"}
 
     def forward(self, patches_BTK: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """[B, T, E] of uint8 patches. Raises TypeError for a batch without a grid."""
+        """Embed uint8 patches; return [B, T, E]. Raises TypeError for a batch without a grid."""
         if sequence.grid is None:
-            raise TypeError("a model of images needs grid")
+            raise TypeError("a model of images needs the field 'grid'")
         weight = self.projection.weight
         precise = torch.promote_types(weight.dtype, torch.float32)
         scale_K, shift_K = normalisation(self.options, weight.device, precise)
@@ -58,7 +57,7 @@ class PatchEmbedding(nn.Module):
 def normalisation(
     options: PatchEmbeddingConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Factor and summand [K] by which a pixel x of 0 … 255 becomes (x / 255 − mean) / std; made once, on the device."""
+    """Return scale and shift [K] that turn a pixel x in 0 … 255 into (x / 255 − mean) / std. Cached by device."""
     key = (options.mean, options.std, options.patch_size, device, dtype)
     if key not in _NORMALISATIONS:
         mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (options.mean, options.std))

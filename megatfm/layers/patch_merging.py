@@ -1,4 +1,4 @@
-"""Patch merging between stages (Liu et al. 2021, section 3.1): 2 × 2 neighbours become one token of twice the width."""
+"""Patch merging between stages (Liu et al. 2021, section 3.1): 2 × 2 tokens become one of twice the width."""
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,13 @@ from megatfm.layers.norm import make_norm
 # B batch, T tokens of a row, S tokens after merging, D model width, I images, H rows and W columns of a map
 
 NEIGHBOURS = ((0, 0), (1, 0), (0, 1), (1, 1))
-"""Rows and columns of the tokens that are joined, in the order of released weights."""
+"""Row and column offsets of the merged tokens, in the order of the released weights."""
 
 
 class PatchMerging(nn.Module):
-    """A linear map of each 2 × 2 tokens, with a norm before or after. Maps of odd sides are padded with zeros.
+    """A linear projection of each 2 × 2 tokens, with a norm before or after. Odd sides are padded with zeros.
 
-    config: of the stage before. tokens_per_row: share of the model's tokens that come in, for costs.
+    config: that of the previous stage. share: input tokens per patch, for costs.
     """
 
     tp_plan = (
@@ -40,28 +40,28 @@ class PatchMerging(nn.Module):
         self.norm_out = make_norm(config, 2 * d) if norm == "output" else None
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of a quarter of the tokens that come in."""
+        """Cost of a quarter of the input tokens."""
         merged = tokens.with_count(tokens.n * self.share / 4)
         return total_cost(self.children(), merged)
 
     def forward(self, x_BTD: Tensor, size: MapSize) -> Tensor:
-        """[B, S, 2 D] of the tokens of maps of a size."""
+        """Merge the tokens of maps of this size; return [B, S, 2 D]."""
         x_IHWD = to_maps(x_BTD, size)
         if size[0] % 2 or size[1] % 2:
             x_IHWD = F.pad(x_IHWD, (0, 0, 0, size[1] % 2, 0, size[0] % 2))
-        parts = [x_IHWD[:, row::2, column::2] for row, column in NEIGHBOURS]
-        x_BSE = to_rows(torch.cat(parts, -1), len(x_BTD))
+        neighbours = [x_IHWD[:, row::2, column::2] for row, column in NEIGHBOURS]
+        x_BSE = to_rows(torch.cat(neighbours, -1), len(x_BTD))
         x_BSE = x_BSE if self.norm is None else self.norm(x_BSE)
         y_BSD: Tensor = self.reduction(self.channels(x_BSE))
         return y_BSD if self.norm_out is None else self.norm_out(y_BSD)
 
 
 class ChannelShard(nn.Module):
-    """One of equal parts of the channels, all of them unless a layout says which: the input of cut weights."""
+    """Select a rank's channels, the input of a row-parallel weight; all channels without tensor parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.parts = 0, 1
+        self.shard_index, self.n_shards = 0, 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.chunk(self.parts, -1)[self.part] if self.parts > 1 else x
+        return x.chunk(self.n_shards, -1)[self.shard_index] if self.n_shards > 1 else x

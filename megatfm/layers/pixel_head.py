@@ -1,4 +1,4 @@
-"""Head that predicts the pixels of masked patches by one linear layer (SimMIM; Xie et al. 2022)."""
+"""Linear head that predicts the pixels of masked patches (SimMIM: Xie et al. 2022)."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from megatfm.layers.output_head import HEADS
 from megatfm.layers.patch_embedding import normalisation
 from megatfm.layers.sequence import SequenceMetadata
 
-# B batch, S tokens of the last map, T tokens of the row, D model width, K numbers of a patch, C channels
+# B batch, S tokens of the last map, T tokens of the row, D model width, K values of a patch, C channels
 
 
 @HEADS.register("pixels")
 class PixelsHead(nn.Module):
     """Pixels of all patches [B, T, K], or, given targets, the sum over masked patches of their mean absolute error.
 
-    A token predicts the square of `stride` pixels that it stands for, of one patch or of several. masked [B, T]: which
-    patches count; target_patches: uint8 [B, T, K], normalised as the embedding normalises its input.
+    Each token predicts its square of `stride` × `stride` pixels, which may span several patches. masked: [B, T], the
+    patches that count. target_patches: uint8 [B, T, K], normalised like the embedding's input.
     """
 
     reads = ("masked", "target_patches")
@@ -50,7 +50,9 @@ class PixelsHead(nn.Module):
         sequence: SequenceMetadata | None,
     ) -> Tensor:
         if sequence is None:
-            raise MegatfmError("the head 'pixels' needs the sequence: a family passes it to Model.output")
+            raise MegatfmError(
+                "the head 'pixels' needs the sequence: its model family must pass it to Model.output"
+            )
         predicted_BTK = self._to_patches(self.prediction(hidden_BSD), sequence)
         if masked_BT is None or target_BTK is None:
             return predicted_BTK
@@ -60,8 +62,10 @@ class PixelsHead(nn.Module):
         return (errors_BTK.mean(-1) * (masked_BT > 0)).sum()
 
     def _to_patches(self, pixels: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return [B, T, K], patch by patch, of squares [B, S, C · stride · stride]. Raises UsageError for maps that
-        squares don't fill."""
+        """Rearrange squares [B, S, C · stride · stride] into patches [B, T, K].
+
+        Raises UsageError for images that are not a whole number of squares.
+        """
         side, factor = self.options.patch_size, self.factor
         if factor == 1:
             return pixels
@@ -72,8 +76,8 @@ class PixelsHead(nn.Module):
         (height, width), (rows, columns) = sequence.size, sequence.first_size
         if (height * factor, width * factor) != (rows, columns):
             raise UsageError(
-                f"images of {rows} × {columns} patches of {side} pixels are no whole squares of {side * factor} "
-                f"pixels, which a token of the last map stands for: set data.images.size to a multiple of "
+                f"images of {rows} × {columns} patches of {side} pixels do not divide into squares of {side * factor} "
+                f"pixels, one for each token of the last map: set data.images.size to a multiple of "
                 f"{side * factor}"
             )
         squares = pixels.unflatten(-1, (-1, factor, side, factor, side))

@@ -1,6 +1,6 @@
-"""Position encodings, which act on the embeddings, on queries and keys, or on the scores (see `PositionEncoding`).
+"""Position encodings, applied to embeddings, to queries and keys, or to attention scores (see `PositionEncoding`).
 
-Encodings with their own attention are in its file: `attention/shaw.py` and `attention/deberta.py`.
+Encodings with their own attention are in `attention/shaw.py` and `attention/deberta.py`.
 """
 
 import math
@@ -23,15 +23,15 @@ Make = Callable[[ModelConfig, Initialiser], nn.Module]
 
 @dataclass(frozen=True)
 class PositionEncoding:
-    """Makes the modules of an encoding; functions that it lacks are None.
+    """Constructors of the modules that implement an encoding; None where it has no such module.
 
-    absolute: made once a stack, (sequence) → [B or 1, T, D], added to the embeddings.
-    rotary: made in every self-attention, (q, k, sequence) → (q, k).
-    score_bias: made once a stack and shared by its layers, (sequence, causal) → [N, T + S − 1] by distance
+    absolute: one a stack, (sequence) → [B or 1, T, D], added to the embeddings.
+    rotary: one for each self-attention, (q, k, sequence) → (q, k).
+    score_bias: one a stack, shared by its layers, (sequence, causal) → biases by distance [N, T + S − 1]
     (`megatfm.ops.attention.relative_bias`) or [1, N, T, S], added to the scores.
-    attention: made in every self-attention in place of the plain core; see `layers.attention.dot_product`.
-    window_bias: made in every windowed attention, (windows, sequence) → [N, S, S], added to the scores of a window.
-    axis_bias: made in every attention with pooled queries and keys, called with queries and the sides of keys' map.
+    attention: one for each self-attention, replaces DotProductAttention (`layers.attention.dot_product`).
+    window_bias: one for each windowed attention, (windows, sequence) → [N, S, S], added to the scores of a window.
+    axis_bias: one for each pooled attention, (queries, size of the keys' map) → [I, N, Q, K], added to the scores.
     """
 
     absolute: Make | None = None
@@ -53,7 +53,7 @@ ROPE = POSITIONS.register("rope")(PositionEncoding(rotary=Rope))
 
 
 class LearnedPositions(nn.Module):
-    """Rows of a table; the first `position.offset` rows are never used (RoBERTa's padding and its neighbour)."""
+    """A learned table; the first `position.offset` rows are unused (RoBERTa reserves two for padding)."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class LearnedPositions(nn.Module):
         self.roles = {"weight": "embedding"}
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        """[B, T, D]. Raises UsageError where a row could be longer than the table."""
+        """Return [B, T, D]. Raises UsageError for an unpacked row longer than the table."""
         length = sequence.cached_length + sequence.positions.shape[1]
         if length > self.limit and sequence.documents is None:
             raise UsageError(
-                f"a sequence of {length} tokens, but model.position.max_positions = {self.limit}: shorten it, or train "
-                "more positions"
+                f"a sequence has {length} tokens, but model.position.max_positions = {self.limit}: shorten it, or "
+                "train with more positions"
             )
         return F.embedding(sequence.positions + self.offset, self.weight)
 
@@ -81,14 +81,14 @@ LEARNED = POSITIONS.register("learned")(PositionEncoding(absolute=LearnedPositio
 
 
 class SinusoidalPositions(nn.Module):
-    """sin and cos of position · 10000^(−2i/D) in channels 2i and 2i + 1, as the paper has them."""
+    """sin and cos of position · 10000^(−2i/D) in channels 2i and 2i + 1."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         self.width = config.embedding_width
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        """[B, T, D] in float64."""
+        """Return float64 [B, T, D]."""
         positions_BT1 = sequence.positions[..., None].double()
         angles_BTH = positions_BT1 * frequencies(self.width + self.width % 2, 10_000.0, positions_BT1.device)
         table_BTD = torch.stack((angles_BTH.sin(), angles_BTH.cos()), dim=-1).flatten(-2)
@@ -101,7 +101,10 @@ SINUSOIDAL = POSITIONS.register("sinusoidal")(PositionEncoding(absolute=Sinusoid
 
 
 def alibi_slopes(n_heads: int) -> tuple[float, ...]:
-    """2^(−8i/n) for a power of two; else those of the power below, then every other one of the next power's."""
+    """Return slopes 2^(−8i/n) if n is a power of two.
+
+    Otherwise the slopes of the next lower power, then every other slope of the next higher power.
+    """
     power = 2 ** (n_heads.bit_length() - 1)
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     intermediate = [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
@@ -109,7 +112,7 @@ def alibi_slopes(n_heads: int) -> tuple[float, ...]:
 
 
 class Alibi(nn.Module):
-    """−slope · |query − key|; the slopes are a buffer with a heads dimension."""
+    """−slope · |query − key|, with a fixed slope for each head."""
 
     tp_plan = (("", "shard_last_dim"),)
 
@@ -120,7 +123,7 @@ class Alibi(nn.Module):
         self.initial = {"slopes": FixedValues(alibi_slopes(config.attention.n_heads))}
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """For each distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
+        """Return biases by distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
         return -self.slopes[:, None] * sequence.unique_relative_positions().abs()
 
 
@@ -130,10 +133,10 @@ ALIBI = POSITIONS.register("alibi")(PositionEncoding(score_bias=Alibi))
 
 
 def relative_position_bucket(distances: Tensor, n_buckets: int, farthest: int, *, causal: bool) -> Tensor:
-    """The bucket of each distance key − query, int64 of the same shape.
+    """Return the bucket of each distance key − query, int64 of the same shape.
 
-    Half of the buckets (of each direction) stand for one distance each, the others for ranges that grow
-    exponentially up to `farthest`. Causal: later keys share bucket 0, all buckets are for earlier ones.
+    In each direction, half of the buckets hold one distance each, the others exponentially growing ranges up to
+    `farthest`. causal: all buckets are for earlier keys; later ones share bucket 0.
     """
     if causal:
         bucket, distances = torch.zeros_like(distances), (-distances).clamp(min=0)
@@ -150,7 +153,7 @@ def relative_position_bucket(distances: Tensor, n_buckets: int, farthest: int, *
 
 
 class RelativeBias(nn.Module):
-    """A learned number for each bucket and head, shared by all layers of a stack."""
+    """A learned bias for each bucket and head, shared by all layers of a stack."""
 
     tp_plan = (("", "shard_last_dim"),)
 
@@ -160,10 +163,10 @@ class RelativeBias(nn.Module):
         self.n_buckets, self.farthest = options.buckets, options.max_distance
         self.weight = nn.Parameter(torch.empty(self.n_buckets, config.attention.n_heads))
         self.initial = {"weight": initial("relative", self.n_buckets, config.attention.n_heads)}
-        self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
+        self.roles = {"weight": "vector"}  # scalars, not embedding rows: no weight decay
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """For each distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
+        """Return biases by distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""
         bucket = relative_position_bucket(
             sequence.unique_relative_positions(), self.n_buckets, self.farthest, causal=causal
         )
@@ -172,18 +175,18 @@ class RelativeBias(nn.Module):
 
 T5 = POSITIONS.register("t5")(PositionEncoding(score_bias=RelativeBias))
 
-# Relative positions as sinusoids (Dai et al. 2019, section 3.3); `attention = "two_stream"` reads them.
+# Transformer-XL's relative sinusoids (Dai et al. 2019, section 3.3), for two-stream attention (XLNet).
 
 
 class RelativeSinusoids(nn.Module):
-    """A vector [D] for every distance query − key, the longest negative one first: all sines, then all cosines."""
+    """A sinusoidal vector for each distance query − key, in ascending order: all sines, then all cosines."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         self.width = config.d_model
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """[R, D] in float64."""
+        """Return float64 [R, D]."""
         farthest, device = sequence.length - 1, sequence.positions.device
         distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
         angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0, device)

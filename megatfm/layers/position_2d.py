@@ -1,4 +1,4 @@
-"""Positions on an image's grid of patches: learned and interpolated, sinusoidal, and rotary."""
+"""Positions on an image's grid of patches: learned with interpolation, sinusoidal, and rotary."""
 
 import math
 
@@ -14,14 +14,14 @@ from megatfm.layers.rope import frequencies, rotate
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.transfer import moved, to_host
 
-# B batch, T tokens, N query heads, K key-value heads, H head width, D model width, P places, S sizes of images
+# B batch, T tokens, N query heads, K key-value heads, H head width, D model width, S sizes of images
 
 SIDE = 2**16
-"""Base in which (height, width) is one number; more patches than a side can have."""
+"""Encodes (height, width) as height · SIDE + width; larger than any side in patches."""
 
 
 def grid_of(sequence: SequenceMetadata) -> Tensor:
-    """The grid [B, T, 4]. Raises MegatfmError where the batch has none."""
+    """Return the grid [B, T, 4]. Raises MegatfmError for a batch without it."""
     if sequence.grid is None:
         raise MegatfmError(
             "positions on a grid of patches need the field grid: set model.embedding.name = 'patches'"
@@ -30,41 +30,43 @@ def grid_of(sequence: SequenceMetadata) -> Tensor:
 
 
 class LearnedPositions2d(nn.Module):
-    """A table of `position.grid` vectors, interpolated bicubically to each image's grid; class tokens have their own,
-    registers none."""
+    """A learned table of `position.grid` vectors, interpolated bicubically to each image's grid.
+
+    Class tokens have separate vectors; register tokens have none.
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.position, LearnedPosition2dConfig, "model.position")
         self.grid, self.antialias, width = options.grid, options.antialias, config.embedding_width
-        places, n_class = math.prod(options.grid), getattr(config.embedding, "n_class_tokens", 0)
-        self.weight = nn.Parameter(torch.empty(places, width))
+        n_positions, n_class = math.prod(options.grid), getattr(config.embedding, "n_class_tokens", 0)
+        self.weight = nn.Parameter(torch.empty(n_positions, width))
         self.special = nn.Parameter(torch.empty(n_class, width)) if n_class else None
-        self.initial = {"weight": initial("position", places, width)}
+        self.initial = {"weight": initial("position", n_positions, width)}
         self.roles = {"weight": "embedding"}
         if n_class:
             self.initial["special"], self.roles["special"] = initial("position", n_class, width), "embedding"
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        """[B, T, D]."""
+        """Return [B, T, D]."""
         grid_BT4 = grid_of(sequence)
         sizes_S = self._sizes(sequence)
         tables = [self._interpolated(*divmod(size, SIDE)) for size in sizes_S.tolist()]
-        begins = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
+        table_starts = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
         row, column, height, width = grid_BT4.long().unbind(-1)
-        begins_S, sizes_S = (moved(values, row.device) for values in (begins, sizes_S))
+        table_starts_S, sizes_S = (moved(values, row.device) for values in (table_starts, sizes_S))
         image_BT = torch.searchsorted(sizes_S, (height * SIDE + width).contiguous()).clamp(
             max=len(tables) - 1
         )
         n_class = 0 if self.special is None else len(self.special)
-        patch_BT = begins_S[image_BT] + row * width + column + n_class + 1
+        patch_BT = table_starts_S[image_BT] + row * width + column + n_class + 1
         index_BT = torch.where(row < 0, column.clamp(max=n_class), patch_BT)
         zero_row = self.weight.new_zeros(1, self.weight.shape[1])
         table = torch.cat([*([] if self.special is None else [self.special]), zero_row, *tables])
         return F.embedding(index_BT.clamp(max=len(table) - 1), table)
 
     def _sizes(self, sequence: SequenceMetadata) -> Tensor:
-        """Sizes of the images in the batch, height · SIDE + width, int64 [S] ascending, on the host."""
+        """Return the distinct image sizes of the batch, height · SIDE + width, int64 [S] ascending, on the host."""
         height, width = to_host(grid_of(sequence))[..., 2:].long().unbind(-1)
         sizes = height * SIDE + width
         if sequence.documents is not None:
@@ -72,7 +74,7 @@ class LearnedPositions2d(nn.Module):
         return sizes.unique() if sizes.numel() else torch.tensor([self.grid[0] * SIDE + self.grid[1]])
 
     def _interpolated(self, height: int, width: int) -> Tensor:
-        """[height · width, D]; in float32 at least."""
+        """Interpolate the table to an image's grid, [height · width, D], in float32 at least."""
         if (height, width) == self.grid:
             return self.weight
         precise = torch.promote_types(self.weight.dtype, torch.float32)
@@ -88,15 +90,17 @@ LEARNED_2D = POSITIONS.register("learned_2d")(PositionEncoding(absolute=LearnedP
 
 
 class SinusoidalPositions2d(nn.Module):
-    """[sin column | cos column | sin row | cos row] at frequencies 10000^(−4i/D), as MAE's released weights have them;
-    special tokens have zeros."""
+    """[sin column | cos column | sin row | cos row] at frequencies 10000^(−4i/D), as in MAE's released weights.
+
+    Special tokens have zeros.
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         self.width = config.embedding_width
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        """[B, T, D] in float64."""
+        """Return float64 [B, T, D]."""
         grid_BT4 = grid_of(sequence)
         rates = frequencies(self.width // 2, 10_000.0, grid_BT4.device)
         column_BTQ, row_BTQ = (grid_BT4[..., i, None].double() * rates for i in (1, 0))
@@ -108,8 +112,10 @@ SINUSOIDAL_2D = POSITIONS.register("sinusoidal_2d")(PositionEncoding(absolute=Si
 
 
 class Rope2d(nn.Module):
-    """Turns pairs of channels (i, i + H/2) of queries and keys: those of i < H/4 by the row, the others by the column.
-    Special tokens are not turned."""
+    """Rotate channel pairs (i, i + H/2) of queries and keys: i < H/4 by the row, the others by the column.
+
+    Special tokens are not rotated.
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -123,7 +129,7 @@ class Rope2d(nn.Module):
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
     def _table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, 1, T, H/2], of angles in float64."""
+        """Return cosines and sines [B, 1, T, H/2], computed from float64 angles."""
         grid_BT4 = grid_of(sequence)
         at_BT2, size_BT2 = grid_BT4[..., :2].double(), grid_BT4[..., 2:].double()
         if self.normalized:

@@ -1,4 +1,4 @@
-"""Norm placements: how a sublayer S is joined to the residual stream x, `add(x, S(input_norm(x)))`."""
+"""Norm placements: how a sublayer S is added to the residual stream x, `add(x, S(input_norm(x)))`."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -15,17 +15,17 @@ from megatfm.registry import Registry
 
 
 class Residual(Protocol):
-    """A module around one sublayer; it holds the sublayer's norms."""
+    """Interface of a norm placement: the norms around one sublayer."""
 
     def input_norm(self, x_BTD: Tensor) -> Tensor:
-        """The sublayer's input."""
+        """Return the sublayer's input."""
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """The residual stream after the sublayer's output y."""
+        """Return the residual stream after adding the sublayer's output y."""
 
 
 RESIDUALS: Registry[Callable[[ModelConfig, str, StackKind], Residual]] = Registry("norm position")
-"""Made as `RESIDUALS.get(name)(config, place, stack)`; `place` names the sublayer, for its dropout."""
+"""Norm placements by name, made as `RESIDUALS.get(name)(config, site, stack)`. site: name of the dropout site."""
 
 
 class LayerScale(nn.Module):
@@ -45,11 +45,11 @@ class ResidualDropout(nn.Module):
 
     tp_plan = (("dropout", "local_token_dropout"), ("layer_scale", "sequence_parallel"))
 
-    def __init__(self, config: ModelConfig, place: str) -> None:
+    def __init__(self, config: ModelConfig, site: str) -> None:
         super().__init__()
-        self.dropout = Dropout(config.dropout, place)
+        self.dropout = Dropout(config.dropout, site)
         self.layer_scale = LayerScale(config.d_model, config.layer_scale) if config.layer_scale else None
-        self.drop_path = DropPath(place)
+        self.drop_path = DropPath(site)
 
     def forward(self, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         y_BTD = self.dropout(y_BTD, sequence)
@@ -60,11 +60,11 @@ class ResidualDropout(nn.Module):
 
 @RESIDUALS.register("none")
 class NoNorm(nn.Module):
-    """x + S(x), without a norm; the base of the others."""
+    """x + S(x), without a norm; base of the other placements."""
 
-    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
+    def __init__(self, config: ModelConfig, site: str, stack: StackKind) -> None:
         super().__init__()
-        self.branch = ResidualDropout(config, place)
+        self.branch = ResidualDropout(config, site)
 
     def input_norm(self, x_BTD: Tensor) -> Tensor:
         return x_BTD
@@ -79,8 +79,8 @@ class PreNorm(NoNorm):
 
     tp_plan: tuple[tuple[str, str], ...] = (("norm", "sequence_parallel"),)
 
-    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
-        super().__init__(config, place, stack)
+    def __init__(self, config: ModelConfig, site: str, stack: StackKind) -> None:
+        super().__init__(config, site, stack)
         self.norm = make_norm(config)
 
     def input_norm(self, x_BTD: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ class PostNorm(NoNorm):
 
     tp_plan = (("norm", "sequence_parallel"),)
 
-    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
-        super().__init__(config, place, stack)
+    def __init__(self, config: ModelConfig, site: str, stack: StackKind) -> None:
+        super().__init__(config, site, stack)
         self.norm = make_norm(config)
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
@@ -118,8 +118,8 @@ class SandwichNorm(PreNorm):
 
     tp_plan = (("norm", "sequence_parallel"), ("norm_out", "sequence_parallel"))
 
-    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
-        super().__init__(config, place, stack)
+    def __init__(self, config: ModelConfig, site: str, stack: StackKind) -> None:
+        super().__init__(config, site, stack)
         self.norm_out = make_norm(config)
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
@@ -128,10 +128,10 @@ class SandwichNorm(PreNorm):
 
 @RESIDUALS.register("deepnorm")
 class DeepNorm(PostNorm):
-    """N(α x + S(x)) (Wang et al. 2022): α grows with the depth; goes with `init.name = "deepnorm"`."""
+    """N(α x + S(x)) (Wang et al. 2022): α grows with the depth; use with `init.name = "deepnorm"`."""
 
-    def __init__(self, config: ModelConfig, place: str, stack: StackKind) -> None:
-        super().__init__(config, place, stack)
+    def __init__(self, config: ModelConfig, site: str, stack: StackKind) -> None:
+        super().__init__(config, site, stack)
         self.alpha = deepnorm_constants(config, stack)[0]
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), turning halves as Hugging Face checkpoints do, and scaled to longer contexts."""
+"""Rotary position embeddings (Su et al. 2021) in the half-split layout of Hugging Face, with context extension."""
 
 import math
 
@@ -12,22 +12,24 @@ from megatfm.layers.sequence import SequenceMetadata
 
 
 def frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Angles per position theta^(−2i/H) of the pairs of channels, [H/2] in float64. Made on the device: a copy to it
-    would have the host wait."""
+    """Return the angles per position theta^(−2i/H) of the channel pairs, float64 [H/2].
+
+    Computed on the device, because a copy from the host would wait for it.
+    """
     return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
 
 
 def rotary_table(positions_BT: Tensor, frequencies_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, 1, T, H/2] of position · frequency, in float64.
+    """Return cosines and sines of position · frequency, float64 [B, 1, T, H/2].
 
-    In float32 the angle of position 10⁶ would be off by a tenth of a radian.
+    In float32 the angle at position 10⁶ would be wrong by a tenth of a radian.
     """
     angles_B1TH = positions_BT[:, None, :, None].double() * frequencies_H
     return angles_B1TH.cos(), angles_B1TH.sin()
 
 
 def rotate(x_BNTH: Tensor, cos_B1TH: Tensor, sin_B1TH: Tensor) -> Tensor:
-    """Turn each pair of channels (i, i + H/2) by its angle; in float32 at least, returned in x's dtype."""
+    """Rotate each channel pair (i, i + H/2) by its angle, in float32 at least; return x's dtype."""
     dtype = torch.promote_types(x_BNTH.dtype, torch.float32)
     first, second = x_BNTH.to(dtype).chunk(2, dim=-1)
     cos, sin = cos_B1TH.to(dtype), sin_B1TH.to(dtype)
@@ -38,7 +40,7 @@ def rotate(x_BNTH: Tensor, cos_B1TH: Tensor, sin_B1TH: Tensor) -> Tensor:
 
 
 class Rope(nn.Module):
-    """Turns queries and keys by their positions; any number of heads."""
+    """Rotate queries and keys by their positions, for any number of heads."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser, width: int | None = None) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class Rope(nn.Module):
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
     def _table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """One for all layers, in the type in which they turn: half of float64's bytes, and no layer converts it."""
+        """Compute the table for all layers, converted once to the dtype in which they rotate."""
         positions = sequence.positions
         angles, factor = scaled_frequencies(self.width, self.theta, self.scaling, positions.device)
         cos, sin = rotary_table(positions, angles)
@@ -62,7 +64,7 @@ class Rope(nn.Module):
 def scaled_frequencies(
     width: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
-    """Angles per position [H/2] in float64, and the factor on rotated queries and keys."""
+    """Return scaled angles per position, float64 [H/2], and the factor on rotated queries and keys."""
     plain = frequencies(width, theta, device)
     match scaling:
         case LinearScaling():
@@ -77,9 +79,10 @@ def scaled_frequencies(
 
 
 def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
-    """Peng et al. 2023, section 3.2: channel i turns original_length · frequency / 2π times."""
+    """YaRN (Peng et al. 2023, section 3.2): interpolate channels that rotate seldom within the original length."""
 
     def channel(n_rotations: float) -> float:
+        """Return the channel that rotates this often within the original length."""
         return width * math.log(scaling.original_length / (n_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
@@ -89,12 +92,13 @@ def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tupl
     ramp = (torch.arange(width // 2, dtype=torch.float64, device=plain.device) - first) / max(
         last - first, 0.001
     )
-    slowed = ramp.clamp(0, 1)
+    interpolated_share = ramp.clamp(0, 1)
     factor = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
-    return plain / scaling.factor * slowed + plain * (1 - slowed), factor
+    return plain / scaling.factor * interpolated_share + plain * (1 - interpolated_share), factor
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Interpolate between the plain and divided frequency by the number of rotations (Llama 3.1's released code)."""
     n_rotations = scaling.original_length * plain / (2 * math.pi)
     kept_share = (n_rotations - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor

@@ -1,4 +1,4 @@
-"""Sequence metadata for attention and position encodings: positions, documents, prefixes and random keys."""
+"""Sequence metadata: positions, documents, prefixes and random keys of a batch, and masks derived from them."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -20,7 +20,7 @@ ALL_QUERIES = slice(None)
 
 
 class Pattern(Protocol):
-    """The one method of `AttentionPattern` that is called here."""
+    """The method of `AttentionPattern` that SequenceMetadata calls."""
 
     def mask(
         self, sequence: "SequenceMetadata", first_head: int, n_heads: int, rows: slice = ...
@@ -30,17 +30,19 @@ class Pattern(Protocol):
 class SequenceMetadata:
     """Positions, document boundaries, prefixes and random keys of a batch.
 
-    positions: int64 [B, T], the position of each token in its document. documents: int64 [B, T] or None; tokens see
-    one another only inside one document, and −1 marks padding. prefix: bool [B, T] or None, tokens that all of their
-    document sees. rng_keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
-    these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32,
-    where documents begin in rows laid end to end (`megatfm.ops.attention.cu_seqlens_from_documents`), for kernels
-    that ask for it. grid: int32 [B, T, 4] or None, row, column, height and width of a patch in its image's grid of
-    patches; of special tokens the row is −1 and the column their number. masked: bool [B, T] or None, patches for which
-    the embedding puts its mask token. inserted: bool [B, T] and vectors [B, T, E] or None, which stand in place of
-    embedded tokens.
-
-    Tokens of one document stand next to one another, so that distances in a document are distances in the row.
+    positions: int64 [B, T], position of each token in its document.
+    documents: int64 [B, T], document id of each token, −1 for padding; attention stays within a document. None: each
+    row is one document. Tokens of a document are contiguous, so that distances in documents are distances in rows.
+    prefix: bool [B, T], tokens that all tokens of their document see; None: none.
+    rng_keys: int64 [B], random keys for dropout.
+    past: number of tokens in the key-value cache before these; past_documents: int64 [B, past], their documents.
+    memory: metadata of the encoder's tokens, for cross-attention.
+    cu_seqlens: int32 [C + 1], starts of documents in the concatenated rows
+    (`megatfm.ops.attention.varlen.cu_seqlens_from_documents`), for varlen kernels.
+    grid: int32 [B, T, 4], row, column, height and width of each patch in its image's grid; special tokens have row −1
+    and their index as the column. None: no images.
+    masked: bool [B, T], patches that the embedding replaces by its mask token.
+    inserted: bool [B, T] and vectors [B, T, E] that replace token embeddings.
     """
 
     def __init__(
@@ -53,27 +55,27 @@ class SequenceMetadata:
         past: int = 0,
         past_documents: Tensor | None = None,
         memory: "SequenceMetadata | None" = None,
-        starts: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         grid: Tensor | None = None,
     ) -> None:
-        self.cu_seqlens, self.grid = starts, grid
+        self.cu_seqlens, self.grid = cu_seqlens, grid
         self.positions, self.documents, self.prefix = positions, documents, prefix
         self._rng_keys, self._depth = rng_keys, -1
         self.cached_length, self.cached_documents, self.memory = past, past_documents, memory
         self.masked: Tensor | None = None
         self.inserted: tuple[Tensor, Tensor] | None = None
         self.skip_rate: Tensor | None = None
-        """The layer's drop path rate, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
+        """The layer's stochastic depth rate, a scalar; None: 0."""
         self.n_evicted = 0
-        """Cached tokens that the layer's cache has evicted; they come after the first `n_initial_kept`."""
+        """Number of tokens that the layer's cache has evicted, after the first `n_initial_kept`."""
         self.n_initial_kept = 0
         self.tokens: Tensor | None = None
-        """int64 [B, T], the tokens themselves, if the model reads tokens."""
+        """Token ids, int64 [B, T], if the model reads tokens."""
         self._cache: dict[Hashable, object] = {}
 
     @property
     def rng_keys(self) -> Tensor | None:
-        """int64 [B], hashed with the layer's depth on first access: they cost nothing where nothing is dropped."""
+        """Random keys of the layer, int64 [B]. Hashed with the depth on first access, so unused keys cost nothing."""
         if self._rng_keys is None or self._depth < 0:
             return self._rng_keys
         keys_B = self._rng_keys
@@ -81,7 +83,7 @@ class SequenceMetadata:
 
     @rng_keys.setter
     def rng_keys(self, keys_B: Tensor | None) -> None:
-        """Keys of the layer at hand, mixed with nothing more."""
+        """Set the layer's final keys, without hashing the depth."""
         self._rng_keys, self._depth = keys_B, -1
 
     def at_layer(self, depth: int, skip_rate: float = 0.0, *, n_compiled_layers: int = 0) -> Self:
@@ -93,7 +95,7 @@ class SequenceMetadata:
         if self._rng_keys is None and not skip_rate:
             return self
         layer, keys_B = copy.copy(self), self._rng_keys
-        if skip_rate:  # without keys too, so that stochastic depth in training refuses to run
+        if skip_rate:  # even without random keys, so that stochastic depth raises an error in training
             layer.skip_rate = torch.full((), skip_rate, dtype=torch.float64, device=self.positions.device)
         if keys_B is None:
             return layer
@@ -107,18 +109,20 @@ class SequenceMetadata:
         return layer
 
     def after_eviction(self, count: int, first: int = 0) -> Self:
-        """Return a copy for a layer whose cache gave `count` keys: those of the `first` tokens, and of the last."""
-        forgotten = self.cached_length + self.positions.shape[1] - count
-        if not forgotten:
+        """Return a copy for a layer whose cache holds `count` keys: those of the `first` tokens and the last ones."""
+        n_evicted = self.cached_length + self.positions.shape[1] - count
+        if not n_evicted:
             return self
         layer = copy.copy(self)
-        layer.n_evicted, layer.n_initial_kept = forgotten, first
-        layer._cache = self.cached(("forgotten", forgotten, first), dict)
+        layer.n_evicted, layer.n_initial_kept = n_evicted, first
+        layer._cache = self.cached(("after eviction", n_evicted, first), dict)
         return layer
 
     def on_host(self) -> "SequenceMetadata":
-        """Return a copy in host memory, without tokens and random keys, for plans by its values: itself on a CPU, and
-        on a device without waiting where the batch was moved there (`megatfm.ops.transfer`)."""
+        """Return a copy in host memory, without tokens and random keys, from which the host plans; itself on a CPU.
+
+        Does not wait for the device if the batch came from the host by `megatfm.ops.transfer.moved`.
+        """
         return self if is_on_host(self.positions) else self.cached("on host", self._on_host)
 
     def _on_host(self) -> "SequenceMetadata":
@@ -131,20 +135,20 @@ class SequenceMetadata:
         return host
 
     def initial_tokens_end(self, count: int) -> int:
-        """The least n such that the first n tokens of each row hold the first `count` of each of its documents."""
+        """Return the smallest n such that the first n tokens of a row contain the first `count` of each document."""
         if self.document_ids() is None:
             return count
-        return self.cached(("until first", count), lambda: self._until_first(count))
+        return self.cached(("until first", count), lambda: self._find_initial_end(count))
 
-    def _until_first(self, count: int) -> int:
-        documents_BS = self.on_host()._all_documents()
-        begins_BS = documents_BS >= 0
-        begins_BS[:, 1:] &= documents_BS[:, 1:] != documents_BS[:, :-1]
-        places_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
-        return int((places_S * begins_BS).max()) + count
+    def _find_initial_end(self, count: int) -> int:
+        documents_BS = self.on_host()._documents_with_cached()
+        is_start_BS = documents_BS >= 0
+        is_start_BS[:, 1:] &= documents_BS[:, 1:] != documents_BS[:, :-1]
+        index_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+        return int((index_S * is_start_BS).max()) + count
 
-    def _kept(self, values: Tensor) -> Tensor:
-        """Select the tokens whose keys are in the cache, from the last dim past + T."""
+    def _select_cached(self, values: Tensor) -> Tensor:
+        """Select values of the tokens that the cache still has, along the last dim [past + T]."""
         if not self.n_initial_kept:
             return values[..., self.n_evicted :]
         return torch.cat(
@@ -153,12 +157,12 @@ class SequenceMetadata:
 
     @property
     def length(self) -> int:
-        """Tokens of a row, cached ones too."""
+        """Number of tokens of a row, cached ones included."""
         return self.cached_length + self.positions.shape[1]
 
     @property
     def is_full_sequence(self) -> bool:
-        """Whether the tokens are all of their rows (see `SequenceShard`)."""
+        """Whether these are all tokens of their rows; false for a `SequenceShard`."""
         return True
 
     @property
@@ -170,19 +174,20 @@ class SequenceMetadata:
 
     @property
     def key_indices(self) -> Tensor:
-        """Token indices [S] of all keys, cached ones too."""
+        """Token indices [S] of all keys, cached ones included."""
         return self.cached(
-            "key indices", lambda: self._kept(torch.arange(self.length, device=self.positions.device))
+            "key indices",
+            lambda: self._select_cached(torch.arange(self.length, device=self.positions.device)),
         )
 
     @property
     def prefix_mask(self) -> Tensor | None:
-        """Prefix tokens, visible to all of their document, bool [B, T]; None: none, and after the first cached pass."""
+        """Prefix tokens, bool [B, T], visible to all of their document; None without a prefix or with cached tokens."""
         return None if self.prefix is None or self.cached_length else self.prefix.bool()
 
     @property
     def non_padding_mask(self) -> Tensor:
-        """Boolean [B, T], tokens that are no padding."""
+        """Boolean [B, T], false for padding."""
         return torch.ones_like(self.positions).bool() if self.documents is None else self.documents >= 0
 
     @property
@@ -192,14 +197,14 @@ class SequenceMetadata:
 
     @property
     def max_documents_per_row(self) -> int:
-        """The most documents in one full row; 1 where rows are not packed."""
+        """Largest number of documents in a full row; 1 for unpacked rows."""
         documents = self.documents
         if documents is None:
             return 1
         return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1))
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what all layers share, e.g. the rotary table; `make` is called the first time for each key."""
+        """Return a value that layers share, such as the rotary table; calls `make` on the first access of a key."""
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]  # type: ignore[return-value]
@@ -207,10 +212,10 @@ class SequenceMetadata:
     def mask(
         self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, rows: slice | None = None
     ) -> Tensor | None:
-        """Boolean [B or 1, n or 1, T, S], true where a query may look; None where `builtin_mask` says the same.
+        """Return the boolean mask [B or 1, n or 1, T, S], true where visible; None if `builtin_mask` is exact.
 
-        One object serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
-        of patterns that differ by head. rows: of some of the queries alone, and made anew.
+        Cached for all layers. Padding sees padding. first_head, n_heads: for patterns that differ by head. rows: a
+        slice of the queries, not cached.
         """
         if rows is not None and len(range(*rows.indices(self.positions.shape[1]))) < self.positions.shape[1]:
             return pattern.mask(self, first_head, n_heads, rows)
@@ -218,14 +223,14 @@ class SequenceMetadata:
         return self.cached(key, lambda: pattern.mask(self, first_head, n_heads))
 
     def uniform_cu_seqlens(self) -> Tensor:
-        """Begins of documents in rows laid end to end, and the end, int32 [C + 1]."""
+        """Return starts of documents in the concatenated rows, and the end, int32 [C + 1]."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens
         rows, length = self.positions.shape
         return self.cached("row starts", lambda: uniform_cu_seqlens(rows, length, self.positions.device))
 
     def unique_relative_positions(self) -> Tensor:
-        """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.relative_bias`)."""
+        """Return each distance key − query once, int64 [T + S − 1] (`megatfm.ops.attention.relative_bias`)."""
         queries, keys = self.indices, self.key_indices
         first, count = self.n_evicted - self.length + 1, len(queries) + len(keys) - 1
         return self.cached(
@@ -233,71 +238,71 @@ class SequenceMetadata:
         )
 
     def relative_positions(self, rows: slice = ALL_QUERIES) -> Tensor:
-        """key − query in tokens, int64 [T, S], or of some of the queries."""
+        """Return key − query in tokens, int64 [T, S]. rows: a slice of the queries."""
         if len(range(*rows.indices(len(self.indices)))) < len(self.indices):
             return self.key_indices[None, :] - self.indices[rows, None]
         return self.cached("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
 
     def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
-        """The documents of queries [B, T] and of keys [B, S]; None where all see all."""
+        """Return the documents of queries [B, T] and of keys [B, S]; None if each row is one document."""
         if of_memory:
             keys = None if self.memory is None else self.memory.documents
             return None if keys is None else (self._documents(), keys)
         if self.documents is None and (not self.cached_length or self.cached_documents is None):
             return None
-        return self._documents(), self._kept(self._all_documents())
+        return self._documents(), self._select_cached(self._documents_with_cached())
 
     def same_document(self, *, of_memory: bool = False, rows: slice = ALL_QUERIES) -> Tensor | None:
-        """Boolean [B, 1, T, S], true where query and key are in one document; None where all are. rows: see `mask`."""
-        numbers = self.document_ids(of_memory=of_memory)
-        return None if numbers is None else (numbers[0][:, rows, None] == numbers[1][:, None, :])[:, None]
+        """Return boolean [B, 1, T, S], whether query and key share a document; None if all do. rows: see `mask`."""
+        ids = self.document_ids(of_memory=of_memory)
+        return None if ids is None else (ids[0][:, rows, None] == ids[1][:, None, :])[:, None]
 
     def positions_in_document(self) -> tuple[Tensor, Tensor]:
-        """Number of tokens of the same document before each query [B, T] and each key [B, S]."""
-        return self.cached("document places", self._document_places)
+        """Return the index in its document of each query [B, T] and each key [B, S]."""
+        return self.cached("document places", self._positions_in_document)
 
     def document_lengths(self) -> Tensor:
-        """Number of tokens that each query's document has so far, [B, T]."""
+        """Return the length, so far, of each query's document, [B, T]."""
         return self.cached("document lengths", self._document_lengths)
 
     def document_spans(self) -> list[tuple[int | None, int, int]]:
-        """Row, begin and end of each document; the row is None where every row is one document."""
+        """Return row, start and end of each document; row None: for all rows, each of which is one document."""
         if self.document_ids() is None:
             return [(None, 0, self.length)]
-        return self.cached("runs", self._runs)
+        return self.cached("runs", self._find_spans)
 
-    def _runs(self) -> list[tuple[int | None, int, int]]:
+    def _find_spans(self) -> list[tuple[int | None, int, int]]:
         spans: list[tuple[int | None, int, int]] = []
-        for row, places_T in enumerate(self.on_host().positions_in_document()[0]):
-            starts = [*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]
+        for row, positions_T in enumerate(self.on_host().positions_in_document()[0]):
+            starts = [*(positions_T == 0).nonzero()[:, 0].tolist(), len(positions_T)]
             spans += [(row, begin, end) for begin, end in pairwise(starts)]
         return spans
 
     def _document_lengths(self) -> Tensor:
-        places_BS = self.positions_in_document()[1]
+        positions_BS = self.positions_in_document()[1]
         if self.document_ids() is None:
-            return places_BS[:, -1:] + 1
-        # The last place of a run of tokens is the greatest from there on until a run begins anew.
-        ends_BS = torch.ones_like(places_BS, dtype=torch.bool)
-        ends_BS[:, :-1] = places_BS[:, 1:] == 0
-        index_S = torch.arange(places_BS.shape[1], device=places_BS.device)
-        end_BS = index_S.where(ends_BS, places_BS.shape[1]).flip(1).cummin(1).values.flip(1)
-        return (places_BS.gather(1, end_BS) + 1)[:, places_BS.shape[1] - self.positions.shape[1] :]
+            return positions_BS[:, -1:] + 1
+        # For each token, the index of the next document end: a reversed cumulative minimum.
+        is_end_BS = torch.ones_like(positions_BS, dtype=torch.bool)
+        is_end_BS[:, :-1] = positions_BS[:, 1:] == 0
+        index_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+        end_BS = index_S.where(is_end_BS, positions_BS.shape[1]).flip(1).cummin(1).values.flip(1)
+        return (positions_BS.gather(1, end_BS) + 1)[:, positions_BS.shape[1] - self.positions.shape[1] :]
 
-    def _document_places(self) -> tuple[Tensor, Tensor]:
+    def _positions_in_document(self) -> tuple[Tensor, Tensor]:
         if self.document_ids() is None:
             return self.indices[None], self.key_indices[None]
-        keys_BS = self._all_documents()
-        places_S = torch.arange(keys_BS.shape[1], device=keys_BS.device)
-        begins_BS = torch.ones_like(keys_BS, dtype=torch.bool)
-        begins_BS[:, 1:] = keys_BS[:, 1:] != keys_BS[:, :-1]
-        places_BS = places_S - (places_S * begins_BS).cummax(1).values
-        return places_BS[:, self.cached_length :], self._kept(places_BS)
+        keys_BS = self._documents_with_cached()
+        index_S = torch.arange(keys_BS.shape[1], device=keys_BS.device)
+        is_start_BS = torch.ones_like(keys_BS, dtype=torch.bool)
+        is_start_BS[:, 1:] = keys_BS[:, 1:] != keys_BS[:, :-1]
+        positions_BS = index_S - (index_S * is_start_BS).cummax(1).values
+        return positions_BS[:, self.cached_length :], self._select_cached(positions_BS)
 
     def _documents(self) -> Tensor:
         return torch.zeros_like(self.positions) if self.documents is None else self.documents
 
-    def _all_documents(self) -> Tensor:
+    def _documents_with_cached(self) -> Tensor:
         """[B, past + T]."""
         if not self.cached_length:
             return self._documents()
@@ -308,20 +313,24 @@ class SequenceMetadata:
 
 
 class SequenceShard(SequenceMetadata):
-    """A shard of a sequence: queries at `places` int64 [T], ascending, keys from the full sequence or `with_keys_at`.
+    """The tokens of a sequence that a context-parallel rank holds.
 
-    All methods give the same values as on the full sequence, so masks, biases and dropout do not depend on sharding.
+    full_sequence: metadata of the full rows. token_indices: int64 [T], ascending, this rank's tokens, which are the
+    queries. Keys are all tokens of the full rows, or those of `with_keys_at`. All methods return the values of the full
+    sequence for these tokens, so masks, biases and dropout do not depend on sharding.
     """
 
-    def __init__(self, row: SequenceMetadata, places: Tensor, memory: SequenceMetadata | None = None) -> None:
+    def __init__(
+        self, full_sequence: SequenceMetadata, token_indices: Tensor, memory: SequenceMetadata | None = None
+    ) -> None:
         super().__init__(
-            row.positions[:, places],
-            None if row.documents is None else row.documents[:, places],
-            rng_keys=row.rng_keys,
+            full_sequence.positions[:, token_indices],
+            None if full_sequence.documents is None else full_sequence.documents[:, token_indices],
+            rng_keys=full_sequence.rng_keys,
             memory=memory,
-            grid=None if row.grid is None else row.grid[:, places],
+            grid=None if full_sequence.grid is None else full_sequence.grid[:, token_indices],
         )
-        self.full_sequence, self.token_indices = row, places
+        self.full_sequence, self.token_indices = full_sequence, token_indices
         self.key_token_indices: Tensor | None = None
 
     @property
@@ -339,22 +348,24 @@ class SequenceShard(SequenceMetadata):
         return host
 
     def full_row(self) -> SequenceMetadata:
-        """The full sequence, with the random keys of the layer at hand."""
+        """Return the full sequence with this layer's random keys."""
         row = copy.copy(self.full_sequence)
         row.rng_keys = self.rng_keys
         return row
 
-    def with_keys_at(self, key: Hashable, places: Tensor) -> Self:
-        """Return a copy with keys at these token indices alone. key: by which layers that look there share it."""
-        part = copy.copy(self)
-        part.key_token_indices, part._cache = places, self.cached(("looking at", key), dict)
-        return part
+    def with_keys_at(self, key: Hashable, token_indices: Tensor) -> Self:
+        """Return a copy whose keys are these tokens only. key: cache key, equal for layers with the same keys."""
+        shard = copy.copy(self)
+        shard.key_token_indices, shard._cache = token_indices, self.cached(("keys at", key), dict)
+        return shard
 
-    def with_queries_at(self, key: Hashable, places: Tensor) -> Self:
-        """Other queries of the same rows, with the layer's random keys. key: by which all layers share them."""
-        part = copy.copy(self.cached(("at", key), lambda: type(self)(self.full_sequence, places)))
-        part.rng_keys = self.rng_keys
-        return part
+    def with_queries_at(self, key: Hashable, token_indices: Tensor) -> Self:
+        """Return a shard whose queries are these tokens of the rows. key: cache key, equal for layers that share it."""
+        shard = copy.copy(
+            self.cached(("queries at", key), lambda: type(self)(self.full_sequence, token_indices))
+        )
+        shard.rng_keys = self.rng_keys
+        return shard
 
     @property
     def length(self) -> int:
@@ -373,7 +384,7 @@ class SequenceShard(SequenceMetadata):
         return self.full_sequence.indices if self.key_token_indices is None else self.key_token_indices
 
     def unique_relative_positions(self) -> Tensor:
-        """[2L − 1], those of the full sequence: the tokens here don't stand next to one another."""
+        """Return the distances of the full rows, [2L − 1], because a shard's tokens are not contiguous."""
         return self.full_sequence.unique_relative_positions()
 
     @property
@@ -382,20 +393,20 @@ class SequenceShard(SequenceMetadata):
         return None if prefix_BS is None else prefix_BS[:, self.key_indices]
 
     def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
-        numbers = self.full_sequence.document_ids()
+        ids = self.full_sequence.document_ids()
         if of_memory:
             assert self.memory is not None
             keys = self.memory.documents
             if isinstance(self.memory, SequenceShard):
                 keys = self.memory.full_sequence.documents
             return None if keys is None else (self._documents(), keys)
-        if numbers is None:
+        if ids is None:
             return None
-        return numbers[0][:, self.token_indices], numbers[1][:, self.key_indices]
+        return ids[0][:, self.token_indices], ids[1][:, self.key_indices]
 
     def _document_lengths(self) -> Tensor:
         return self.full_sequence.document_lengths()[:, self.token_indices]
 
-    def _document_places(self) -> tuple[Tensor, Tensor]:
-        places_q, places_k = self.full_sequence.positions_in_document()
-        return places_q[:, self.token_indices], places_k[:, self.key_indices]
+    def _positions_in_document(self) -> tuple[Tensor, Tensor]:
+        q_positions, k_positions = self.full_sequence.positions_in_document()
+        return q_positions[:, self.token_indices], k_positions[:, self.key_indices]

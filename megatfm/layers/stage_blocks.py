@@ -1,4 +1,4 @@
-"""Blocks of a hierarchical model's stages: plain ones, and MViTv2's, of which some shrink the map and widen vectors."""
+"""Blocks of hierarchical models: plain ones, and MViTv2's, some of which shrink the map and widen the vectors."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,22 +17,22 @@ from megatfm.layers.residual import PreNorm
 
 
 class StageBlock(Block):
-    """A block of one stage. config: the stage's. share: tokens of its maps for each patch, for costs."""
+    """A block of one stage. config: that of the stage. share: tokens of the stage's map per patch, for costs."""
 
     def __init__(self, config: ModelConfig, depth: int, share: float) -> None:
         super().__init__(config, "encoder", depth)
         self.share = share
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the tokens of its stage."""
+        """Cost of the stage's tokens."""
         return default_cost(self, tokens.with_count(tokens.n * self.share))
 
 
 class PooledBlock(nn.Module):
     """Pooled attention and a feed-forward network (Li et al. 2022, section 4), each around a skip connection.
 
-    config: the stage's. d_in, d_out: widths of input and output. stride: 2 where the map shrinks. size: the map for
-    which tables are trained. share: as `StageBlock`'s.
+    config: that of the stage. d_in, d_out: input and output width. stride: 2 if the block shrinks the map. size: input
+    map size for which position tables are trained. share: as in `StageBlock`.
     """
 
     tp_plan = (("attn_skip", "sequence_parallel"), ("ffn_skip", "sequence_parallel"))
@@ -64,12 +64,12 @@ class PooledBlock(nn.Module):
         self.ffn_skip = Linear(d, d_out, initial("dense", d, d_out), bias=True) if d_out != d else None
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the tokens of its stage."""
+        """Cost of the stage's tokens."""
         stage_tokens = tokens.with_count(tokens.n * self.share)
         return total_cost(self.children(), stage_tokens)
 
     def forward(self, x_BSD: Tensor, sequence: MapSequence) -> Tensor:
-        """[B, T, D]; sequence: that of the output. A skip's projection sees the normed input."""
+        """Return [B, T, D]. sequence: metadata of the output. As in MViTv2, skip projections take the normed input."""
         normed = self.attn_residual.input_norm(x_BSD)
         skip = x_BSD if self.attn_skip is None else self.attn_skip(normed)
         skip = skip if self.pool is None else self.pool(skip, sequence)
@@ -80,19 +80,17 @@ class PooledBlock(nn.Module):
 
 
 class MaxPool(nn.Module):
-    """The largest of 3 × 3 neighbours, of every second row and column."""
+    """3 × 3 max pooling with stride 2."""
 
     tp_plan = (("before", "gather_output_for_tokens"), ("after", "split_output"))
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.after = (
-            nn.Identity(),
-            nn.Identity(),
-        )  # where rank's parts of a row are gathered, and cut
+        # Tensor parallelism gathers full rows before pooling, and splits them after it.
+        self.before, self.after = nn.Identity(), nn.Identity()
 
     def forward(self, x_BSD: Tensor, sequence: MapSequence) -> Tensor:
-        """[B, T, D] of the tokens of `sequence`, from those of the map before."""
+        """Pool the previous map to that of `sequence`; return [B, T, D]."""
         x_IHWD = to_maps(self.before(x_BSD), sequence.previous_size)
         y_IDHW = F.max_pool2d(x_IHWD.permute(0, 3, 1, 2), 3, stride=2, padding=1)
         pooled: Tensor = self.after(to_rows(y_IDHW.permute(0, 2, 3, 1), len(x_BSD)))

@@ -1,4 +1,4 @@
-"""Architectures: each family's forward from embedding to losses. `build(config)` makes the one that a config names."""
+"""Model families, from embedding to losses. `build(config)` makes the model of a config."""
 
 from torch import nn
 
@@ -20,9 +20,9 @@ from megatfm.models.transformer import Decoder
 
 
 def build(config: ModelConfig) -> nn.Module:
-    """The model of a config, on the current default device (use `torch.device("meta")` to allocate nothing).
+    """Build the model of a config on the current default device (`torch.device("meta")` allocates nothing).
 
-    With low-rank adapters where the config has some: then only these have gradients. Raises UsageError.
+    With `model.lora`, adds low-rank adapters and freezes all other parameters. Raises UsageError.
     """
     model = MODELS.get(config.family)(config)
     if config.lora is not None:

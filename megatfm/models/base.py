@@ -1,5 +1,7 @@
-"""The base of all model families: the fields of a batch that they read, their additional heads and pipeline stages; the
-dtype of loaded weights and muP's learning rates."""
+"""Base class of model families: fields of a batch, additional heads and pipeline stages.
+
+Also the dtype of loaded weights, and muP's learning rate factors.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +30,7 @@ OTHER_NAMES = {
     "input_ids": "tokens", "decoder_input_ids": "tokens", "labels": "targets", "position_ids": "positions",
     "token_type_ids": "segments", "attention_mask": "documents", "past_key_values": "cache",
 }  # fmt: skip
-"""transformers' names of fields, and megatfm's."""
+"""transformers' names of batch fields → megatfm's."""
 
 
 class Output(NamedTuple):
@@ -45,17 +47,17 @@ class Output(NamedTuple):
     or [B, T, C] with `token = "all"`; of "span" [B, T, 2]; of "classifier" [images, C], one after another as they
     stand in the rows."""
     carry: dict[str, Tensor] | None = None
-    """Hidden vectors besides `hidden` that a later pipeline stage reads, by name: "encoder_hidden" [B, S, D]."""
+    """Further hidden vectors that later pipeline stages read, by name, e.g. "encoder_hidden" [B, S, D]."""
 
     def carried(self) -> dict[str, Tensor]:
-        """Return all that a later pipeline stage may read, by the keywords of its forward."""
+        """Return the tensors for later pipeline stages, by the keyword of their forward."""
         return {"hidden": self.hidden, **(self.carry or {})}
 
 
 class Model(nn.Module):
-    """Base of model families; a family adds the modules, `split_points`, `forward` and `stage`.
+    """Base class of model families. Subclasses define the modules, `split_points`, `forward` and `stage`.
 
-    Call `add_heads` and `accept` in the constructor, and `read` first in `forward`.
+    Call `add_heads` and `accept` in the constructor, and `read` at the start of `forward`.
     """
 
     cp_plan = "local"
@@ -70,15 +72,18 @@ class Model(nn.Module):
         self.target_fields: tuple[tuple[str, ...], ...] = (("targets",),)
 
     def add_heads(self, table: Embedding | None, config: ModelConfig | None = None) -> None:
-        """Add the heads of `config.extra_heads` as modules of their names. table: the embedding of tokens. config:
-        that of the hidden vectors which heads read, where it is not the model's."""
+        """Add the heads of `model.extra_heads` as submodules. table: the token embedding. config: that of the hidden
+        vectors that heads read; None: the model's."""
         for name, section in self.config.extra_heads.items():
             self.add_module(name, HEADS.get(section.name)(config or self.config, section, table))
         self.extra_heads = list(self.config.extra_heads)
 
     def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:
-        """Declare the fields of a batch that `forward` reads: these, `targets` of its own head and what additional
-        heads read, each also under its name for full rows (context parallelism), and random keys."""
+        """Declare the batch fields that `forward` reads, besides those of additional heads and random keys.
+
+        targets: fields of the model's own head. Each field is also accepted with the prefix "full_row_", which context
+        parallelism uses.
+        """
         head_fields = [tuple(getattr(self, name).reads) for name in self.extra_heads]
         self.target_fields = (*((name,) for name in targets), *head_fields)
         optional = {
@@ -90,7 +95,7 @@ class Model(nn.Module):
         self.accepted = frozenset(known_fields | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
-        """Return the fields of a batch that are not None. Raise TypeError for one that the model would not look at."""
+        """Return the fields that are not None. Raises TypeError for a field that the model does not read."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
             names = [
@@ -111,11 +116,11 @@ class Model(nn.Module):
         return batch
 
     def new_layers(self) -> list[Tensor] | None:
-        """Return a list for embeddings and blocks' outputs, where a head reads several layers; None where none does."""
+        """Return an empty list to collect the layers' outputs if a head reads several layers, else None."""
         return [] if any(getattr(getattr(self, name), "layers", ()) for name in self.extra_heads) else None
 
     def has_targets(self, batch: Mapping[str, Tensor]) -> bool:
-        """Return whether the batch has the targets of any head; then there are losses, otherwise predictions."""
+        """Return whether the batch has targets of any head. If so, the model returns losses, otherwise predictions."""
         return any(all(name in batch for name in names) for names in self.target_fields)
 
     def output(
@@ -130,15 +135,15 @@ class Model(nn.Module):
     ) -> Output:
         """Run the additional heads and return the output: losses if the batch has targets, else predictions.
 
-        hidden_BTD: a tensor, or None in a pipeline stage before the stack whose vectors it is. carry: see Output.
-        sequence: where its tokens stand, for heads that say `takes_sequence`. layers: see `new_layers`.
+        hidden_BTD: a tensor; None in a pipeline stage before it is computed. carry: see Output. sequence: for heads
+        with `takes_sequence`. layers: see `new_layers`.
         """
         has_targets, predictions = self.has_targets(batch), dict[str, Tensor]()
         for name in self.extra_heads:
             head: Any = getattr(self, name)
-            read_BTX = hidden_BTD
-            if (numbers := getattr(head, "layers", ())) and layers is not None:
-                read_BTX = torch.cat([layers[number] for number in numbers], -1)
+            input_BTX = hidden_BTD
+            if (depths := getattr(head, "layers", ())) and layers is not None:
+                input_BTX = torch.cat([layers[depth] for depth in depths], -1)
             options: dict[str, Any] = {
                 field: batch[field] for field in getattr(head, "may_read", ()) if field in batch
             }
@@ -147,31 +152,31 @@ class Model(nn.Module):
             if all(field in batch for field in head.reads):
                 fields = [batch[field] for field in head.reads]
                 full_rows = [batch.get(f"full_row_{field}") for field in getattr(head, "full_row_fields", ())]
-                result = head(read_BTX, *fields, *full_rows, **options)
+                result = head(input_BTX, *fields, *full_rows, **options)
                 terms = result if isinstance(result, dict) else {str(getattr(head, "term", name)): result}
                 losses = add_by_name(losses, terms)
             elif getattr(head, "predicts", False) and not has_targets:
-                predictions[name] = head(read_BTX, **options)
-        handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
+                predictions[name] = head(input_BTX, **options)
+        carry = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
         losses_or_none = dict(losses) if losses and has_targets else None
-        return Output(hidden_BTD, logits, losses_or_none, predictions or None, handed_on or None)
+        return Output(hidden_BTD, logits, losses_or_none, predictions or None, carry or None)  # type: ignore[arg-type]
 
 
 def needed(batch: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a field of the batch. Raise TypeError if it is missing."""
+    """Return a field of the batch. Raises TypeError if it is missing."""
     if name not in batch:
         raise TypeError(f"the model needs {name}")
     return batch[name]
 
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
-    """Return the fields of targets that the head over the vocabulary reads."""
+    """Return the target fields of the language model head."""
     return () if config.lm_head.name == "none" else ("targets",)
 
 
 def sequence_fields(config: ModelConfig) -> tuple[str, ...]:
-    """Return the fields that say where tokens stand: also segments, if the embedding has some, patches' grid, and which
-    of these are masked, if it has a mask token."""
+    """Return the metadata fields of a sequence: positions, documents, cu_seqlens, and, if the embedding uses them,
+    segments, grid and masked."""
     segments = ["segments"] if config.embedding.n_segments else []
     grid = ["grid"] if isinstance(config.embedding, PatchEmbeddingConfig) else []
     masked = ["masked"] if getattr(config.embedding, "mask_token", False) else []
@@ -179,28 +184,32 @@ def sequence_fields(config: ModelConfig) -> tuple[str, ...]:
 
 
 def side_of(field: str) -> str:
-    """Return the prefix of a field's name: "encoder_" for those of an encoder-decoder's encoder."""
+    """Return the prefix of a field's name: "encoder_" for the encoder's fields in two-sided models, else ""."""
     return "encoder_" if field.startswith("encoder_") else ""
 
 
 def view_of(module: M) -> M:
-    """Return another module of the same class with the same submodules and parameters. Attributes may be set in it
-    without setting the module's; call its `forward`, since hooks stay with the module."""
-    view = object.__new__(type(module))  # not copy.copy: FSDP2's classes make something else of it
+    """Return a shallow copy of a module that shares parameters and submodules.
+
+    Setting attributes of the view does not change the module. Call the view's `forward`: hooks stay with the module.
+    """
+    view = object.__new__(type(module))  # not copy.copy, which FSDP2's classes override
     vars(view).update(vars(module))
     vars(view)["_modules"] = dict(module._modules)
-    vars(view).pop("forward", None)  # the pipeline's, where it has replaced the model's
+    vars(view).pop("forward", None)  # the pipeline may have replaced the model's
     return view
 
 
 def names_below(path: str, names: Collection[str]) -> set[str]:
-    """Return the names that begin with a module's path, without it."""
+    """Return the names below a module's path, relative to it."""
     return {name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")}
 
 
 def unpack(block: nn.Module, result: Any, losses: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """Return a block's output, and the losses with its auxiliary ones added. In training, pass its statistics to the
-    `observe` of its sublayers."""
+    """Return a block's output, and `losses` with its auxiliary losses added.
+
+    In training, also passes its counts to `accumulate_counts` of its sublayers.
+    """
     if not isinstance(result, BlockOutput):
         return result, dict(losses)
     if block.training:
@@ -213,9 +222,9 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 
 def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of a loaded model's parameters: the requested one, or for "auto" the stored one, up to float32.
+    """Return the dtype for a loaded model's parameters: the requested one; "auto": the stored one, at most float32.
 
-    Raises UsageError for anything else.
+    Raises UsageError for an unknown dtype.
     """
     if requested == "auto":
         return torch.float32 if stored == torch.float64 or not stored.is_floating_point else stored
@@ -226,17 +235,17 @@ def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dt
 
 
 def take(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a stored value as the module computes with it: parameters in `dtype`, buffers in their own."""
+    """Convert a loaded tensor: parameters to `dtype`, buffers to the target's dtype."""
     return value.to(dtype if isinstance(target, nn.Parameter) else target.dtype)
 
 
 def lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
-    """Return parameter name → factor on the learning rate; 1 where a name is missing.
+    """Return muP's factors on the learning rate by parameter name; missing names have factor 1.
 
-    Under muP with Adam, matrices whose inputs grow with the width learn by base_width / d_model more slowly (Yang et
-    al. 2022, table 8): those of attention, feed-forward networks, experts and routers. Tables, vectors, matrices of
-    fixed inputs (latents, a head's channels) and the output head, whose output is scaled down instead, learn as fast at
-    every width. The matrix is recognised by its initial weights.
+    Under muP with Adam, matrices whose inputs grow with the width have factor base_width / d_model (Yang et al. 2022,
+    table 8): those of attention, feed-forward networks, experts and routers. Tables, vectors, matrices with fixed
+    inputs (latents, a head's channels) and the output head, whose output is scaled instead, have factor 1. The factor
+    is stored in the parameter's initial distribution.
     """
     if config.mup is None:
         return {}

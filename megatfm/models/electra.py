@@ -1,4 +1,4 @@
-"""ELECTRA (Clark et al. 2020): a small generator fills masked tokens in, a discriminator tells which were replaced."""
+"""ELECTRA (Clark et al. 2020): a small generator replaces masked tokens, a discriminator detects the replacements."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Self
@@ -25,7 +25,7 @@ from megatfm.split_points import CarrySpec, SplitPoint
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
 
 SAMPLING_SALT = 0x5A3B1E
-"""Sets the keys of sampling apart from those of dropout."""
+"""Makes the random keys of sampling differ from those of dropout."""
 
 
 @MODELS.register("electra")
@@ -77,8 +77,8 @@ class Electra(Model):
     ) -> Output:
         """Run the discriminator on int64 tokens [B, T]; with targets, train both.
 
-        targets [B, T]: the tokens that were masked in `tokens`, −100 elsewhere; original [B, T]: tokens with none
-        masked; they give the losses "generator" and "discriminator". A sampled token that equals the original counts as
+        targets [B, T]: original tokens at masked positions, −100 elsewhere. original [B, T]: the unmasked tokens.
+        They give the losses "generator" and "discriminator". A sampled token that equals the original counts as
         original. Sampling depends on keys [B] and on no other state. generator_hidden, corrupted_tokens, hidden: from
         the pipeline stage before. The other arguments are those of `Encoder.forward`.
         """
@@ -86,11 +86,13 @@ class Electra(Model):
         if targets is None:
             return self.discriminator(**batch)
         if original is None or keys is None:
-            raise UsageError("ELECTRA's training needs `original` [B, T] and `keys` [B] beside targets")
+            raise UsageError(
+                "training ELECTRA needs the fields `original` [B, T] and `keys` [B] besides targets"
+            )
         losses = dict[str, Tensor]()
 
         if self.generator is not None:
-            # The two stacks number their layers alike, so the generator's random keys are others.
+            # Both stacks count layers from 0, so the generator needs different random keys.
             sequence = make_sequence(batch, "tokens", keys=~keys)
             if self.generator.encoder is not None:
                 generator_hidden, losses = self.generator.encoder(
@@ -99,7 +101,7 @@ class Electra(Model):
             if self.generator.runs_head and self.generator.head is not None:
                 losses["generator"] = self.generator.head(generator_hidden, targets)
                 rng_keys_BT = token_keys(fold_in(keys, SAMPLING_SALT), 0, sequence.indices)
-                corrupted_tokens = _filled(
+                corrupted_tokens = _sample_replacements(
                     self.generator.head, generator_hidden, original, targets, rng_keys_BT
                 )
         if self.discriminator is not None:
@@ -109,7 +111,7 @@ class Electra(Model):
             }
             discriminator_batch |= {
                 "tokens": corrupted_tokens,
-                "replaced": _replaced(batch, corrupted_tokens),
+                "replaced": _replaced_labels(batch, corrupted_tokens),
             }
             output = self.discriminator(**discriminator_batch, hidden=hidden)
             hidden, losses = output.hidden, add_by_name(losses, output.losses or {})
@@ -117,7 +119,7 @@ class Electra(Model):
         return self.output(batch, hidden, losses, carry=carry)
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         for path in ("generator", "discriminator"):
             below = names_below(path, names)
@@ -125,12 +127,12 @@ class Electra(Model):
         return view
 
 
-def _filled(
+def _sample_replacements(
     head: nn.Module, hidden_BTD: Any, original: Tensor, targets: Tensor, rng_keys_BT: Tensor
 ) -> Tensor:
-    """Return the original tokens [B, T], with a sample from the generator's head in place of those that were masked."""
+    """Return the original tokens [B, T] with masked positions replaced by samples from the generator."""
     with torch.no_grad():
-        # Found on the host, which has to know how many they are.
+        # The host computes the mask, because shapes depend on the number of masked tokens.
         masked_on_host = to_host(targets) != IGNORE
         masked = moved(masked_on_host, original.device)
         logits_MV = head(hidden_BTD, token_mask_BT=masked)
@@ -140,8 +142,8 @@ def _filled(
         return original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
 
-def _replaced(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
-    """Return which tokens are not the original's: 1 or 0, and −100 for padding, [B, T]."""
+def _replaced_labels(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
+    """Return labels [B, T]: 1 where a token differs from the original, else 0; −100 for padding."""
     original, documents = batch["original"], batch.get("documents")
     is_token = torch.ones_like(original).bool() if documents is None else documents >= 0
     return torch.where(is_token, (corrupted != original).long(), IGNORE)
@@ -149,9 +151,9 @@ def _replaced(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
 
 @MODELS.register("discriminator")
 class Discriminator(Model):
-    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a separate family.
+    """An encoder with a head for the log-odds that each token was replaced.
 
-    Then it may have other heads, and `lm_head.name = "none"` leaves the log-odds out.
+    As a family by itself (fine-tuning), it may have other heads; `lm_head.name = "none"` removes this one.
     """
 
     tp_plan = (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated"))
@@ -203,11 +205,11 @@ class Discriminator(Model):
         if self.runs_head and (replaced is not None or not self.has_targets(batch)):
             logits = self.verdict(self.activation(self.dense(x_BTD)))[..., 0]
             if replaced is not None:
-                losses["discriminator"], logits = _loss_of(logits, replaced), None
+                losses["discriminator"], logits = _detection_loss(logits, replaced), None
         return self.output(batch, x_BTD, losses, logits)
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
         view.runs_head = "verdict" in names
@@ -215,8 +217,8 @@ class Discriminator(Model):
         return view
 
 
-def _loss_of(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
-    """Return the summed binary cross-entropy of log-odds, −100 left out."""
+def _detection_loss(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
+    """Return the summed binary cross-entropy of log-odds; labels of −100 do not count."""
     logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
     truth_BT = (replaced_BT == 1).to(logits_BT.dtype)
     losses_BT = F.binary_cross_entropy_with_logits(logits_BT, truth_BT, reduction="none")
@@ -224,7 +226,7 @@ def _loss_of(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
 
 
 def generator_config(config: ModelConfig) -> ModelConfig:
-    """The generator as a separate encoder."""
+    """Return the generator's config, as that of an encoder. Raises UsageError without `model.generator`."""
     if config.generator is None:
         raise UsageError("model.family = 'electra' needs model.generator")
     generator = config.generator

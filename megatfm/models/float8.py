@@ -1,8 +1,7 @@
-"""Matrix multiplications in 8-bit floats: which ones of a model, and how they are switched to it.
+"""fp8 training: selects the linear layers to run in fp8, and converts them.
 
-They are those of the blocks' matrices (attention's and feed-forward's), where both dims are multiples of 16; not those
-of the first and the last block of a stack, which are the most sensitive to rounding, nor embeddings, heads, routers,
-experts and attention itself.
+These are attention and feed-forward projections whose dims are multiples of 16. The first and last block of a stack,
+which are the most sensitive to rounding, stay in bf16, as do embeddings, heads, routers, experts and attention itself.
 """
 
 import re
@@ -19,7 +18,7 @@ BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.")
 
 
 def fp8_linears(model: nn.Module) -> dict[str, Linear]:
-    """Return the linear layers to run in float8, by path. Call it before the model is cut into shards or stages."""
+    """Return the linear layers to run in fp8, by path. Call it before the model is sharded or split into stages."""
     linears: dict[str, tuple[str, int, Linear]] = {}
     for path, module in model.named_modules():
         if isinstance(module, Linear) and (block := BLOCK.match(path)) and ".lora." not in path:
@@ -35,7 +34,7 @@ def fp8_linears(model: nn.Module) -> dict[str, Linear]:
 
 
 def convert_to_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
-    """Switch these linear layers to float8, and return them by path. Raises UsageError where there are none."""
+    """Convert the model's fp8 layers, and return them by path. Raises UsageError if there are none."""
     linears = fp8_linears(model)
     if not linears:
         raise UsageError(
@@ -50,21 +49,22 @@ def convert_to_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
 def check_sharded_shapes(
     linears: Mapping[str, Linear], full_shapes: Mapping[str, Sequence[int]], ranks: int
 ) -> None:
-    """After tensor parallelism has cut the matrices. full_shapes: the shapes they had, by parameter.
+    """Check the shapes of fp8 layers after tensor parallelism. full_shapes: unsharded shapes, by parameter.
 
-    Raises UsageError for parts that are no multiples of 16, and for a matrix that is whole on each rank, which would
-    round its own share of a gradient.
+    Raises UsageError for shards whose dims are no multiples of 16, and for replicated matrices, whose partial gradients
+    would each be rounded.
     """
     for path, matrix in linears.items():
         part, shape = tuple(matrix.weight.shape), tuple(full_shapes[f"{path}.weight"])
         if part == shape:
             raise UsageError(
-                f"train.precision = 'fp8': {path} stays whole on each of parallel.tp = {ranks} ranks, so that parts of "
-                "one gradient would be rounded: take a parallel.tp that divides its heads, or train.precision = 'bf16'"
+                f"train.precision = 'fp8': {path} is replicated on parallel.tp = {ranks} ranks, so that its "
+                "partial gradients would be rounded: take a parallel.tp that divides its heads, or "
+                "train.precision = 'bf16'"
             )
         if any(dim % ALIGNMENT for dim in part):
             raise UsageError(
                 f"train.precision = 'fp8': parallel.tp = {ranks} leaves {list(part)} of {path} {list(shape)}, and "
-                f"products in 8 bits take multiples of {ALIGNMENT}: take a smaller parallel.tp, other sizes, or "
+                f"fp8 matmuls need multiples of {ALIGNMENT}: take a smaller parallel.tp, other sizes, or "
                 "train.precision = 'bf16'"
             )

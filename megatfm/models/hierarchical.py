@@ -1,4 +1,4 @@
-"""Hierarchical models of images: stages of blocks on ever smaller maps of ever wider vectors (Liu et al. 2021)."""
+"""Hierarchical image models: stages of blocks with ever smaller maps and wider vectors (Swin: Liu et al. 2021)."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,8 +24,10 @@ from megatfm.split_points import CarrySpec, SplitPoint
 
 
 class PyramidStack(nn.Module):
-    """Patches to hidden vectors of the last stage. Blocks are numbered over all stages; after each stage but the last
-    its tokens are merged."""
+    """Embedding, stages of blocks and final norm: patches to hidden vectors of the last stage.
+
+    Blocks are numbered across stages. Patch merging follows each stage except the last, unless attention pools.
+    """
 
     tp_plan = (("norm", "sequence_parallel"),)
 
@@ -52,7 +54,7 @@ class PyramidStack(nn.Module):
     def forward(
         self, inputs: Tensor | None, maps: list[MapSequence], hidden: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return hidden vectors [B, S, D] and the blocks' auxiliary losses. maps: the images' of every stage."""
+        """Return hidden vectors [B, S, D] and the blocks' auxiliary losses. maps: metadata of each stage."""
         losses: dict[str, Tensor] = {}
         x: Any = hidden if self.embedding is None else self.embedding(inputs, maps[0])
         for depth in self.depths:
@@ -65,7 +67,7 @@ class PyramidStack(nn.Module):
         return x if self.norm is None else self.norm(x), losses
 
     def _ends_with_merge(self, depth: int) -> bool:
-        """Whether a merge follows a block: the last block of each stage except the last stage."""
+        """Whether patch merging follows the block at this depth."""
         return (
             not self.pools
             and depth + 1 < len(self.stage_of)
@@ -73,7 +75,7 @@ class PyramidStack(nn.Module):
         )
 
     def stage(self, names: Collection[str]) -> Self | None:
-        """Return a view that runs the split points of these names (without the stack's path); None if it runs none."""
+        """Return a view that runs these split points only (names relative to the stack); None if there are none."""
         view = view_of(self)
         view.depths = [depth for depth in self.depths if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
@@ -81,8 +83,10 @@ class PyramidStack(nn.Module):
         return view if view.depths or view.embedding is not None or view.norm is not None else None
 
     def split_points(self, path: str) -> list[SplitPoint]:
-        """Return those of embedding, blocks and final norm. A merge goes with the block before it, so that stages of
-        a pipeline hand on the smaller of the two maps."""
+        """Return the split points of embedding, blocks and final norm.
+
+        Patch merging belongs to the block before it, so that pipeline stages send the smaller map.
+        """
         points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), (), self._carry(0))]
         for depth, stage in enumerate(self.stage_of):
             modules = [f"{path}.layers.{depth}"]
@@ -98,24 +102,24 @@ class PyramidStack(nn.Module):
         return points
 
     def _carry(self, stage: int, width: int | None = None) -> dict[str, CarrySpec]:
-        """Return the carry after a stage: tokens of its map. width: of their vectors, if it isn't the stage's."""
+        """Return the spec of the hidden vectors carried after a stage. width: None: that of the stage."""
         width = width or self.widths[stage]
         length_of = partial(self.row_length, stage) if stage else None
         return {"hidden": CarrySpec("positions", width, length_of)}
 
     def row_length(self, stage: int, batch: Mapping[str, Tensor]) -> int:
-        """Return the tokens of a row in a stage."""
+        """Return the number of tokens of a row in a stage."""
         first, last = (prod(self.map_sizes(batch)[at]) for at in (0, stage))
         return batch["positions"].shape[1] // first * last
 
     def map_sizes(self, batch: Mapping[str, Tensor]) -> list[MapSize]:
-        """Return the maps' sizes in every stage, of a batch's images."""
+        """Return the map size in each stage for a batch's images."""
         grid = map_size(batch.get("grid"), self.stages.grid)
         return [self.stages.map_at(stage, grid) for stage in range(len(self.widths))]
 
 
 def plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
-    """Yield the blocks of all stages, which patch merging connects."""
+    """Yield the blocks of all stages, for models with patch merging."""
     for stage in range(len(stages_of(config).layers)):
         stage_config = config.stage_config(stage)
         for depth in range(stage_config.n_layers):
@@ -123,7 +127,7 @@ def plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
 
 
 def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
-    """Yield MViTv2's blocks: the first of each stage but the first pools its queries, so that the map shrinks."""
+    """Yield MViTv2's blocks; the first block of each later stage pools its queries, which shrinks the map."""
     options = require_variant(config.attention, PooledAttentionConfig, "model.attention")
     stages = stages_of(config)
     d_in, kv_stride = config.d_model, options.kv_stride
@@ -146,7 +150,7 @@ def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
 
 
 def stages_of(config: ModelConfig) -> StagesConfig:
-    """Return the stages of a model. Raises UsageError where it has none."""
+    """Return the config of the stages. Raises UsageError without it."""
     if config.stages is None:
         raise UsageError(
             "model.family = 'hierarchical' needs model.stages: give layers and heads of each stage"
@@ -191,8 +195,8 @@ class Hierarchical(Model):
         batch = self.read(patches=patches, keys=keys, **fields)
         first = make_sequence(batch, self.reads, keys=keys)
         sizes = self.map_sizes(batch)
-        maps = [MapSequence.of(first, sizes[0])]
-        maps += [maps[0].shrunk(size, previous) for previous, size in pairwise(sizes)]
+        maps = [MapSequence.from_sequence(first, sizes[0])]
+        maps += [maps[0].downsampled(size, previous) for previous, size in pairwise(sizes)]
         x, losses = hidden, dict[str, Tensor]()
         if self.encoder is not None:
             x, losses = self.encoder(needed(batch, self.reads), maps, hidden)
@@ -201,7 +205,7 @@ class Hierarchical(Model):
         return self.output(batch, x, losses, sequence=maps[-1])
 
     def _at_last_stage(self, batch: Mapping[str, Tensor], maps: list[MapSequence]) -> dict[str, Tensor]:
-        """Return a batch whose fields that heads read are those of the last map's tokens."""
+        """Return a batch in which the fields that heads read are downsampled to the last stage's tokens."""
         heads: list[Any] = [getattr(self, name) for name in self.extra_heads]
         names = {
             name
@@ -209,14 +213,14 @@ class Hierarchical(Model):
             if not getattr(head, "reads_first_map", False)
             for name in (*head.reads, *getattr(head, "may_read", ()))
         }
-        index_S, (rows, length) = maps[0].shrunk_index(maps[-1].size), maps[0].positions.shape
+        index_S, (rows, length) = maps[0].downsampled_indices(maps[-1].size), maps[0].positions.shape
         return {
             name: values[:, index_S] if name in names and values.shape[:2] == (rows, length) else values
             for name, values in batch.items()
         }
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
         view.extra_heads = [name for name in self.extra_heads if name in names]

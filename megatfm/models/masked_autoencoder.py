@@ -1,7 +1,7 @@
-"""Masked autoencoder (He et al. 2022): an encoder of visible patches, and a small decoder that predicts the others.
+"""Masked autoencoder (He et al. 2022): an encoder of visible patches, and a small decoder that predicts masked ones.
 
-The two sides are two rows, as in an encoder-decoder: "encoder_" fields hold visible tokens alone. `source` of the
-decoder's row says which of the image's visible tokens stands where, −1 for masked patches.
+Batch fields with the prefix "encoder_" hold the visible tokens only, the others all tokens. `source` holds for each
+token of the decoder its index among the image's visible tokens, −1 for masked patches.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,7 +25,7 @@ from megatfm.models.stack import Stack, make_sequence
 from megatfm.ops.transfer import moved, to_host
 from megatfm.split_points import SplitPoint
 
-# B batch, S tokens of the encoder, T of the decoder, I most images of a row, M masked patches, K numbers of a patch
+# B batch, S tokens of the encoder, T of the decoder, I images of a row, M masked patches, K values of a patch
 # D width of the decoder
 
 VARIANCE_EPS = 1e-6
@@ -33,16 +33,16 @@ VARIANCE_EPS = 1e-6
 
 
 class Visible(NamedTuple):
-    """Input of the decoder: what the encoder made of visible tokens, and which of them stands where."""
+    """Input of the decoder: the encoder's output, and the index in it of each decoder token (`source`)."""
 
     memory_BSD: Tensor
     source_BT: Tensor
     sequence: SequenceMetadata
-    """Where the encoder's tokens stand."""
+    """Metadata of the encoder's tokens."""
 
 
 class VisibleTokens(nn.Module):
-    """Vectors of visible tokens in their places, and a learned one for all masked patches; then positions."""
+    """Decoder input: projected vectors of visible tokens, a learned mask token elsewhere, plus positions."""
 
     tp_plan = (("", "split_output"), ("projection", "sequence_parallel"), ("positions", "sequence_parallel"))
     reads = "source"
@@ -59,30 +59,32 @@ class VisibleTokens(nn.Module):
     def forward(
         self, visible: Visible, sequence: SequenceMetadata, segments_BT: Tensor | None = None
     ) -> Tensor:
-        """[B, T, D]."""
-        seen_BSD = self.projection(visible.memory_BSD)
-        begins_BI = _begins(visible.sequence)
+        """Return [B, T, D]."""
+        visible_BSD = self.projection(visible.memory_BSD)
+        starts_BI = _image_starts(visible.sequence)
         documents_BT = (
             torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
         )
-        is_seen_BT = visible.source_BT >= 0
-        index_BT = begins_BI.gather(1, documents_BT.clamp(min=0)) + visible.source_BT
-        index_BT = index_BT.where(is_seen_BT, 0)[..., None].expand(-1, -1, seen_BSD.shape[-1])
-        x_BTD = torch.where(is_seen_BT[..., None], seen_BSD.gather(1, index_BT), self.mask_token)
+        is_visible_BT = visible.source_BT >= 0
+        index_BT = starts_BI.gather(1, documents_BT.clamp(min=0)) + visible.source_BT
+        index_BT = index_BT.where(is_visible_BT, 0)[..., None].expand(-1, -1, visible_BSD.shape[-1])
+        x_BTD = torch.where(is_visible_BT[..., None], visible_BSD.gather(1, index_BT), self.mask_token)
         return x_BTD if self.positions is None else x_BTD + self.positions(sequence).to(x_BTD.dtype)
 
 
-def _begins(sequence: SequenceMetadata) -> Tensor:
-    """Index [B, I] of each image's first token in its row; 0 where a row has fewer images."""
-    most, positions_BS = sequence.max_documents_per_row, sequence.positions
+def _image_starts(sequence: SequenceMetadata) -> Tensor:
+    """Return the index [B, I] of each image's first token in its row; 0 where a row has fewer images."""
+    max_images, positions_BS = sequence.max_documents_per_row, sequence.positions
     if sequence.documents is None:
-        return positions_BS.new_zeros(len(positions_BS), most)
+        return positions_BS.new_zeros(len(positions_BS), max_images)
     is_first_BS = (positions_BS == 0) & (sequence.documents >= 0)
-    slots_BI = positions_BS.new_zeros(len(positions_BS), most + 1)  # the last one takes all other tokens
+    slots_BI = positions_BS.new_zeros(
+        len(positions_BS), max_images + 1
+    )  # the last one takes all other tokens
     slots_BI.scatter_(
-        1, sequence.documents.where(is_first_BS, most), sequence.indices.expand_as(positions_BS)
+        1, sequence.documents.where(is_first_BS, max_images), sequence.indices.expand_as(positions_BS)
     )
-    return slots_BI[:, :most]
+    return slots_BI[:, :max_images]
 
 
 class PixelHead(nn.Module):
@@ -118,7 +120,7 @@ class PixelHead(nn.Module):
         return errors_MK.square().mean(-1).sum()
 
     def targets(self, patches_MK: Tensor, dtype: torch.dtype) -> Tensor:
-        """The pixels [M, K] that are to be predicted."""
+        """Return the target pixels [M, K], normalised by patch if configured."""
         scale_K, shift_K = normalisation(self.options, patches_MK.device, dtype)
         pixels_MK = patches_MK * scale_K + shift_K
         if not self.normalize:
@@ -132,7 +134,7 @@ class MaskedAutoencoder(Model):
     """Encoder, decoder and a head for pixels; the encoder's weights are those of the family "encoder"."""
 
     tp_plan = (("memory", "gather_output_for_tokens"),)
-    cp_plan = None  # type: ignore[assignment]  # the decoder looks up tokens of whole rows
+    cp_plan = None  # type: ignore[assignment]  # the decoder needs full rows of the encoder
 
     encoder: Stack | None
     decoder: Stack | None
@@ -141,14 +143,14 @@ class MaskedAutoencoder(Model):
         super().__init__(config)
         smaller = pixel_decoder_config(config)
         self.encoder = Stack(config, "encoder", embedding=InputEmbedding(config, "encoder"))
-        self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
+        self.memory = nn.Identity()  # tensor parallelism gathers the encoder's output here
         self.decoder = Stack(
             smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller))
         )
         self.pixels = PixelHead(config, smaller)
         self.runs_head = True
-        of_encoder = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))
-        self.accept("source", *sequence_fields(config), *of_encoder, targets=("patches",))
+        encoder_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))
+        self.accept("source", *sequence_fields(config), *encoder_fields, targets=("patches",))
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             *_with_memory(self.decoder.split_points("decoder", reads=("encoder_hidden",))),
@@ -169,10 +171,10 @@ class MaskedAutoencoder(Model):
 
         patches [B, T, K]: all patches, which give the loss "reconstruction"; without them `logits` are the predicted
         pixels. Both sides need grid, positions and documents, the encoder's with the prefix "encoder_".
-        encoder_hidden, hidden: from the pipeline stage before.
+        encoder_hidden, hidden: from the previous pipeline stage.
         """
         batch = self.read(encoder_patches=encoder_patches, source=source, keys=keys, **fields)
-        # The two stacks number their layers alike, so the encoder's random keys are others.
+        # Both stacks count layers from 0, so the encoder needs different random keys.
         encoder_sequence = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
         sequence = make_sequence(batch, "source", keys=keys)
         x_BTD, losses, pixels = hidden, dict[str, Tensor](), None
@@ -194,7 +196,7 @@ class MaskedAutoencoder(Model):
         return self.output(batch, x_BTD, losses, pixels, carry={"encoder_hidden": encoder_hidden})
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
         view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
@@ -203,17 +205,17 @@ class MaskedAutoencoder(Model):
 
 
 def _with_memory(points: Sequence[SplitPoint]) -> list[SplitPoint]:
-    """Return the decoder's split points, of which the first gathers what the encoder made."""
+    """Return the decoder's split points; the first also gathers the encoder's output."""
     first, *others = points
     return [replace(first, modules=("memory", *first.modules)), *others]
 
 
 def pixel_decoder_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the decoder's stack. Raises UsageError where there is none."""
+    """Return the config of the decoder's stack. Raises UsageError without `model.pixel_decoder`."""
     decoder = config.pixel_decoder
     if not isinstance(decoder, PixelDecoderConfig):
         raise UsageError(
-            "model.family = 'masked_autoencoder' needs model.pixel_decoder: give [model.pixel_decoder]"
+            "model.family = 'masked_autoencoder' needs a decoder: add the section [model.pixel_decoder]"
         )
     return config.with_changes(
         {

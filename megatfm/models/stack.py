@@ -1,4 +1,4 @@
-"""Embedding, blocks and final norm, which encoders and decoders have in common, and where a batch's tokens stand."""
+"""The stack of embedding, blocks and final norm that families share, and the sequence metadata of a batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -24,8 +24,11 @@ from megatfm.split_points import CarrySpec, SplitPoint
 
 
 class Stack(nn.Module):
-    """Tokens to hidden vectors. kind: selects depth, initial weights and causality. embedding: left out, it has
-    one of its own."""
+    """Embedding, blocks and final norm: tokens to hidden vectors.
+
+    kind: determines depth, initial weights and causality. cross: blocks attend to an encoder's output. embedding: None:
+    a new one.
+    """
 
     tp_plan = (("norm", "sequence_parallel"),)
 
@@ -73,8 +76,9 @@ class Stack(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return hidden vectors [B, T, D] and the blocks' auxiliary losses.
 
-        inputs: the field that the embedding reads. hidden: the vectors of the stage before, where this one has no
-        embedding. memory [B, S, D]: what cross-attention looks at. layers: gets embeddings and blocks' outputs.
+        inputs: the field that the embedding reads. hidden: output of the previous pipeline stage, for a stage without
+        embedding. memory: [B, S, D], the encoder's output. layers: list to which the embeddings and each block's output
+        are appended.
         """
         losses: dict[str, Tensor] = {}
         x_BTD: Any = hidden if self.embedding is None else self.embedding(inputs, sequence, segments)
@@ -98,13 +102,13 @@ class Stack(nn.Module):
             x_BTD = self.norm(x_BTD)
         if (
             cache is not None
-        ):  # at the end, so that a pass that fails before its first layer leaves it as it was
-            numbers = sequence.document_ids()
-            cache.documents = None if numbers is None else numbers[1]
+        ):  # last, so that a pass that fails before its first layer does not change the cache
+            ids = sequence.document_ids()
+            cache.documents = None if ids is None else ids[1]
         return x_BTD, losses
 
     def stage(self, names: Collection[str]) -> Self | None:
-        """Return a view that runs the split points of these names (without the stack's path); None if it runs none."""
+        """Return a view that runs these split points only (names relative to the stack); None if there are none."""
         view = view_of(self)
         view.depths = [depth for depth in range(len(self.layer_of_depth)) if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
@@ -121,9 +125,12 @@ class Stack(nn.Module):
         memory: Sequence[str] = (),
         memory_modules: Sequence[str] = (),
     ) -> list[SplitPoint]:
-        """Return those of embedding, blocks and final norm. path: the stack's own. carry, memory: names of the hidden
-        vectors and of what blocks attend to, which goes through `memory_modules`. reads: the carry that is embedded
-        instead of the batch's field."""
+        """Return the split points of embedding, blocks and final norm.
+
+        path: module path of the stack. carry: name of the hidden vectors between stages. side: prefix of the batch
+        fields. reads: carried tensors that the embedding reads instead of the batch's field. memory, memory_modules:
+        names of the encoder's output, and modules that process it.
+        """
         writes, tokens = {carry: CarrySpec(f"{side}positions", self.d_model)}, f"{side}tokens"
         points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), reads, writes, tokens)]
         for depth, name in enumerate(self.layer_of_depth):
@@ -137,25 +144,24 @@ class Stack(nn.Module):
 
 
 def has_position_bias(config: ModelConfig, depth: int) -> bool:
-    """Return whether the block at a depth reads what the stack's position encoding shares.
+    """Return whether the block at this depth uses the stack's shared position biases.
 
-    Raises UsageError for blocks that would need a stack's encoding of their own.
+    Raises UsageError for a layer type with another encoding that only a whole stack can have.
     """
     position = config.layer_config(depth).position
     encoding = POSITIONS.get(position.name)
     if position != config.position and (encoding.absolute or encoding.score_bias):
         raise UsageError(
-            f"model.layer_type.{config.layer_type_at(depth)}.position: {position.name} is made once for all blocks "
-            "of a stack: set "
-            "it as model.position, and position.name = 'none' for blocks without it"
+            f"model.layer_type.{config.layer_type_at(depth)}.position: {position.name} is shared by all blocks "
+            "of a stack: set it as model.position, and position.name = 'none' for blocks without it"
         )
     return encoding.score_bias is not None
 
 
 class FullRow(NamedTuple):
-    """The metadata of full rows, for a rank that holds some of their tokens (context parallelism).
+    """Metadata of full rows, for a rank that holds a shard of their tokens (context parallelism).
 
-    token_indices int64 [T]: those that are here. The others cover all tokens of the rows, [B, S] or [B, S, 4].
+    token_indices: int64 [T], this rank's tokens. The other fields cover all tokens of the rows, [B, S] or [B, S, 4].
     """
 
     token_indices: Tensor
@@ -166,7 +172,7 @@ class FullRow(NamedTuple):
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
-        """Return that of one side of a batch; None if the batch holds all tokens of its rows."""
+        """Return the full rows of one side of a batch; None if the batch has all tokens of its rows."""
         if f"{side}token_indices" not in batch:
             return None
         optional = (batch.get(f"{side}full_row_{name}") for name in ("documents", "prefix", "grid"))
@@ -182,10 +188,10 @@ def make_sequence(
     cache: KVCache | None = None,
     memory: SequenceMetadata | None = None,
 ) -> SequenceMetadata:
-    """Return where the tokens of one side of a batch stand.
+    """Make the sequence metadata of one side of a batch.
 
-    reads: the field that the embedding reads, which has their number [B, T, …]. Without positions every row is one
-    document, and goes on where the cache ends. keys: the random keys of this stack.
+    reads: the field that the embedding reads, [B, T, …]. Without the field `positions`, each row is one document that
+    continues after the cache's tokens. keys: random keys of this stack.
     """
     inputs_BT = needed(batch, side + reads)
     full_row = FullRow.of(batch, side)
@@ -210,7 +216,7 @@ def make_sequence(
         past=past,
         past_documents=past_documents,
         memory=memory,
-        starts=batch.get(f"{side}cu_seqlens"),
+        cu_seqlens=batch.get(f"{side}cu_seqlens"),
         grid=batch.get(f"{side}grid"),
     )
     sequence.masked = batch.get(f"{side}masked")
@@ -218,12 +224,12 @@ def make_sequence(
 
 
 def _length_of(cache: KVCache) -> int:
-    """Return how many tokens a cache holds. Raise MegatfmError if a pass has ended among its layers."""
+    """Return the number of tokens in a cache. Raises MegatfmError if an earlier forward pass failed midway."""
     lengths = {layer.length for layer in cache.layers}
     if len(lengths) > 1:
         raise MegatfmError(
-            f"an earlier forward pass with this KVCache failed on the way: some layers hold {min(lengths)} tokens, "
-            f"others {max(lengths)}. Make a new KVCache, and give all tokens again"
+            f"an earlier forward pass with this KVCache failed midway: some layers have {min(lengths)} tokens, "
+            f"others {max(lengths)}. Make a new KVCache, and pass all tokens again"
         )
     return cache.length
 

@@ -34,7 +34,7 @@ from megatfm.split_points import SplitPoint
 
 @MODELS.register("decoder")
 class Decoder(Model):
-    """A causal stack and a head over the vocabulary; with `prefix`, a prefix language model."""
+    """A causal stack and a language model head; with the field `prefix`, a prefix language model."""
 
     is_causal, takes_cache = True, True
     decoder: Stack | None
@@ -72,11 +72,11 @@ class Decoder(Model):
     ) -> Output:
         """Run the model on int64 tokens [B, T], or on the field of another embedding.
 
-        targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`. keys [B] and, of
-        `fields`, positions, documents, prefix [B, T]: see SequenceMetadata; left out, each row is one document.
-        segments [B, T]: if the embedding has some. pairs, reference [B, T]: of preferences, see
-        `megatfm/layers/preference.py`. cache: tokens before these. hidden: from the pipeline stage before.
-        Further fields are those of additional heads. Raises TypeError for a field that nothing would read.
+        targets [B, T]: next tokens, −100 to ignore; then returns `losses` instead of `logits`. keys [B] and the fields
+        positions, documents, prefix [B, T]: see SequenceMetadata; without them, each row is one document. segments
+        [B, T]: if the embedding has segments. pairs, reference [B, T]: preference pairs, see
+        `megatfm/layers/preference.py`. cache: key-value cache of earlier tokens. hidden: from the previous pipeline
+        stage. Further fields: those of additional heads. Raises TypeError for an unknown field.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys, cache=cache)
@@ -106,7 +106,7 @@ class Decoder(Model):
         return self.output(batch, x_BTD, losses, logits, sequence=sequence, layers=layers)
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
         view.runs_head = "head" in names
@@ -117,7 +117,7 @@ class Decoder(Model):
 
 @MODELS.register("encoder")
 class Encoder(Model):
-    """A bidirectional stack, a head over the vocabulary, and other heads, such as for sentences and span boundaries."""
+    """A bidirectional stack with a masked language model head and additional heads (sentence, span boundary, …)."""
 
     encoder: Stack | None
 
@@ -147,8 +147,8 @@ class Encoder(Model):
     ) -> Output:
         """Run the model on int64 tokens [B, T], or on the field of another embedding.
 
-        targets [B, T]: the tokens that were masked, −100 elsewhere; gives `losses` instead of `logits`. The other
-        arguments are those of `Decoder.forward`, without prefix and cache.
+        targets [B, T]: original tokens at masked positions, −100 elsewhere; then returns `losses` instead of `logits`.
+        Other arguments are those of `Decoder.forward`, without prefix and cache.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys)
@@ -167,7 +167,7 @@ class Encoder(Model):
         return self.output(batch, x_BTD, losses, logits, sequence=sequence, layers=layers)
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
         view.runs_head = "head" in names
@@ -192,7 +192,7 @@ class EncoderDecoder(Model):
         super().__init__(config)
         shared = InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=shared)
-        self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
+        self.memory = nn.Identity()  # tensor parallelism gathers the encoder's output here
         embedding = InputEmbedding(config, "decoder", shared=shared)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
         self.encoder_reads, self.reads = shared.reads, embedding.reads
@@ -224,9 +224,9 @@ class EncoderDecoder(Model):
         """Run the model on int64 tokens [B, T] of the decoder and encoder_tokens [B, S], or on the fields of another
         embedding.
 
-        A document of the decoder sees the encoder's document of the same number. targets [B, T]: next tokens, −100
-        where none counts; gives `losses` instead of `logits`. memory [B, S, D]: what `encode` gave, instead of
-        encoder_tokens. encoder_hidden, hidden: from the pipeline stage before. The other arguments are those of
+        A document of the decoder attends to the encoder's document of the same id. targets [B, T]: next tokens, −100 to
+        ignore; then returns `losses` instead of `logits`. memory [B, S, D]: the result of `encode`, instead of
+        encoder_tokens. encoder_hidden, hidden: from the previous pipeline stage. The other arguments are those of
         `Decoder.forward`, for the encoder with the prefix "encoder_".
         """
         batch = self.read(tokens=tokens, encoder_tokens=encoder_tokens, targets=targets, keys=keys, **fields)
@@ -262,7 +262,7 @@ class EncoderDecoder(Model):
         documents: Tensor | None = None,
         keys: Tensor | None = None,
     ) -> Tensor:
-        """Return the memory [B, S, D] of encoder tokens [B, S], which `forward` takes instead of them."""
+        """Run the encoder on tokens [B, S]; return the memory [B, S, D], which `forward` accepts instead of tokens."""
         reads = f"encoder_{self.encoder_reads}"
         batch = self.read(**{reads: tokens}, encoder_positions=positions, encoder_documents=documents)
         assert self.encoder is not None  # the whole model, not a stage
@@ -271,7 +271,7 @@ class EncoderDecoder(Model):
         return memory_BSD
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
         view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
@@ -282,20 +282,20 @@ class EncoderDecoder(Model):
     def _encoder_sequence(
         self, batch: Mapping[str, Tensor], keys: Tensor | None, memory: Tensor | None = None
     ) -> SequenceMetadata:
-        """Return where the encoder's tokens stand. Raise TypeError if there are neither tokens nor memory."""
+        """Make the metadata of the encoder's tokens. Raises TypeError if the batch has neither tokens nor memory."""
         reads = f"encoder_{self.encoder_reads}"
         if memory is not None:
             batch = {**batch, reads: memory[..., 0]}  # for its length
         if reads not in batch:
             raise TypeError(f"an encoder-decoder needs {reads}, or the memory that encode() gave")
-        # The two stacks number their layers alike, so the encoder's random keys are others.
+        # Both stacks count layers from 0, so the encoder needs different random keys.
         return make_sequence(batch, self.encoder_reads, "encoder_", keys=None if keys is None else ~keys)
 
 
 class FutureHead(nn.Module):
-    """A block and a norm before the shared output head, to predict a token further on (Gloeckle et al. 2024).
+    """Multi-token prediction (Gloeckle et al. 2024): a block and a norm before the shared output head.
 
-    depth: of the block, after those of the stack.
+    depth: index of the block, after those of the stack.
     """
 
     tp_plan = (("final_norm", "sequence_parallel"),)
@@ -307,7 +307,7 @@ class FutureHead(nn.Module):
         self.final_norm = make_norm(config) if config.norm.has_final_norm else None
 
     def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata) -> Tensor | BlockOutput:
-        """Return vectors [B, T, D] for the output head, with the block's auxiliary losses where it has some."""
+        """Return vectors [B, T, D] for the output head, with the block's auxiliary losses if it has any."""
         result = self.layers["0"](hidden_BTD, sequence)
         x_BTD = result.y if isinstance(result, BlockOutput) else result
         y_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
@@ -319,7 +319,7 @@ class FutureHead(nn.Module):
 
 
 def _pairs(batch: Mapping[str, Tensor]) -> PairFields:
-    """Return a batch's pairs of answers."""
+    """Return the preference pairs of a batch."""
     whole_rows = batch.get("full_row_documents", needed(batch, "documents"))
     return PairFields(
         batch["pairs"], needed(batch, "reference"), batch["documents"], whole_rows.shape[1] // 2 + 1
@@ -327,8 +327,10 @@ def _pairs(batch: Mapping[str, Tensor]) -> PairFields:
 
 
 def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
-    """Return targets shifted by `n` more tokens [B, T]. They may lie on another rank under context parallelism, so that
-    they are taken from full rows."""
+    """Return targets shifted by `n` more tokens, [B, T].
+
+    Under context parallelism these may be on another rank, so they are taken from full rows.
+    """
     full_row = FullRow.of(batch)
     if full_row is None:
         return shifted_targets(batch["targets"], batch.get("documents"), n)

@@ -1,7 +1,7 @@
-"""Two towers: an encoder of images and one of captions, whose features are compared (CLIP; Radford et al. 2021).
+"""Two towers: image and text encoders whose features are similar for matching pairs (CLIP: Radford et al. 2021).
 
-A batch has two rows, as for an encoder-decoder: "encoder_" fields hold images, the others their captions. The i-th
-image of a row belongs to its i-th caption.
+Batch fields with the prefix "encoder_" hold images, the others captions. The i-th image of a row belongs to the i-th
+caption of the same row.
 """
 
 from collections.abc import Collection
@@ -25,7 +25,7 @@ from megatfm.split_points import SplitPoint
 class TwoTowers(Model):
     """Image and text stacks with a feature head each; the image stack's weights are those of the family "encoder"."""
 
-    cp_plan = None  # type: ignore[assignment]  # features are of whole rows
+    cp_plan = None  # type: ignore[assignment]  # pooling needs full rows
 
     encoder: Stack | None
     text: Stack | None
@@ -45,8 +45,8 @@ class TwoTowers(Model):
         self.temperature = Temperature(contrastive)
         self.contrastive = ContrastiveLoss(contrastive)
         self.runs_heads = True
-        of_images = (f"encoder_{name}" for name in ("patches", *sequence_fields(image)))
-        self.accept("tokens", *sequence_fields(text), *of_images, targets=())
+        image_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(image)))
+        self.accept("tokens", *sequence_fields(text), *image_fields, targets=())
         heads = ("image_features", "text_features", "temperature", "contrastive")
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
@@ -68,10 +68,10 @@ class TwoTowers(Model):
 
         `predictions` holds unit vectors `images` and `texts` [M, W], `scale` [1] and, for the sigmoid loss, `bias` [1].
         Both sides take positions and documents, the images' with the prefix "encoder_", and they need grid.
-        encoder_hidden, hidden: from the part before.
+        encoder_hidden, hidden: from the previous stage.
         """
         batch = self.read(encoder_patches=encoder_patches, tokens=tokens, keys=keys, **fields)
-        # The two stacks number their layers alike, so the image tower's random keys are others.
+        # Both stacks count layers from 0, so the image tower needs different random keys.
         image_sequence = make_sequence(batch, "patches", "encoder_", keys=None if keys is None else ~keys)
         text_sequence = make_sequence(batch, "tokens", keys=keys)
         losses, text_losses, x_BTD, features = dict[str, Tensor](), dict[str, Tensor](), hidden, None
@@ -90,9 +90,9 @@ class TwoTowers(Model):
         return Output(x_BTD, None, add_by_name(losses, text_losses) or None, features, carry or None)  # type: ignore[arg-type]
 
     def compare(self, features: dict[str, Any], captions: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the terms of the loss of the features of a whole global batch, as `forward` predicts them.
+        """Return the loss terms for the features of a global batch, as returned by `forward`.
 
-        captions int64 [M]: numbers of captions, for retrieval.
+        captions: int64 [M], caption ids, equal for equal captions; given, retrieval metrics are added.
         """
         terms: dict[str, Tensor] = self.contrastive(
             features["images"], features["texts"], features["scale"], features.get("bias"), captions

@@ -105,7 +105,7 @@ class VisionLanguage(Model):
         A row's tokens have `connector.image_token_id` once for each patch of its images. targets [B, T]: next tokens,
         −100 where none counts; gives `losses` instead of `logits`. Both sides take positions and documents, the images'
         with the prefix "encoder_", and they need grid. cache: tokens before these. encoder_hidden, image_vectors,
-        hidden: from the pipeline stage before. Raises TypeError for patches of another number than image tokens.
+        hidden: from the previous pipeline stage. Raises TypeError for patches of another number than image tokens.
         """
         batch = self.read(
             tokens=tokens, encoder_patches=encoder_patches, targets=targets, keys=keys, **fields
@@ -143,7 +143,7 @@ class VisionLanguage(Model):
         return self.output(batch, x_BTD, losses, logits, carry=carry, sequence=sequence)
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
         view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))

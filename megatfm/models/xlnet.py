@@ -80,7 +80,7 @@ class XLNet(Model):
         targets [B, T]: the tokens that are predicted, −100 elsewhere; gives `losses` instead of `logits`. Of `fields`,
         positions, documents [B, T]: as in SequenceMetadata, with keys [B]. segments [B, T]: any numbers, only their
         equality matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
-        are given, and all see them. content, query: from the pipeline stage before.
+        are given, and all see them. content, query: from the previous pipeline stage.
 
         Without order, tokens see one another and themselves, as for fine-tuning. With it, the logits at a token are
         the prediction of that very token from those of lower ranks.
@@ -103,7 +103,7 @@ class XLNet(Model):
         return self.output(batch, hidden, losses, logits, carry={"content": x_BTD, "query": g_BQD})
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
         below = names_below("encoder", names)
         view.encoder = self.encoder.stage(below) if below and self.encoder is not None else None

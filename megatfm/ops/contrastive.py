@@ -1,8 +1,8 @@
-"""Contrastive losses of images and captions, in chunks of logits, where captions may pass from rank to rank.
+"""Contrastive losses of images and captions, computed in chunks of logits over a ring of data ranks.
 
-Images stay and captions travel: with each block of captions goes what is known of its columns (for softmax the
-logarithm of their sums), in the backward pass their gradient. So a rank holds its own features, their gradients, one
-block of another rank's and one chunk of logits, however many ranks there are.
+Images stay on their rank; blocks of captions rotate around the ring, together with the running log-sum-exp of their
+logit columns (softmax), and with their gradients in the backward pass. Memory does not grow with the number of ranks:
+own features and gradients, one block of captions, one chunk of logits.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# M images here, N captions here, S captions of a block, W width of a feature, C images of a chunk
+# M local images, N local captions, S captions of a block, W width of a feature, C images of a chunk
 
 Kind = Literal["softmax", "sigmoid"]
 CHUNK = 1024
-"""Images whose logits with a block of captions are in memory at once."""
+"""Number of images whose logits are in memory at once."""
 
 
 class Ring(Protocol):
-    """The ranks among which a global batch lies, each of which sends to the next and receives from the one before."""
+    """Interface of a ring of data ranks: each rank sends to the next and receives from the previous one."""
 
     size: int
 
     def lengths(self, n: int, device: torch.device) -> Sequence[int]:
-        """Return how many pairs the block has that is here after 0, 1, … steps. A collective."""
+        """Return the number of pairs in the block that this rank holds after 0, 1, … steps. A collective."""
 
     def shift(self, tensors: Sequence[Tensor], length: int) -> list[Tensor]:
-        """Send tensors [n, …] to the next rank; returns those [length, …] of the rank before."""
+        """Send tensors [n, …] to the next rank; return those [length, …] of the previous rank."""
 
 
 class OneRank:
@@ -49,7 +49,7 @@ ONE_RANK = OneRank()
 
 @dataclass(frozen=True)
 class LossOptions:
-    """kind: of the loss. ring: the ranks that hold the batch. chunk: see `CHUNK`."""
+    """Options of the loss. ring: the ranks that share the global batch. chunk: see `CHUNK`."""
 
     kind: Kind
     ring: Ring = ONE_RANK
@@ -57,7 +57,7 @@ class LossOptions:
 
 
 class _Sums(NamedTuple):
-    """A rank's part of the loss, and for softmax the logarithms of sums over rows [M] and columns [N]."""
+    """A rank's share of the loss, and for softmax the log-sum-exp of its rows [M] and columns [N]."""
 
     loss: Tensor
     rows_M: Tensor
@@ -67,11 +67,11 @@ class _Sums(NamedTuple):
 def contrastive_loss(
     images_MW: Tensor, texts_NW: Tensor, scale: Tensor, bias: Tensor | None, options: LossOptions
 ) -> Tensor:
-    """Return this rank's part of the summed loss over all pairs (image i, caption i) of the global batch, a scalar.
+    """Return this rank's share of the summed loss over all pairs (image i, caption i) of the global batch, a scalar.
 
     scale, bias [1]: logits are scale · images @ textsᵀ + bias. Softmax: the mean of both directions' cross-entropies
     (Radford et al. 2021, figure 3). Sigmoid: −log σ(± logit) of every pair, negatives summed (Zhai et al. 2023).
-    Gradients of features are complete; those of scale and bias are this rank's part, to be summed over ranks.
+    Gradients of features are complete; those of scale and bias are partial and must be summed over ranks.
     """
     loss: Tensor = _ContrastiveLoss.apply(images_MW, texts_NW, scale, bias, options)
     return loss
@@ -92,8 +92,8 @@ class _ContrastiveLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         images, texts, scale, bias, rows, columns = ctx.saved_tensors
         sums = _Sums(gradient, rows, columns)
-        parts = _backward(images, texts, scale, bias, sums, ctx.options, ctx.lengths)
-        return *(None if part is None else part * gradient for part in parts), None
+        gradients = _backward(images, texts, scale, bias, sums, ctx.options, ctx.lengths)
+        return *(None if value is None else value * gradient for value in gradients), None
 
 
 def _forward(
@@ -123,9 +123,9 @@ def _forward(
                     loss = loss - logits_CS.diagonal(begin).sum()
         if ring.size > 1 and (is_softmax or step < ring.size - 1):
             length = lengths[(step + 1) % ring.size]
-            travelling = [block_SW] if step < ring.size - 1 else []
-            travelling += [columns_S] if is_softmax else []
-            received = ring.shift(travelling, length)
+            sent = [block_SW] if step < ring.size - 1 else []
+            sent += [columns_S] if is_softmax else []
+            received = ring.shift(sent, length)
             block_SW = received[0] if step < ring.size - 1 else texts
             columns_S = received[-1] if is_softmax else columns_S
     if is_softmax:
@@ -139,8 +139,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return gradients of images, texts, scale and bias."""
     ring, is_softmax = options.ring, options.kind == "softmax"
-    of_images, of_block = torch.zeros_like(images), torch.zeros_like(texts)
-    of_scale, of_bias = torch.zeros_like(scale), None if bias is None else torch.zeros_like(bias)
+    images_grad, block_grad = torch.zeros_like(images), torch.zeros_like(texts)
+    scale_grad, bias_grad = torch.zeros_like(scale), None if bias is None else torch.zeros_like(bias)
     block_SW, columns_S = texts, sums.columns_N
     for step in range(ring.size):
         for begin in range(0, len(images), options.chunk):
@@ -149,29 +149,29 @@ def _backward(
             logits_CS = cosines_CS * scale
             if is_softmax:
                 rows_C1 = sums.rows_M[chunk, None]
-                of_logits = ((logits_CS - rows_C1).exp() + (logits_CS - columns_S).exp()) / 2
+                logits_grad = ((logits_CS - rows_C1).exp() + (logits_CS - columns_S).exp()) / 2
             else:
-                of_logits = (logits_CS if bias is None else logits_CS + bias).sigmoid()
+                logits_grad = (logits_CS if bias is None else logits_CS + bias).sigmoid()
             if step == 0:
-                of_logits.diagonal(begin).sub_(1)
-            of_images[chunk] += of_logits @ block_SW * scale
-            of_block = of_block + of_logits.T @ images[chunk] * scale
-            of_scale += (of_logits * cosines_CS).sum()
-            if of_bias is not None:
-                of_bias += of_logits.sum()
+                logits_grad.diagonal(begin).sub_(1)
+            images_grad[chunk] += logits_grad @ block_SW * scale
+            block_grad = block_grad + logits_grad.T @ images[chunk] * scale
+            scale_grad += (logits_grad * cosines_CS).sum()
+            if bias_grad is not None:
+                bias_grad += logits_grad.sum()
         if ring.size > 1:
             is_last = step == ring.size - 1
-            travelling = [of_block] if is_last else [of_block, block_SW, *([columns_S] if is_softmax else [])]
-            of_block, *others = ring.shift(travelling, lengths[(step + 1) % ring.size])
+            sent = [block_grad] if is_last else [block_grad, block_SW, *([columns_S] if is_softmax else [])]
+            block_grad, *others = ring.shift(sent, lengths[(step + 1) % ring.size])
             if not is_last:
                 block_SW, columns_S = others[0], others[-1] if is_softmax else columns_S
-    return of_images, of_block, of_scale, of_bias
+    return images_grad, block_grad, scale_grad, bias_grad
 
 
 def contrastive_loss_reference(
     images_MW: Tensor, texts_MW: Tensor, scale: Tensor, bias: Tensor | None, kind: Kind
 ) -> Tensor:
-    """`contrastive_loss` of one rank by all logits at once, and autograd."""
+    """Compute `contrastive_loss` on one rank from all logits at once, with autograd."""
     logits_MM = scale * images_MW @ texts_MW.T
     if kind == "softmax":
         same_M = torch.arange(len(logits_MM), device=logits_MM.device)
@@ -186,20 +186,20 @@ def contrastive_loss_reference(
 def retrieval_ranks(
     images_MW: Tensor, texts_NW: Tensor, captions_N: Tensor, ring: Ring = ONE_RANK, chunk: int = CHUNK
 ) -> Tensor:
-    """Return for each image how many other captions of all ranks are at least as similar as its own, int64 [M].
+    """Return for each image the number of other captions of all ranks at least as similar as its own, int64 [M].
 
-    captions_N: int64 numbers, equal where captions are; an equal one counts as the image's own. Numbers that are not
-    finite make a similarity count as larger, so that nothing is right by accident.
+    captions_N: int64 ids, equal for equal captions; captions equal to the image's own do not count. A NaN similarity
+    counts as higher, so that nothing is right by accident.
     """
     lengths = ring.lengths(len(images_MW), images_MW.device)
     pairs_M, ranks_M = (images_MW * texts_NW).sum(1), torch.zeros_like(captions_N)
-    block_SW, numbers_S = texts_NW, captions_N
+    block_SW, captions_S = texts_NW, captions_N
     for step in range(ring.size):
         for begin in range(0, len(images_MW), chunk):
             rows = slice(begin, begin + chunk)
             is_less_CS = images_MW[rows] @ block_SW.T < pairs_M[rows, None]
-            is_other_CS = captions_N[rows, None] != numbers_S
+            is_other_CS = captions_N[rows, None] != captions_S
             ranks_M[rows] += (is_other_CS & ~is_less_CS).sum(1)
         if step < ring.size - 1:
-            block_SW, numbers_S = ring.shift([block_SW, numbers_S], lengths[step + 1])
+            block_SW, captions_S = ring.shift([block_SW, captions_S], lengths[step + 1])
     return ranks_M

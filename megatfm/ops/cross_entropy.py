@@ -13,26 +13,26 @@ from torch import Tensor
 from megatfm.ops.torch_private import is_fake, keeps_graph
 
 IGNORE = -100
-"""A target that does not count."""
+"""Target of tokens without a loss."""
 
 LOGITS_BYTES = 2**30
-"""On a GPU, of the logits that are held at once: a gigabyte."""
+"""Size of the logits that are in memory at once on a GPU."""
 
 ROW_ALIGNMENT = 64
-"""Rows of logits begin at multiples of this many elements."""
+"""Rows of the logits buffer are padded to a multiple of this many elements, for tensor cores."""
 
-AT_ONCE = 2**20
-"""On a CPU, logits that are made into gradients together, which its caches hold (docs/LOG.md, 2026-11-22)."""
+CPU_CHUNK_ELEMENTS = 2**20
+"""On a CPU, logits that are turned into gradients together, so that they fit the caches (docs/LOG.md, 2026-11-22)."""
 
-# M tokens of all rows, D model width, V vocabulary, W the rows of it that are held here
+# M tokens of all rows, D model width, V vocabulary, W rows of this vocabulary shard
 
 AllGather = Callable[[Tensor], Tensor]
-"""Takes a tensor [...] of one part of the vocabulary to those of all parts [P, ...]."""
+"""Gathers a tensor [...] of one vocabulary shard from all shards, [P, ...]."""
 
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """softcap: logits l become c·tanh(l/c). smoothing: share of a target that is spread over the vocabulary."""
+    """softcap: c, logits l become c·tanh(l/c). smoothing: label smoothing, uniform over the vocabulary."""
 
     softcap: float | None = None
     smoothing: float = 0.0
@@ -45,7 +45,7 @@ def cross_entropy_reference(
     bias_V: Tensor | None = None,
     variant: LogitOptions = LogitOptions(),
 ) -> Tensor:
-    """Σ −log softmax(h Wᵀ + b)[target] over the tokens whose target counts, in nats; all logits at once."""
+    """Return Σ −log softmax(h Wᵀ + b)[target] over tokens with a target, in nats, from all logits at once."""
     logits_MV = F.linear(hidden_MD, weight_VD, bias_V).to(_precise(hidden_MD))
     if variant.softcap:
         logits_MV = variant.softcap * torch.tanh(logits_MV / variant.softcap)
@@ -69,14 +69,16 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
-    The gradients that are wanted are made in the forward pass, where the logits were (as in Liger, Hsu et al. 2024),
-    and only scaled in the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD`
-    holds the rows from `first` on and `join` brings the parts together: every part then gives the whole loss, and its
-    own share of the gradient to `hidden`. losses_M: is filled with the tokens' losses, 0 for those that don't count.
-    weights_M: factors on the tokens' losses in the sum, which have no gradients.
+    The forward pass overwrites the logits with their gradients and computes the needed gradients of the inputs (as in
+    Liger, Hsu et al. 2024); the backward pass only scales them. Returns the sum of the losses, in nats.
+
+    chunk: tokens at a time; None: as memory allows. vocab_start, all_gather: for a vocabulary-parallel loss, where
+    weight_WD holds the vocabulary's rows from vocab_start on; each shard returns the full loss and a partial gradient
+    of hidden_MD. losses_M: output buffer for the tokens' losses, 0 for ignored targets. weights_M: factors on the
+    tokens' losses in the sum, without gradients.
     """
     chunk = chunk or default_chunk(hidden_MD, len(weight_WD))
-    # A function knows of a parameter that it requires gradients, and not whether any are wanted.
+    # ctx.needs_input_grad is true for parameters even under no_grad.
     needs_grad = tuple(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
@@ -87,8 +89,11 @@ def cross_entropy(
 
 
 def default_chunk(hidden_MD: Tensor, rows: int) -> int:
-    """Number of tokens whose logits over so many rows of the vocabulary are held at once. Each chunk passes over the
-    gradient of the weights, so few large ones cost less; on a CPU 1,024 tokens are enough for that not to matter."""
+    """Return the number of tokens whose logits over `rows` vocabulary rows are in memory at once.
+
+    Every chunk reads and writes the full weight gradient, so few large chunks are cheaper. On a CPU, that cost is
+    negligible from 1,024 tokens on.
+    """
     if hidden_MD.device.type == "cpu":
         return 1024
     chunk = LOGITS_BYTES // (padded(rows) * hidden_MD.element_size())
@@ -96,7 +101,7 @@ def default_chunk(hidden_MD: Tensor, rows: int) -> int:
 
 
 def padded(rows: int) -> int:
-    """Logits of a token in memory, so that each row begins where tensor cores like it."""
+    """Return the padded row length of the logits buffer."""
     return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
@@ -120,7 +125,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses_M = torch.empty_like(weights_M)
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
-        # oneDNN's bf16 products with AMX read on in a row beyond its end, and multiply by zero what is there.
+        # oneDNN's bf16 matmuls with AMX read beyond a row's end and multiply by zero, which NaN would survive.
         buffer[:, vocabulary:] = 0
         total = hidden_MD.new_zeros((), dtype=precise)
         needs_hidden_grad, needs_weight_grad, needs_bias_grad = needs_grad
@@ -130,18 +135,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and needs_bias_grad else None
         )
         for start in range(0, hidden_MD.shape[0], chunk):
-            part = slice(start, start + chunk)
-            hidden = hidden_MD[part]
+            rows = slice(start, start + chunk)
+            hidden = hidden_MD[rows]
             logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
-            losses = None if losses_M is None else losses_M[part]
-            sum_of_chunk = _to_gradient(logits, targets_M[part], variant, vocab_start, all_gather, losses)
+            losses = None if losses_M is None else losses_M[rows]
+            chunk_loss = _to_gradient(logits, targets_M[rows], variant, vocab_start, all_gather, losses)
             gradient = logits
             if weights_M is not None and losses is not None:
-                sum_of_chunk = (weights_M[part] * losses).sum()
-                gradient *= weights_M[part, None].to(gradient.dtype)
-            total += sum_of_chunk
+                chunk_loss = (weights_M[rows] * losses).sum()
+                gradient *= weights_M[rows, None].to(gradient.dtype)
+            total += chunk_loss
             if hidden_gradient is not None:
-                hidden_gradient[part] = gradient @ weight_WD
+                hidden_gradient[rows] = gradient @ weight_WD
             if needs_weight_grad:
                 weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
             if bias_gradient is not None:
@@ -157,8 +162,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # One factor for the whole sum: scaling afterwards is exact up to rounding. Where they lie, unless they are kept
-        # for another backward pass: on a CPU, memory for as much again costs more than the product.
+        # The loss is one sum, so scaling its gradient afterwards is exact up to rounding. Scale in place unless the
+        # graph is kept for another backward pass: on a CPU, new memory would cost more than the multiplication.
         is_graph_kept = keeps_graph()
         scaled = (
             None
@@ -170,9 +175,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right, summed in float32 or better, in one pass over the total where dtypes allow.
+    """Return total + left @ right, accumulated in float32 or better, in place where dtypes allow.
 
-    A product of bfloat16 is rounded to bfloat16 before it is added, and the first is kept as it is.
+    bfloat16 products are rounded to bfloat16 before they are added. The first product is returned unconverted.
     """
     if total is None:
         return left @ right
@@ -182,7 +187,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, out: Tensor) -> Tensor:
-    """They are in the hidden vectors' dtype, as a product leaves them."""
+    """Compute logits into `out`, in the dtype of the hidden vectors."""
     if bias_W is None:
         return torch.mm(hidden, weight_WD.T, out=out)
     return torch.addmm(bias_W, hidden, weight_WD.T, out=out)
@@ -196,8 +201,11 @@ def _to_gradient(
     all_gather: AllGather | None,
     losses_M: Tensor | None,
 ) -> Tensor:
-    """Loss of a chunk; the logits [M, W] become its gradient. On a GPU by one kernel; on a CPU by a few rows at a time,
-    so that intermediate results stay in its cache. Parts of a vocabulary are joined once a chunk."""
+    """Return the loss of a chunk, and overwrite its logits [M, W] with their gradient.
+
+    A GPU runs one Triton kernel. A CPU processes a few rows at a time, so that intermediate results stay in its cache.
+    Vocabulary shards communicate once a chunk.
+    """
     if all_gather is None and (in_place := _kernel(logits)):
         losses = in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
@@ -206,7 +214,7 @@ def _to_gradient(
             losses_M.copy_(losses)
         return losses.sum()
     all_at_once = all_gather is not None or logits.device.type != "cpu"
-    step = len(logits) if all_at_once else max(1, AT_ONCE // logits.shape[1])
+    step = len(logits) if all_at_once else max(1, CPU_CHUNK_ELEMENTS // logits.shape[1])
     sums = []
     for start in range(0, len(logits), step):
         rows, targets = logits[start : start + step], targets_M[start : start + step]
@@ -227,7 +235,7 @@ def _single_shard(values: Tensor) -> Tensor:
 
 
 def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
-    """Triton's, where there are a GPU and Triton."""
+    """Return the Triton kernel, if the logits are on a GPU and Triton is installed."""
     if logits.device.type == "cuda" and is_fake(logits):
         return _losses_by_shape
     if logits.device.type != "cuda" or logits.dtype == torch.float64 or not has_triton():
@@ -238,21 +246,20 @@ def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
 
 
 def _losses_by_shape(logits: Tensor, targets_M: Tensor, **_: Any) -> Tensor:
-    """Replace Triton's kernel, which writes gradients in place, for tensors with shapes only."""
+    """Stand in for the Triton kernel on fake tensors."""
     return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
 
 
 @cache
 def has_triton() -> bool:
-    """Whether it is installed, as it is with torch's builds for GPUs."""
+    """Whether Triton is installed; torch's GPU builds come with it."""
     return find_spec("triton") is not None
 
 
 def _chunk(
     logits: Tensor, targets_M1: Tensor, variant: LogitOptions, vocab_start: int, all_gather: AllGather
 ) -> tuple[Tensor, Tensor]:
-    """Losses [M, 1] of a chunk, and the gradient of their sum with respect to the logits [M, W], which are
-    overwritten."""
+    """Return the losses [M, 1] of a chunk and the gradient of their sum by the logits [M, W]; overwrites the logits."""
     has_target = targets_M1 != IGNORE
     local = targets_M1 - vocab_start
     is_local = (local >= 0) & (local < logits.shape[1])
@@ -262,29 +269,32 @@ def _chunk(
         logits = torch.tanh(logits / variant.softcap)
         slope = 1 - logits.square()
         logits *= variant.softcap
-    largest = logits.amax(1, keepdim=True)
-    logits -= largest
-    local_statistics = [largest, logits.gather(1, local) * is_local, is_local.to(logits.dtype)]
+    max_logit = logits.amax(1, keepdim=True)
+    logits -= max_logit
+    local_statistics = [max_logit, logits.gather(1, local) * is_local, is_local.to(logits.dtype)]
     if variant.smoothing:
-        local_statistics += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
+        local_statistics += [logits.sum(1, keepdim=True), torch.full_like(max_logit, logits.shape[1])]
     exponentials = logits.exp_()
-    # Each part has taken off its own largest logit, so one message holds all that the parts exchange.
-    largest_P, target_P, held_P, *rest_P, sums_P = all_gather(
+    # Each shard has subtracted its own maximum, so that a single all-gather exchanges all statistics.
+    max_P, target_logit_P, has_target_P, *rest_P, sums_P = all_gather(
         torch.stack([*local_statistics, exponentials.sum(1, keepdim=True)])
     ).unbind(1)
-    top = largest_P.amax(0)
-    below_P = largest_P - top
-    normaliser = (below_P.exp() * sums_P).sum(0)
-    target_logit, target_count = (target_P + held_P * below_P).sum(0), held_P.sum(0)
+    global_max = max_P.amax(0)
+    max_difference_P = max_P - global_max
+    normaliser = (max_difference_P.exp() * sums_P).sum(0)
+    target_logit, target_count = (
+        (target_logit_P + has_target_P * max_difference_P).sum(0),
+        has_target_P.sum(0),
+    )
     spread: Tensor | float = 0.0
     if variant.smoothing:
         logits_P, rows_P = rest_P
-        sum_of_logits, vocabulary = (logits_P + rows_P * below_P).sum(0), rows_P.sum(0)
+        sum_of_logits, vocabulary = (logits_P + rows_P * max_difference_P).sum(0), rows_P.sum(0)
         spread = variant.smoothing / vocabulary
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
-    # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
+    # No shard has a target beyond the vocabulary: return NaN rather than a wrong loss.
     losses = (normaliser.log() - target_logit).where(target_count > 0, torch.nan)
-    gradient = exponentials.mul_(has_target * (largest - top).exp() / normaliser)
+    gradient = exponentials.mul_(has_target * (max_logit - global_max).exp() / normaliser)
     if variant.smoothing:
         gradient -= spread * has_target
     gradient.scatter_add_(1, local, (variant.smoothing - 1) * (is_local & has_target).to(gradient.dtype))
@@ -298,7 +308,7 @@ def _precise(tensor: Tensor) -> torch.dtype:
 
 
 def shifted_targets(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
-    """The targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
+    """Return the targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
     shifted = torch.full_like(targets_BT, IGNORE)
     shifted[:, :-n] = targets_BT[:, n:]
     if documents_BT is not None:

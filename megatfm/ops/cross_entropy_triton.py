@@ -1,10 +1,10 @@
-"""A Triton kernel: logits become their cross-entropy's gradient where they lie (as in Liger, Hsu et al. 2024).
+"""A Triton kernel that overwrites logits with the gradient of their cross-entropy (as in Liger, Hsu et al. 2024).
 
-A program takes a row. It reads the logits once for the greatest and the sum of exponentials together, and once more
-for the gradient, which it writes over them: 3 · M · V elements move, where torch's operators move about ten times as
-many, and nothing in float32 is ever stored. 5 · M · V operations, exponentials counted as one.
+Each program processes a row. It reads the logits once for maximum and sum of exponentials (online softmax), and once
+more for the gradient, which it writes in place. This moves 3 · M · V elements, about a tenth of torch's operators, and
+stores nothing in float32. It takes 5 · M · V operations, counting an exponential as one.
 
-Imported where it runs: Triton comes with torch's builds for GPUs only. `TRITON_INTERPRET=1` runs it on a CPU.
+Import it where it runs: Triton comes with torch's GPU builds only. `TRITON_INTERPRET=1` runs it on a CPU.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 # M rows, V vocabulary
 
 BLOCK = 4096
-"""Logits that a program holds at once: 16 of each of its threads."""
+"""Logits that a program processes at once, 16 for each thread."""
 WARPS = 8
 
 
@@ -33,7 +33,7 @@ def kernel(
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """See `to_gradients`. Sums are float32's."""
+    """See `to_gradients`. Accumulates in float32."""
     row = tl.program_id(0).to(tl.int64)
     logits = logits_MV + row * stride
     target = tl.load(targets_M + row)
@@ -53,7 +53,7 @@ def kernel(
         at = start + columns
         x = tl.load(logits + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
         if CAPPED:
-            # tanh by exponentials, of which none overflows; −∞, beyond the vocabulary, stays −∞.
+            # tanh from exponentials that cannot overflow; logits beyond the vocabulary stay −∞.
             e = tl.exp(-2 * tl.abs(x) / softcap)
             capped = tl.where(x >= 0, 1.0, -1.0) * softcap * (1 - e) / (1 + e)
             x = tl.where(at < vocabulary, capped, -float("inf"))
@@ -66,7 +66,7 @@ def kernel(
     lse = most + tl.log(total)
     spread = smoothing / vocabulary
     loss = lse - (1 - smoothing) * at_target - spread * together
-    # A target beyond the vocabulary is found nowhere: not a number, rather than a wrong one.
+    # A target beyond the vocabulary gives NaN rather than a wrong loss.
     is_valid = (target >= 0) & (target < vocabulary)
     tl.store(losses_M + row, tl.where(is_valid, loss, float("nan")))
 
@@ -86,7 +86,7 @@ def kernel(
 def to_gradients(
     logits_MV: Tensor, targets_M: Tensor, *, ignore: int, softcap: float | None, smoothing: float
 ) -> Tensor:
-    """The losses [M] in float32; the logits, rows of any stride, become the gradients of the losses' sum."""
+    """Return the losses [M] in float32, and overwrite the logits (any row stride) with the gradient of their sum."""
     losses_M = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device)
     if len(logits_MV):
         kernel[(len(logits_MV),)](

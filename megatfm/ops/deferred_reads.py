@@ -1,4 +1,4 @@
-"""Numbers on the device that the host looks at, read so that it seldom waits."""
+"""Deferred reads of device tensors, so that the host waits at most once a step."""
 
 from collections.abc import Callable
 
@@ -7,47 +7,46 @@ from torch import Tensor
 
 
 class DeferredReads:
-    """Numbers on the device that the host will look at: once it needs one, all that wait are read together.
+    """Device values that the host needs later. The first access copies all deferred values in one transfer.
 
-    A read waits until the device has done all that was asked of it before the numbers were sent, so a step should have
-    one.
+    A transfer waits for all earlier work of the device, so a step should have one only.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Tensor, list[float]]] = []
-        self._sent: list[tuple[Tensor, list[float]]] = []
-        self._there: torch.cuda.Event | None = None
+        self._deferred: list[tuple[Tensor, list[float]]] = []
+        self._copied: list[tuple[Tensor, list[float]]] = []
+        self._copy_done: torch.cuda.Event | None = None
 
     def defer(self, values: Tensor) -> Callable[[], list[float]]:
-        """Float64 values [n] → what gives them, reading if that was not done."""
-        numbers: list[float] = []
-        self._waiting.append((values, numbers))
+        """Defer the read of float64 values [n]; return a function that returns them, and reads them if necessary."""
+        results: list[float] = []
+        self._deferred.append((values, results))
 
         def finish() -> list[float]:
-            if not numbers:
+            if not results:
                 self.read()
-            return numbers
+            return results
 
         return finish
 
     def start_copy(self) -> None:
-        """Have the device copy all that wait to the host: a read then waits for that, and for nothing asked later."""
-        values = torch.cat([values for values, _ in self._waiting])
+        """Start an asynchronous copy of all deferred values; a read then waits for it, and not for later work."""
+        values = torch.cat([values for values, _ in self._deferred])
         if values.device.type != "cpu":
-            sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = sent.copy_(values, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record()
-        places = [values.numel() for values, _ in self._waiting]
-        self._sent += zip(values.split(places), [target for _, target in self._waiting], strict=True)
-        self._waiting = []
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            self._copy_done = torch.cuda.Event()
+            self._copy_done.record()
+        sizes = [values.numel() for values, _ in self._deferred]
+        self._copied += zip(values.split(sizes), [target for _, target in self._deferred], strict=True)
+        self._deferred = []
 
     def read(self) -> None:
-        """Read all that wait, or were sent."""
-        if self._waiting:
+        """Read all deferred values, waiting for a started copy."""
+        if self._deferred:
             self.start_copy()
-        if self._there:
-            self._there.synchronize()
-        for values, target in self._sent:
+        if self._copy_done:
+            self._copy_done.synchronize()
+        for values, target in self._copied:
             target.extend(values.tolist())
-        self._sent, self._there = [], None
+        self._copied, self._copy_done = [], None

@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, each group with its own matrix, by the fastest kernel of a device."""
+"""Grouped matrix multiplication: each group of rows has its own weight matrix. Chooses the fastest kernel."""
 
 import importlib
 from functools import cache
@@ -11,19 +11,19 @@ from torch import Tensor
 from megatfm.ops.torch_private import is_fake
 from megatfm.ops.transfer import remember_host_copy, to_host
 
-# M rows, G groups, I width of the rows, O of the products
+# M rows, G groups, I input width, O output width
 
 
 RowRange = tuple[int, int, int, int]
-"""A group's first row and its end, and those of rows around it."""
+"""First row and end of a group, and first row and end of the window around it."""
 ALIGNED = 16
-"""Bytes of which torch's grouped product wants all strides to be multiples."""
+"""torch's grouped_mm needs strides that are multiples of this many bytes."""
 
 
 def grouped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """x Wᵀ [M, O], with the group's W for rows from the end of the group before up to its own.
+    """Return x Wᵀ [M, O], with group g's W for rows ends[g − 1] to ends[g] − 1.
 
-    ends: int32, not falling; a group may be empty. Rows beyond the last end are undefined, and so are their gradients.
+    ends_G: int32, non-decreasing; groups may be empty. Rows beyond the last end, and their gradients, are undefined.
     """
     if not len(x_MI):  # torch's operator takes no empty x
         return looped_linear(x_MI, weight_GOI, ends_G)
@@ -31,11 +31,11 @@ def grouped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 
 
 def kernel_for(x_MI: Tensor, weight_GOI: Tensor) -> str:
-    """Name the kernel of KERNELS for these tensors on their device.
+    """Return the name of the kernel in KERNELS for these tensors.
 
-    MegaBlocks, where it is installed, takes bfloat16 on GPUs. torch's operator takes no float64 and no odd widths.
-    oneDNN, which multiplies bfloat16 on CPUs, builds and keeps a kernel for each number of rows, which takes longer
-    than the product, and a megabyte: there rows go by windows of few lengths.
+    MegaBlocks, if installed, for bfloat16 on GPUs. torch's operator does not support float64 or unaligned widths.
+    On CPUs, oneDNN compiles and caches a bfloat16 kernel for each number of rows, at a megabyte each and more time than
+    the product takes, so there rows are padded to windows of a few lengths.
     """
     if x_MI.dtype == torch.bfloat16 and not is_fake(x_MI):
         if x_MI.device.type == "cpu":
@@ -53,13 +53,13 @@ def torch_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 
 
 def bucketed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """Compute `grouped_linear` group by group, each on a window of rows around it whose length is one of a few."""
+    """Compute `grouped_linear` group by group, on windows of rows with one of a few lengths."""
     product: Tensor = _Windowed.apply(x_MI, weight_GOI, ends_G)
     return product
 
 
 def looped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """Compute `grouped_linear` group by group: the reference. The weight of an empty group gets a zero gradient."""
+    """Compute `grouped_linear` group by group; the reference. Weights of empty groups get a zero gradient."""
     sizes = ends_G.diff(prepend=ends_G.new_zeros(1)).tolist()
     *groups, rest_xI = x_MI.split([*sizes, len(x_MI) - sum(sizes)])
     products = [F.linear(rows_xI, weight_OI) for rows_xI, weight_OI in zip(groups, weight_GOI, strict=True)]
@@ -76,29 +76,31 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient_MO):  # type: ignore[no-untyped-def]
         x_MI, weight_GOI = ctx.saved_tensors
-        gradient_MO, into_x_MI, into_weight_GOI = gradient_MO.contiguous(), None, None
+        gradient_MO, x_grad_MI, weight_grad_GOI = gradient_MO.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            into_x_MI = _by_windows(gradient_MO, weight_GOI, ctx.windows)
+            x_grad_MI = _by_windows(gradient_MO, weight_GOI, ctx.windows)
         if ctx.needs_input_grad[1]:
-            into_weight_GOI = _into_weights(gradient_MO, x_MI, weight_GOI, ctx.windows)
-        return into_x_MI, into_weight_GOI, None
+            weight_grad_GOI = _weight_gradients(gradient_MO, x_MI, weight_GOI, ctx.windows)
+        return x_grad_MI, weight_grad_GOI, None
 
 
-def _into_weights(gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, spans: list[RowRange]) -> Tensor:
-    """Gradients [G, O, I]."""
-    into_weight_GOI = torch.zeros_like(weight_GOI)
-    for (first, last, low, high), into_OI in zip(spans, into_weight_GOI, strict=True):
+def _weight_gradients(
+    gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, ranges: list[RowRange]
+) -> Tensor:
+    """Return the weight gradients [G, O, I]."""
+    weight_grad_GOI = torch.zeros_like(weight_GOI)
+    for (first, last, low, high), weight_grad_OI in zip(ranges, weight_grad_GOI, strict=True):
         if first < last:
-            own_WO = gradient_MO.new_zeros(high - low, gradient_MO.shape[1])
-            own_WO[first - low : last - low] = gradient_MO[first:last]
-            torch.mm(own_WO.T, x_MI[low:high], out=into_OI)
-    return into_weight_GOI
+            window_grad_WO = gradient_MO.new_zeros(high - low, gradient_MO.shape[1])
+            window_grad_WO[first - low : last - low] = gradient_MO[first:last]
+            torch.mm(window_grad_WO.T, x_MI[low:high], out=weight_grad_OI)
+    return weight_grad_GOI
 
 
-def _by_windows(x_MI: Tensor, weight_GIO: Tensor, spans: list[RowRange]) -> Tensor:
-    """x W [M, O]. What a window has beyond its group's end is overwritten by the next group."""
+def _by_windows(x_MI: Tensor, weight_GIO: Tensor, ranges: list[RowRange]) -> Tensor:
+    """Return x W [M, O]. Rows that a window has beyond its group are overwritten by the next group's."""
     y_MO = x_MI.new_empty(len(x_MI), weight_GIO.shape[2])
-    for (first, last, low, high), weight_IO in zip(spans, weight_GIO, strict=True):
+    for (first, last, low, high), weight_IO in zip(ranges, weight_GIO, strict=True):
         if low == first < last:
             torch.mm(x_MI[low:high], weight_IO, out=y_MO[low:high])
         elif first < last:
@@ -107,8 +109,7 @@ def _by_windows(x_MI: Tensor, weight_GIO: Tensor, spans: list[RowRange]) -> Tens
 
 
 def padded_ranges(ends: list[int]) -> list[RowRange]:
-    """Ranges of each group: its first row and its end, and those of a window around it, an eighth longer at most (or
-    8 rows), within the rows of all groups."""
+    """Return each group's rows and a window around them, at most an eighth (or 8 rows) longer, within all rows."""
     ranges, first = [], 0
     for last in ends:
         size = last - first
@@ -137,7 +138,7 @@ def megablocks_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tenso
         remember_host_copy(ends_G, host_ends_G)
     sizes_G = host_ends_G.diff(prepend=host_ends_G.new_zeros(1)).long()
     rows = int(sizes_G.sum())
-    if not rows:  # it takes no empty x
+    if not rows:  # the operator rejects empty x
         return (x_MI.sum() * weight_GOI.sum() * 0).expand(len(x_MI), weight_GOI.shape[1])
     gmm = importlib.import_module("grouped_gemm.ops").gmm
     product_RO: Tensor = gmm(x_MI[:rows].contiguous(), weight_GOI.contiguous(), sizes_G, trans_b=True)

@@ -1,4 +1,4 @@
-"""A mark for torch.compile that does not import it: that is a second of start-up, and most commands never compile."""
+"""A decorator for torch.compile that does not import it: importing takes a second, and most commands never compile."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,9 +7,9 @@ Marked = TypeVar("Marked", bound=Callable[..., object])
 
 
 def constant_when_compiled(function: Marked) -> Marked:
-    """The function is called once, while what calls it is compiled; what it gave stands in the compiled code.
+    """Mark a function whose result torch.compile treats as a constant: it runs once, during compilation.
 
-    As `torch.compiler.assume_constant_result`, which sets this attribute, too, after importing torch._dynamo.
+    Same effect as `torch.compiler.assume_constant_result`, which imports torch._dynamo to set this attribute.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

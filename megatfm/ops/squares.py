@@ -1,4 +1,4 @@
-"""Sums of squares that are exact to float32's precision at any size, without a copy of what is summed."""
+"""Sums of squares, accurate to float32 at any size, without a copy of the tensors."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from megatfm.ops.torch_private import foreach_norm
 
-PIECE = 2**14
-"""On a CPU torch adds a norm up in a few running sums of float32: of 38 M elements it is 0.3 % short, of a piece 2e-7,
-or 2e-6 where they are converted from bfloat16 (on a GPU its kernels cut tensors up themselves)."""
+CHUNK_ELEMENTS = 2**14
+"""Elements of a partial norm on a CPU. torch's norm accumulates in a few float32 sums: 0.3 % too small for 38 M
+elements, but within 2e-7 for this many (2e-6 from bfloat16). GPU kernels reduce hierarchically by themselves."""
 
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Σ x² over all elements of all tensors, in float64, on their device; they have one device and one dtype.
+    """Return Σ x² over all elements of tensors of one device and dtype, a float64 scalar on that device.
 
-    Where there are none, or none with elements, as on a rank of which all shards are empty, it is 0. Squares are added
-    up in float32 within a piece, in float64 if the tensors are, and in float64 over pieces.
+    Accumulates in float32 within chunks (float64 for float64 tensors), and in float64 over chunks. Returns 0 without
+    elements, as on a rank whose shards are all empty.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
@@ -26,9 +26,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(foreach_norm(list(tensors), 2, dtype)).double().square().sum()
     norms, remainders = [], []
     for tensor in tensors:
-        flat, n_full = tensor.reshape(-1), tensor.numel() // PIECE * PIECE
+        flat, n_full = tensor.reshape(-1), tensor.numel() // CHUNK_ELEMENTS * CHUNK_ELEMENTS
         if n_full:
-            norms.append(torch.linalg.vector_norm(flat[:n_full].view(-1, PIECE), dim=1, dtype=dtype))
+            norms.append(torch.linalg.vector_norm(flat[:n_full].view(-1, CHUNK_ELEMENTS), dim=1, dtype=dtype))
         if n_full < len(flat):
             remainders.append(flat[n_full:])
     if remainders:

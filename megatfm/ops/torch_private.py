@@ -1,6 +1,6 @@
-"""Names of torch that its documentation does not promise, gathered where a newer torch would miss them.
+"""Private functions of torch, collected in one file because a newer torch may change them.
 
-`tests/unit/ops/test_torch_private.py` holds what is relied on of each.
+`tests/unit/ops/test_torch_private.py` checks the behaviour that we rely on.
 """
 
 from typing import Any
@@ -11,35 +11,35 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""(q, k, v, dropout, is_causal, attn_mask=, scale=) → output and logarithm of the sums [B, N, T]."""
+"""(q, k, v, dropout, is_causal, attn_mask=, scale=) → output and log-sum-exp [B, N, T]."""
 
 flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""(gradient, q, k, v, output, logarithm, dropout, is_causal, attn_mask=, scale=) → gradients of q, k and v."""
+"""(gradient, q, k, v, output, log-sum-exp, dropout, is_causal, attn_mask=, scale=) → gradients of q, k and v."""
 
 foreach_norm: Any = torch._foreach_norm
 """(tensors, order, dtype) → the norm of each."""
 
 scaled_mm: Any = torch._scaled_mm
-"""Products of 8-bit floats times a scale."""
+"""Scaled fp8 matrix multiplication."""
 
 
 def weak_dictionary() -> Any:
-    """A dictionary by tensors' identity, which does not keep them."""
+    """Return a dictionary with weak keys, compared by identity."""
     return WeakIdKeyDictionary()
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no numbers, as where torch traces."""
+    """Whether a tensor is a FakeTensor, with a shape but no data."""
     return isinstance(tensor, FakeTensor)
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that is under way keeps the graph for another (`retain_graph`)."""
+    """Whether the running backward pass keeps the graph (`retain_graph=True`)."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps
 
 
 def has_amx_tiles() -> bool:
-    """Whether the CPU has matrix units that multiply bfloat16."""
+    """Whether the CPU has AMX tiles, which multiply bfloat16 matrices."""
     is_supported: bool = torch.cpu._is_amx_tile_supported()
     return is_supported

@@ -1,8 +1,8 @@
-"""Placement of tensors: aligned in memory as torch's own, and copied to a device without a stall of the host.
+"""Memory placement of tensors: aligned like torch's own, and copied to a device without stalling the host.
 
-Aligned tensors lie row by row, from a multiple of 64 bytes on. Kernels (of BLAS, LAPACK and others) may add up in
-another order where a tensor begins elsewhere, or lies by columns: what was loaded would then give other bits than what
-was computed here. So all code that brings tensors into a model, an optimizer or a batch passes them through here.
+Aligned tensors are contiguous and start at a multiple of 64 bytes. BLAS, LAPACK and other kernels may sum in a
+different order for other tensors, so that loaded weights would give different bits than computed ones. All code that
+brings tensors into a model, an optimizer or a batch therefore aligns them here.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from torch import Tensor
 from megatfm.ops.torch_private import is_fake, weak_dictionary
 
 LINE_BYTES = 64
-"""A processor's cache line and its widest register, at a multiple of which torch's memory begins."""
+"""Size of a cache line and of the widest registers. torch allocates memory at multiples of it."""
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor lies row by row from a multiple of 64 bytes on."""
+    """Whether a tensor is contiguous and starts at a multiple of 64 bytes."""
     if is_fake(tensor):  # torch's own memory begins at such a multiple
         start = tensor.storage_offset() * tensor.element_size()
     else:
@@ -29,12 +29,12 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself where it lies so, else a copy that does."""
+    """Return the tensor itself if it is aligned, else an aligned copy."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each of them aligned. Where a part of a buffer is not, none of its parts stays there, so that it can go."""
+    """Return all tensors aligned. If one view of a buffer needs a copy, all views are copied, to free the buffer."""
     unaligned = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
     return {
         name: tensor.clone(memory_format=torch.contiguous_format) if _buffer(tensor) in unaligned else tensor
@@ -43,7 +43,7 @@ def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def aligned_bytes(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
-    """So much memory from a multiple of `line` on, not yet set. NumPy asks the kernel for huge pages, torch doesn't."""
+    """Allocate uninitialised bytes aligned to `line`. NumPy requests huge pages from the kernel, torch does not."""
     memory = np.empty(size + line, np.uint8)
     start = -memory.ctypes.data % line
     return memory[start : start + size]
@@ -59,8 +59,11 @@ _HOST_COPIES: Any = weak_dictionary()
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
-    """The values on the device. Copies to a GPU are from memory that stays where it is (pinned): from any other the
-    host would wait for them, and for all that the GPU has still to do before. `on_host` gives that memory back."""
+    """Return the values on the device, copied asynchronously from pinned memory.
+
+    From pageable memory, the host would wait for the copy and for all earlier work of the GPU. `to_host` returns the
+    host's values without a copy back.
+    """
     if values.device.type != "cpu" or device.type == "cpu" or not values.numel():
         return values.to(device)
     pinned = values.pin_memory()
@@ -68,20 +71,22 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
 
 
 def remember_host_copy(tensor: Tensor, host_copy: Tensor) -> Tensor:
-    """A tensor with a read-only copy on the host."""
+    """Register a read-only host copy of a device tensor; return the tensor."""
     if not tensor.is_inference():
         _HOST_COPIES[tensor] = host_copy, tensor._version
     return tensor
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether the host reads a tensor in its own memory."""
+    """Whether a tensor is in host memory."""
     return tensor.device.type == "cpu"
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The values in the host's memory: the tensor itself, or the copy from which it was moved. Of others, of those
-    that were written since, and in compiled code, the host asks the device, and waits."""
+    """Return the values in host memory: a CPU tensor itself, or the host copy from which `moved` made it.
+
+    Waits for the device if there is no host copy, if the tensor was modified since, and in compiled code.
+    """
     if is_on_host(tensor):
         return tensor
     if torch.compiler.is_compiling():
@@ -91,6 +96,8 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def true_places(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-    """Indices, by dimension and on a device, of what is true in a host tensor: the host has to know how many there
-    are."""
+    """Return the indices of true elements of a host tensor, one tensor a dimension, on a device.
+
+    Computed on the host, because it needs their number for shapes.
+    """
     return tuple(moved(indices, device) for indices in condition.nonzero(as_tuple=True))

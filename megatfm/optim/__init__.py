@@ -1,4 +1,4 @@
-"""Optimizers by name, the parameters that they move, and the learning rate over a run."""
+"""Optimizers, parameter groups and learning rate schedules."""
 
 from megatfm.optim import matrix_optimizers, optimizers  # these register themselves
 

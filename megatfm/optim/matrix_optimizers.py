@@ -1,6 +1,6 @@
-"""Optimizers of the blocks' matrices: Muon and SOAP; embedding, head and vectors go to AdamW.
+"""Optimizers for the matrices of blocks: Muon and SOAP. AdamW updates embeddings, head and vectors.
 
-SOAP is our own: libraries keep its bases in nested lists, which a checkpoint of tensors can't take up again.
+SOAP is implemented here because libraries keep its bases in nested lists, which tensor checkpoints can't restore.
 """
 
 from collections import defaultdict
@@ -25,12 +25,12 @@ from megatfm.optim.parameters import (
 )
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients and number of steps of the quintic iteration: those of torch and of the authors."""
+"""Coefficients of the quintic Newton–Schulz iteration, as in torch and the authors' code; so are STEPS and EPS."""
 STEPS, EPS = 5, 1e-7
-BATCH = 2**26
-"""Elements of matrices that are moved by the same products: in bfloat16 128 MiB, with some times as much besides."""
+MAX_BATCH_ELEMENTS = 2**26
+"""Elements of matrices in one batched product: 128 MiB in bfloat16, plus temporaries of a few times that size."""
 SIDES = {"left": -2, "right": -1}
-"""The dims of a matrix, or of those in a stack."""
+"""The dim that each side of a matrix (or stack of matrices) preconditions."""
 
 Update = tuple[Tensor, Tensor, float]
 """A weight, its update before orthogonalisation, and the step size."""
@@ -38,8 +38,10 @@ Update = tuple[Tensor, Tensor, float]
 
 @OPTIMIZERS.register("muon")
 def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """Muon for matrices inside `layers`, those of experts in stacks, on GPUs all of a shape; AdamW for embedding,
-    head and vectors."""
+    """Muon for the blocks' matrices, AdamW for embedding, head and vectors.
+
+    Matrices of experts, and on GPUs all matrices of one shape, are orthogonalised in batches.
+    """
 
     def make_muon(groups: list[dict[str, Any]]) -> Optimizer:
         if groups[0]["params"][0].device.type != "cpu" or config.newton_schulz_dtype == "param":
@@ -67,8 +69,10 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
 
 class BatchedMuon(torch.optim.Optimizer):
-    """For matrices [m, n] and stacks of them [E, m, n], of which each is orthogonalised by itself, all of one shape in
-    the same products. On a CPU only matrices of a stack: there more of them in one product take longer."""
+    """Muon for matrices [m, n] and stacks [E, m, n], whose matrices are orthogonalised separately.
+
+    Matrices of one shape share batched products; on a CPU only those of a stack, since larger batches are slower there.
+    """
 
     def __init__(self, params: Any, lr: float, momentum: float, *, in_bf16: bool = True) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
@@ -91,13 +95,13 @@ class BatchedMuon(torch.optim.Optimizer):
                 rows, columns = shape = weight.shape[-2:]
                 by_shape[shape].append((weight, update, -lr * max(1, rows / columns) ** 0.5))
         for moves in by_shape.values():
-            limit = 1 if moves[0][0].device.type == "cpu" else BATCH
+            limit = 1 if moves[0][0].device.type == "cpu" else MAX_BATCH_ELEMENTS
             for batch in split_batches(moves, limit):
                 apply_updates(batch, in_bf16=self._in_bf16)
 
 
 def split_batches(moves: Sequence[Update], limit: int) -> Iterator[list[Update]]:
-    """One after another, as many at once as have so many elements; at least one."""
+    """Yield consecutive updates in batches of at most `limit` elements, at least one update each."""
     batch: list[Update] = []
     for update in moves:
         if batch and sum(weight.numel() for weight, _, _ in [*batch, update]) > limit:
@@ -109,17 +113,19 @@ def split_batches(moves: Sequence[Update], limit: int) -> Iterator[list[Update]]
 
 
 def apply_updates(batch: Sequence[Update], *, in_bf16: bool = True) -> None:
-    """Orthogonalise, and move the weights, which have matrices of one shape."""
+    """Orthogonalise the updates, whose matrices have one shape, and apply them to the weights."""
     stacks = [update.view(-1, *update.shape[-2:]) for _, update, _ in batch]
     orthogonal_Emn = newton_schulz(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
     parts = orthogonal_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
-    for layout, pairs in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
-        weights, moved = zip(*((weight, part.view_as(weight)) for (weight, _, _), part in pairs), strict=True)
-        torch._foreach_add_(weights, moved, alpha=layout)
+    for step_size, pairs in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
+        weights, directions = zip(
+            *((weight, part.view_as(weight)) for (weight, _, _), part in pairs), strict=True
+        )
+        torch._foreach_add_(weights, directions, alpha=step_size)
 
 
 def newton_schulz(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
-    """USVᵀ → about UVᵀ for each matrix of a stack, in bfloat16 or in the stack's own type."""
+    """Approximate UVᵀ of each matrix USVᵀ in a stack, in bfloat16 or in the stack's dtype."""
     a, b, c = COEFFICIENTS
     is_tall = stack_Emn.shape[1] > stack_Emn.shape[2]
     x = stack_Emn.bfloat16() if in_bf16 else stack_Emn
@@ -133,7 +139,7 @@ def newton_schulz(stack_Emn: Tensor, *, in_bf16: bool = True) -> Tensor:
 
 @OPTIMIZERS.register("soap")
 def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """SOAP for matrices inside `layers`, AdamW for embedding, head and vectors."""
+    """SOAP for the blocks' matrices, AdamW for embedding, head and vectors."""
 
     def make(groups: list[dict[str, Any]]) -> Soap:
         return Soap(
@@ -156,12 +162,11 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
 
 class Soap(torch.optim.Optimizer):
-    """For each matrix W [m, n], or all of a stack [E, m, n] at once: Adam on QₗᵀGQᵣ, where Qₗ and Qᵣ follow the
-    eigenvectors of E[GGᵀ] and E[GᵀG].
+    """SOAP (Vyas et al. 2024): Adam on QₗᵀGQᵣ, where Qₗ and Qᵣ track the eigenvectors of E[GGᵀ] and E[GᵀG].
 
-    rotated: for each side whether it is; a side that isn't has the identity for its basis. The first step only
-    measures, as the authors' code does it; every so many steps the bases are brought up to date by one step of
-    orthogonal iteration.
+    For matrices [m, n] and stacks [E, m, n]. rotated: whether each side is rotated; otherwise its basis is I.
+    The first step only initialises the statistics, as in the authors' code. Every `update_every` steps, the bases are
+    updated by one step of orthogonal iteration.
     """
 
     def __init__(
@@ -212,7 +217,7 @@ class Soap(torch.optim.Optimizer):
             state[side].lerp_(product, 1 - group["betas"][1])
 
     def _update_bases(self, state: dict[str, Tensor], sides: list[str]) -> None:
-        """One step of orthogonal iteration; the second moments move along when eigenvalues change their order."""
+        """Run one step of orthogonal iteration; second moments are reordered with the eigenvalues."""
         for side in sides:
             basis, product = state[f"{side}_basis"], state[side] @ state[f"{side}_basis"]
             order = (basis * product).sum(-2).argsort(dim=-1, descending=True, stable=True)
@@ -224,7 +229,7 @@ class Soap(torch.optim.Optimizer):
 
 
 def _project(matrix: Tensor, state: dict[str, Tensor], *, inverse: bool = False) -> Tensor:
-    """QₗᵀMQᵣ, or back: QₗMQᵣᵀ."""
+    """Return QₗᵀMQᵣ; inverse: QₗMQᵣᵀ."""
     left, right = state.get("left_basis"), state.get("right_basis")
     if left is not None:
         matrix = (left if inverse else left.mT) @ matrix

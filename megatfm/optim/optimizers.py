@@ -1,7 +1,7 @@
-"""Optimizers that need no matrix: AdamW, schedule-free AdamW, Adafactor, LAMB and Lion.
+"""Optimizers for parameters of any shape: AdamW, schedule-free AdamW, Adafactor, LAMB and Lion.
 
-LAMB and Lion are our own: the libraries' LAMB differs from the paper in decay and clamps, and libraries with Lion take
-seconds to import.
+LAMB and Lion are implemented here: library LAMBs differ from the paper in decay and clamping, and libraries with Lion
+take seconds to import.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ from megatfm.ops.keyed_random import element_hashes, stochastic_round
 from megatfm.optim.parameters import OPTIMIZERS, Parameters, lr_scales, stacked_names, weight_decays
 
 CHUNK_ELEMENTS = 2**24
-"""Elements whose moments are in full precision at a time: what they take beside the state stays small."""
-FLOOR = 1e-15
-"""torch clamps second moments at its square, 1e-30, the paper's ε₁; its default is so large that it would show."""
+"""Elements whose moments are converted to full precision at a time, which bounds temporary memory."""
+ADAFACTOR_EPS1_ROOT = 1e-15
+"""torch clamps second moments at the square of this, 1e-30, the paper's ε₁. torch's default would change results."""
 
 
 @OPTIMIZERS.register("adamw")
 def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """AdamW (Loshchilov & Hutter 2019), from torch: one group, decay by role."""
+    """AdamW (Loshchilov & Hutter 2019), from torch; weight decay depends on the parameter's role."""
     options, rates = weight_decays(parameters, config.weight_decay), lr_scales(parameters)
     if config.moments_dtype == "bf16":
         make_bf16_state = partial(BF16StateAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -53,7 +53,7 @@ def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """Rows of a weight, of its gradient and moments, and where they are in the full tensor."""
+    """Rows of a weight, its gradient and its moments, and their location in the full tensor."""
 
     weight: Tensor
     gradient: Tensor
@@ -63,11 +63,13 @@ class ShardRows:
 
 
 class BF16StateAdamW(torch.optim.Optimizer):
-    """AdamW whose moments are kept in bfloat16: half the state. Its arithmetic is torch's fused AdamW, in the weights'
-    own precision. New moments are rounded stochastically: with round-to-nearest, an update smaller than half a bfloat16
-    ulp of the running mean would always be lost. Moments are rounded by hashes of the step, the parameter's name and
-    the element: as a rank that holds another part of the tensor would round them. Of a step that `found_inf` spoils,
-    only the count moves: moments in bfloat16 are rounded to themselves."""
+    """AdamW with moments in bfloat16, which halves the optimizer state.
+
+    The update is torch's fused AdamW in the weights' precision. New moments are rounded stochastically: with
+    round-to-nearest, an update below half a bfloat16 ulp of the running mean would always be lost. Rounding depends on
+    hashes of step, parameter name and element only, so it is the same for any sharding. In a step skipped by
+    `found_inf` only the step count changes, because bfloat16 values round to themselves.
+    """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "step": 0})
@@ -75,7 +77,7 @@ class BF16StateAdamW(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def set_shard_locations(self, locations: Mapping[Tensor, ShardLocation]) -> None:
-        """Set where weights are in the full tensors; one without a location is a full one without a name."""
+        """Set the weights' locations in the full tensors. Weights without one count as full tensors without a name."""
         self._locations = dict(locations)
 
     @torch.no_grad()
@@ -83,7 +85,7 @@ class BF16StateAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] += 1
             chunk: list[ShardRows] = []
-            for piece in self._pieces(group["params"]):
+            for piece in self._iter_shard_rows(group["params"]):
                 if chunk and sum(p.weight.numel() for p in chunk) + piece.weight.numel() > CHUNK_ELEMENTS:
                     self._update(chunk, group)
                     chunk = []
@@ -91,7 +93,7 @@ class BF16StateAdamW(torch.optim.Optimizer):
             if chunk:
                 self._update(chunk, group)
 
-    def _pieces(self, weights: list[Tensor]) -> Iterator[ShardRows]:
+    def _iter_shard_rows(self, weights: list[Tensor]) -> Iterator[ShardRows]:
         for weight in weights:
             if weight.grad is None or not weight.numel():
                 continue
@@ -108,18 +110,18 @@ class BF16StateAdamW(torch.optim.Optimizer):
                 offsets = (shard.offsets[0] + first, *shard.offsets[1:])
                 yield ShardRows(w, g, mean, square, ShardLocation(shard.name, shard.shape, offsets))
 
-    def _update(self, pieces: list[ShardRows], group: dict[str, Any]) -> None:
-        weights = [piece.weight for piece in pieces]
-        means = [piece.mean.to(piece.weight.dtype) for piece in pieces]
-        squares = [piece.square.to(piece.weight.dtype) for piece in pieces]
+    def _update(self, shards: list[ShardRows], group: dict[str, Any]) -> None:
+        weights = [piece.weight for piece in shards]
+        means = [piece.mean.to(piece.weight.dtype) for piece in shards]
+        squares = [piece.square.to(piece.weight.dtype) for piece in shards]
         steps_before = torch.full((), group["step"] - 1, dtype=torch.float32, device=weights[0].device)
         torch_adamw(
-            weights, [piece.gradient for piece in pieces], means, squares, [], [steps_before.clone() for _ in pieces],
+            weights, [piece.gradient for piece in shards], means, squares, [], [steps_before.clone() for _ in shards],
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             found_inf=getattr(self, "found_inf", None),
         )  # fmt: skip
-        for piece, mean, square in zip(pieces, means, squares, strict=True):
+        for piece, mean, square in zip(shards, means, squares, strict=True):
             location = piece.location
             key = int(rng.random_uint64(1, "moments", location.name, group["step"])[0] >> 1)
             random = element_hashes(key, location.shape, location.offsets, tuple(mean.shape), mean.device)
@@ -129,14 +131,15 @@ class BF16StateAdamW(torch.optim.Optimizer):
 
 @OPTIMIZERS.register("schedule_free_adamw")
 def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """Schedule-free AdamW (Defazio et al. 2024), from the authors' package: one group, decay by role.
+    """Schedule-free AdamW (Defazio et al. 2024), from the authors' package.
 
-    The model's parameters hold y, the point at which gradients are taken; the average x is evaluated and saved. Warm-up
-    is the schedule's, as for all optimizers."""
+    The model's parameters are y, the point at which gradients are computed; the average x is evaluated and saved. The
+    learning rate schedule provides the warm-up, as for all optimizers.
+    """
 
     def make(groups: list[dict[str, Any]]) -> AdamWScheduleFree:
         optimizer = AdamWScheduleFree(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        optimizer.train()  # for good: its eval() moves the weights there and back, and not to the last bit
+        optimizer.train()  # always: its eval() changes weights in place, and back with rounding errors
         return optimizer
 
     return [
@@ -153,15 +156,15 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
 
 
 def evaluation_weights(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
-    """x, from y = (1 − β₁)z + β₁x."""
+    """Return x, from y = (1 − β₁)z + β₁x."""
     return block.lerp(state["z"], 1 - 1 / options["betas"][0])
 
 
 @OPTIMIZERS.register("adafactor")
 def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """Adafactor (Shazeer & Stern 2018), from torch: no momentum, second moments of matrices as rows and columns.
+    """Adafactor (Shazeer & Stern 2018), from torch: no momentum, factored second moments of matrices.
 
-    One group of whole tensors: the update depends on means over rows, columns and all elements.
+    Updates need full tensors: they depend on means over rows, columns and all elements.
     """
 
     def make(groups: list[dict[str, Any]]) -> Adafactor:
@@ -169,7 +172,7 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
             groups,
             lr=config.lr,
             beta2_decay=-config.beta2_decay,
-            eps=(FLOOR, config.eps2),
+            eps=(ADAFACTOR_EPS1_ROOT, config.eps2),
             d=config.clip_threshold,
         )
 
@@ -180,8 +183,10 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
 
 @OPTIMIZERS.register("lamb")
 def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """LAMB (You et al. 2020, algorithm 2): one group of whole tensors; weights without decay aren't scaled either, as
-    in the paper's BERT."""
+    """LAMB (You et al. 2020, algorithm 2). Weights without decay have no trust ratio either, as in the paper's BERT.
+
+    Updates need full tensors, for their norms.
+    """
 
     def make(groups: list[dict[str, Any]]) -> Lamb:
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -210,7 +215,7 @@ class Lamb(torch.optim.Optimizer):
                 if group["scaled"]:
                     norms = weight.norm(), update.norm()
                     ratio = norms[0] / norms[1]
-                    # Stays a tensor: reading the norms here would wait for the device, once for each weight.
+                    # Keep the ratio on the device: reading it would make the host wait for each weight.
                     update.mul_(torch.where((norms[0] > 0) & (norms[1] > 0), ratio, torch.ones_like(ratio)))
                 weight.add_(update, alpha=-group["lr"])
 
@@ -229,7 +234,7 @@ class Lamb(torch.optim.Optimizer):
 
 @OPTIMIZERS.register("lion")
 def lion(config: LionConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """One group, decay by role."""
+    """Lion (Chen et al. 2023); weight decay depends on the parameter's role."""
 
     def make(groups: list[dict[str, Any]]) -> Lion:
         return Lion(groups, lr=config.lr, betas=config.betas)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, beside any optimizer that moves each element by itself."""
+"""Exponential moving average (EMA) of the weights, for elementwise optimizers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,18 +11,18 @@ from megatfm.engines.interface import OptimizerGroup
 from megatfm.errors import UsageError
 
 AVERAGE = "ema"
-"""Key of the average in the optimizer's state, beside its moments: cut, saved and resumed as they are."""
+"""Key of the average in the optimizer state, where it is sharded, saved and restored like the moments."""
 
 
 def with_weight_average(group: OptimizerGroup, decay: float, name: str) -> OptimizerGroup:
-    """Return the group with an average ema ← decay · ema + (1 − decay) · weight after each step; the average is
-    evaluated and saved. It starts at the weights after the first step. name: the optimizer's.
+    """Return the group with an average ema ← decay · ema + (1 − decay) · weight after each step.
 
-    Raises UsageError for an optimizer that looks at whole tensors, that averages already, or with short moments.
+    The average starts at the weights after the first step; it is evaluated and saved. name: the optimizer's. Raises
+    UsageError for optimizers that need full tensors, average weights themselves, or have low-precision moments.
     """
     for is_refused, reason in (
-        (group.granularity != "elementwise", "looks at whole tensors"),
-        (group.averaged is not None, "averages weights by itself"),
+        (group.granularity != "elementwise", "needs full tensors"),
+        (group.averaged is not None, "averages weights itself"),
         (group.state_dtype is not None, "keeps its state in another precision (moments_dtype)"),
     ):
         if is_refused:
@@ -41,7 +41,7 @@ def with_weight_average(group: OptimizerGroup, decay: float, name: str) -> Optim
 
 @torch.no_grad()
 def update_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Move the averages of all weights; of a step that was skipped on the device (`found_inf`), by nothing."""
+    """Update the averages of all weights, unless the step was skipped on the device (`found_inf`)."""
     found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
     for options in optimizer.param_groups:
         for weight in options["params"]:
@@ -55,5 +55,5 @@ def update_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 def average_of(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
-    """The average of a block, or the block itself where a run without one goes on."""
+    """Return the average of a weight, or the weight itself if the run so far had no average."""
     return state.get(AVERAGE, block).clone()

@@ -41,7 +41,7 @@ class GlobalQueries:
     def of(cls, core: Any, contexts: ContextParallel, sequence: Any) -> "GlobalQueries | None":
         """Collect the global queries; None if there is none whose keys are on several ranks."""
         indices_by_rank: Sequence[Tensor] = contexts.token_indices(sequence.length)
-        row_indices = core.wide(sequence.full_sequence.on_host(), indices_by_rank)
+        row_indices = core.global_query_indices(sequence.full_sequence.on_host(), indices_by_rank)
         if not len(row_indices):
             return None
         local = indices_by_rank[contexts.rank]

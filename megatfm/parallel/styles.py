@@ -231,11 +231,11 @@ def _local_token_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts:
 
 
 def _local_shard_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.part = ranks.rank  # type: ignore[assignment]
+    module.shard_index = ranks.rank  # type: ignore[assignment]
 
 
 def _local_channels(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.part, module.parts = ranks.rank, ranks.group.size()  # type: ignore[assignment]
+    module.shard_index, module.n_shards = ranks.rank, ranks.group.size()  # type: ignore[assignment]
 
 
 def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int) -> Tensor:

@@ -54,7 +54,7 @@ def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
         if isinstance(
             module, DotProductAttention
         ):  # subclasses build keys and values, and call it in the end
-            module.of_heads = partial(_attention, module)  # type: ignore[method-assign]
+            module.attend_head_shard = partial(_attention, module)  # type: ignore[method-assign]
         elif isinstance(module, CrossEntropy):
             replace_forward(module, partial(_cross_entropy, module))
         elif isinstance(module, ContrastiveLoss):
@@ -93,7 +93,7 @@ def _attention(
     bias: Tensor | None = None,
     mask: AttentionMask | None = None,
 ) -> Tensor:
-    """Replace `DotProductAttention.of_heads`, for all heads at once."""
+    """Replace `DotProductAttention.attend_head_shard`, for all heads at once."""
     rng_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
     mask = mask or PatternMask(core.pattern, sequence, 0, q.shape[1])

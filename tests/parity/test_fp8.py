@@ -121,7 +121,7 @@ def test_parts_that_the_kernel_does_not_take_are_refused() -> None:
     with torch.device("meta"):
         chosen = fp8_linears(build(FOUR))
     full = {f"{path}.weight": tuple(matrix.weight.shape) for path, matrix in chosen.items()}
-    with pytest.raises(UsageError, match=r"wq stays whole on each of parallel.tp = 2 ranks"):
+    with pytest.raises(UsageError, match=r"wq is replicated on parallel.tp = 2 ranks"):
         check_sharded_shapes(chosen, full, 2)
     twice = {name: (2 * rows, columns) for name, (rows, columns) in full.items()}
     check_sharded_shapes(chosen, twice, 2)

@@ -1,7 +1,7 @@
-"""DeBERTa's disentangled attention (He et al. 2021): content and relative position apart, and its tables of positions.
+"""DeBERTa's disentangled attention (He et al. 2021): separate scores for content and relative position.
 
-`disentangled` has projections of its own for positions (equations 2 to 4), `disentangled_shared` those of the content
-(appendix A.11, from DeBERTa v2 on), and its positions are in buckets.
+`deberta` projects positions with separate matrices (equations 2 to 4). `deberta_v2` reuses the content projections
+(appendix A.11) and puts relative positions into logarithmic buckets.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from megatfm.ops.attention.reference import attend_in_chunks, probabilities, unl
 
 
 class _Projections(HeadProjections):
-    """Projections around the core; positions go through two of them, `position_projections`."""
+    """Base: projections of tokens, and of the position table by `position_projections`, around DisentangledCore."""
 
     cp_plan = "local"
     core: "DisentangledCore"
@@ -39,11 +39,11 @@ class _Projections(HeadProjections):
         require_full(config)
 
     def position_projections(self) -> tuple[Linear, Linear]:
-        """Projections of the table of positions to queries and keys: those of the content."""
+        """Return the projections of the position table to queries and keys; here those of the content."""
         return self.wq, self.wk
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Projections of the tokens and of the table of positions, and the core."""
+        """Cost of projecting the tokens and the position table, and of the core."""
         table = total_cost(self.position_projections(), tokens.with_count(self.core.n_rows))
         return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
 
@@ -55,7 +55,7 @@ class _Projections(HeadProjections):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, T, D]; `bias` is the table [R, D] of relative positions."""
+        """Return [B, T, D]. bias: the relative position table [R, D]."""
         q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         q_position, k_position = (self._heads(w(bias)) for w in self.position_projections())
         heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
@@ -66,7 +66,7 @@ class _Projections(HeadProjections):
 class DisentangledAttention(_Projections):
     """Scores are content·content + content·position + position·content, scaled by 1/√(3H).
 
-    Position-to-content reads the vector of query − key, as the released code does; equation 4 has key − query.
+    The position-to-content term uses the vector of query − key, as in the released code; equation 4 has key − query.
     """
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("w[qk]_position", "colwise"), ("wo", "rowwise"))
@@ -85,13 +85,13 @@ class DisentangledAttention(_Projections):
         self.core = DisentangledCore(config, pattern, partial(_clamped, farthest=farthest), 2 * farthest)
 
     def position_projections(self) -> tuple[Linear, Linear]:
-        """Projections of their own."""
+        """Return projections that only positions use."""
         return self.wq_position, self.wk_position
 
 
 @ATTENTIONS.register("deberta_v2")
 class DisentangledSharedAttention(_Projections):
-    """The table of relative positions goes through the content's projections of queries and keys."""
+    """Disentangled attention whose relative positions share the content projections of queries and keys."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
 
@@ -107,7 +107,10 @@ class DisentangledSharedAttention(_Projections):
 
 
 class DisentangledCore(nn.Module):
-    """Attention from the scores on. rows: of the table, which has `n_rows`, for distances query − key."""
+    """Scores, softmax and weighted sum of disentangled attention.
+
+    rows: maps distances query − key to rows of the position table. n_rows: size of that table.
+    """
 
     tp_plan = (("dropout", "local_shard_dropout"),)
 
@@ -123,10 +126,10 @@ class DisentangledCore(nn.Module):
         self.dropout = Dropout(config.attention.dropout, "attention")
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the scores and of the sums of values, and of queries and of keys with each of the table's rows."""
-        by_row = self.channels * self.n_rows * tokens.n
+        """Cost of content scores and weighted values, and of products with the position table."""
+        position_macs = self.channels * self.n_rows * tokens.n
         return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
-            attention_macs=by_row, visible_attention_macs=by_row
+            attention_macs=position_macs, visible_attention_macs=position_macs
         )
 
     def forward(
@@ -137,25 +140,25 @@ class DisentangledCore(nn.Module):
         sequence: SequenceMetadata,
         positions: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """[B, N, T, H]. positions: queries and keys [N, R, H] of the table."""
+        """Return [B, N, T, H]. positions: queries and keys [N, R, H] projected from the position table."""
         q_NRH, k_NRH = positions
         q_BNTH = q_BNTH * self.scale
-        of_keys_BNSR = (k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)
+        key_position_scores_BNSR = (k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
 
         def attend(rows: slice) -> Tensor:
-            distances_TS, some_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key
+            distances_TS, q_chunk_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key
             key_positions, query_positions = (
                 self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
             )
-            content_to_position = (some_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, key_positions)
-            position_to_content = of_keys_BNSR.gather(-1, query_positions)
-            scores_BNTS = some_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
+            content_to_position = (q_chunk_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, key_positions)
+            position_to_content = key_position_scores_BNSR.gather(-1, query_positions)
+            scores_BNTS = q_chunk_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
             scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
             chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
             mask_B1TS = sequence.mask(self.pattern, rows=rows)
-            shares_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, chunk_keys)
-            return unless_blind(shares_BNTS @ v_BNSH, mask_B1TS)
+            probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, chunk_keys)
+            return unless_blind(probabilities_BNTS @ v_BNSH, mask_B1TS)
 
         return attend_in_chunks(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
 
@@ -171,7 +174,7 @@ def _bucketed(distances: Tensor, n: int, farthest: int) -> Tensor:
 
 
 class RelativePositionTable(nn.Module):
-    """A vector [D] for every relative position, one table for all layers."""
+    """A learned vector for each relative position, one table [R, D] for all layers."""
 
     tp_plan = (("table", "replicated_partial_grad"),)
 
@@ -189,10 +192,10 @@ DISENTANGLED = POSITIONS.register("deberta")(PositionEncoding(score_bias=Relativ
 
 
 def log_bucket_position(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
-    """The signed bucket of each distance, int64 within ± n_buckets for distances within ± farthest.
+    """Return the signed bucket of each distance, int64 within ± n_buckets for distances within ± farthest.
 
-    Half of them stand for one distance each, the others for ranges that grow exponentially up to `farthest`; unlike
-    T5's, they are rounded up.
+    Half of the buckets hold one distance each, the others exponentially growing ranges up to `farthest`. Unlike T5's,
+    logarithms are rounded up.
     """
     exact = n_buckets // 2
     # In float32 and in this order, as the released code computes it: distances at a range's edge depend on it.
@@ -204,7 +207,7 @@ def log_bucket_position(distances: Tensor, n_buckets: int, farthest: int) -> Ten
 
 
 class BucketedPositionTable(nn.Module):
-    """A vector [D] for every bucket, one table for all layers, and a norm on it."""
+    """A learned vector for each bucket, one normalised table [R, D] for all layers."""
 
     tp_plan = (("table", "replicated_partial_grad"), ("norm", "replicated_partial_grad"))
 
@@ -216,7 +219,7 @@ class BucketedPositionTable(nn.Module):
         self.norm = make_norm(config)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """A norm over the table, once for all tokens and layers: next to nothing."""
+        """Zero: the norm runs once over the table, for all tokens and layers."""
         return Cost()
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:

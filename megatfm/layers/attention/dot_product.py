@@ -1,4 +1,4 @@
-"""Dot-product attention between projected heads: what context parallelism replaces."""
+"""Dot-product attention between projected heads. Context parallelism replaces the forward of this module."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class HeadProjections(nn.Module):
     def __init__(
         self, config: ModelConfig, initial: Initialiser, *, bias: bool, key_bias: bool | None = None
     ) -> None:
-        """key_bias: that of the keys, where it is another."""
+        """key_bias: whether the key projection has a bias; None: as `bias`."""
         super().__init__()
         d, self.head_dim, n_kv_heads = config.d_model, config.head_width, config.attention.kv_heads
         width, kv_width = config.attention.n_heads * self.head_dim, n_kv_heads * self.head_dim
@@ -50,9 +50,9 @@ class HeadProjections(nn.Module):
 
 
 class DotProductAttention(nn.Module):
-    """softmax(q kᵀ · scale + bias) v over what the pattern and the sequence let each query see.
+    """softmax(q kᵀ · scale + bias) v over the keys that the pattern and the sequence make visible to each query.
 
-    channels: of queries and of values together, over all heads, where they are not of the head width.
+    channels: query plus value channels over all heads; None: twice the heads' width.
     """
 
     tp_plan = (("dropout", "local_shard_dropout"),)
@@ -81,23 +81,23 @@ class DotProductAttention(nn.Module):
         )
 
     def attention_mask(self, sequence: SequenceMetadata, n_heads: int) -> PatternMask:
-        """The mask of the local heads' queries."""
-        return PatternMask(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
+        """Return the mask for the local heads."""
+        return PatternMask(self.pattern, sequence, self.dropout.shard_index * n_heads, n_heads)
 
-    def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor:
-        """Return the places of full rows that queries at these places may see, except wide ones."""
-        return reachable_keys(self.pattern.simplify(row.length), row, places)
+    def reachable_keys(self, row: SequenceMetadata, token_indices: Tensor) -> Tensor:
+        """Return the key indices in full rows that queries at these token indices may see; global queries excepted."""
+        return reachable_keys(self.pattern.simplify(row.length), row, token_indices)
 
     def is_local(self, length: int) -> bool:
-        """Whether the pattern bounds what queries look at in rows of this length, and not documents alone."""
+        """Whether the pattern itself limits the visible keys in rows of this length, besides document boundaries."""
         return self.pattern.simplify(length).key_ranges(0, 1, length) is not None
 
-    def wide(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
-        """The places of queries that look at more, on several of the ranks to which the row is dealt."""
+    def global_query_indices(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
+        """Return the token indices of global queries whose document spans several ranks."""
         return global_query_indices(self.pattern.simplify(row.length), row, indices_by_rank)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the scores and of the sums of values."""
+        """Cost of the scores and of the weighted sums of values."""
         return self.pattern.cost(tokens, self.channels, self.n_heads)
 
     def forward(
@@ -108,10 +108,10 @@ class DotProductAttention(nn.Module):
         sequence: SequenceMetadata,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """[B, N, T, H]; bias: as of `attention_reference`."""
-        return self.of_heads(self.dropout.part, q_BNTH, k_BKSH, v_BKSH, sequence, bias)
+        """Return [B, N, T, H]. bias: as in `attention_reference`."""
+        return self.attend_head_shard(self.dropout.shard_index, q_BNTH, k_BKSH, v_BKSH, sequence, bias)
 
-    def of_heads(
+    def attend_head_shard(
         self,
         head_shard: int,
         q_BNTH: Tensor,
@@ -121,14 +121,17 @@ class DotProductAttention(nn.Module):
         bias: Tensor | None = None,
         mask: AttentionMask | None = None,
     ) -> Tensor:
-        """Attend with the heads from `head_shard` · N on. seen: the mask if keys are not the sequence's tokens."""
+        """Attend with heads head_shard · N to (head_shard + 1) · N − 1.
+
+        mask: overrides the pattern's, for keys that are not the sequence's tokens.
+        """
         n_heads = q_BNTH.shape[1]
         rng_keys = self.dropout.head_rng_keys(sequence, n_heads, head_shard)
         mask = mask or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
         sinks = None
         if self.sinks is not None:
-            sinks_by_part = self.sinks.weight.view(-1, n_heads)
-            sinks = sinks_by_part[head_shard % len(sinks_by_part)]
+            sinks_by_shard = self.sinks.weight.view(-1, n_heads)
+            sinks = sinks_by_shard[head_shard % len(sinks_by_shard)]
         case = AttentionRequest.from_inputs(
             q_BNTH,
             k_BKSH,
@@ -145,7 +148,7 @@ class DotProductAttention(nn.Module):
 
 
 class Sinks(nn.Module):
-    """A score for each head that no key has: what a head gives it, it gives no token."""
+    """Attention sinks: a learned score for each head that takes part in the softmax and has no value (gpt-oss)."""
 
     tp_plan = (("", "shard_last_dim"),)
 
@@ -157,25 +160,25 @@ class Sinks(nn.Module):
 
 
 def log_once(kernel: str, pattern: str, case: AttentionRequest) -> None:
-    """Log once which kernel serves which kind of attention."""
+    """Log once which kernel computes a kind of attention."""
     slow = case.needs_dense_mask and kernel in ("products", "fused")
-    _tell(kernel, pattern, case.plain, slow, case.has_dropout, case.device, case.dtype)
+    _log_kernel(kernel, pattern, case.plain, slow, case.has_dropout, case.device, case.dtype)
 
 
 @constant_when_compiled
-def _tell(
+def _log_kernel(
     kernel: str, pattern: str, plain: str | None, slow: bool, drops: bool, device: str, dtype: torch.dtype
 ) -> None:
     kind = (kernel, pattern, plain, slow, drops, device, dtype)
-    if kind not in _TOLD:
-        _TOLD.add(kind)
-        method_of = {"products": "by a mask", "fused": "by a mask", "varlen": "by documents laid end to end"}
+    if kind not in _LOGGED:
+        _LOGGED.add(kind)
+        method_of = {"products": "by a mask", "fused": "by a mask", "varlen": "by packed documents"}
         strategy = f"plainly {plain}" if plain else method_of.get(kernel, "by blocks")
         costs = ""
         if slow:
-            costs = ", which looks at all pairs: slow, and memory grows with the square of the length"
+            costs = ", which computes all pairs: slow, and memory grows with the square of the length"
         elif kernel == "flex" and drops:
-            costs = ", scores twice: dropped probabilities cost about as much again (attention.dropout = 0 does not)"
+            costs = ", which computes the scores twice because of attention.dropout: set it to 0 to halve the time"
         log.info(
             "attention %s, %s, on %s in %s: kernel %s%s",
             pattern,
@@ -187,9 +190,9 @@ def _tell(
         )
 
 
-_TOLD: set[tuple[str, str, str | None, bool, bool, str, torch.dtype]] = set()
+_LOGGED: set[tuple[str, str, str | None, bool, bool, str, torch.dtype]] = set()
 
 ATTENTIONS: Registry[Callable[[ModelConfig, Initialiser, AttentionPattern], nn.Module]] = Registry(
     "attention"
 )
-"""Called with x [B, T, D], sequence, bias, memory, cache; see `gqa.py`."""
+"""Attention layers by name. They are called with x [B, T, D], sequence, bias, memory and cache; see `gqa.py`."""

@@ -18,7 +18,7 @@ from megatfm.ops.attention.relative_bias import for_last_keys
 
 @ATTENTIONS.register("gqa")
 class GroupedQueryAttention(HeadProjections):
-    """Projections around the core."""
+    """Projections, optional query-key norms and rotary positions around dot-product attention."""
 
     tp_plan = (
         ("", "gather_input"),
@@ -32,7 +32,7 @@ class GroupedQueryAttention(HeadProjections):
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> None:
         options = require_variant(config.attention, GQAAttentionConfig, "model.attention")
         super().__init__(config, initial, bias=options.bias, key_bias=options.key_bias)
-        self.of_memory = pattern.is_cross_attention
+        self.is_cross_attention = pattern.is_cross_attention
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         self.wq_norm: nn.Module | None = None
@@ -53,11 +53,11 @@ class GroupedQueryAttention(HeadProjections):
         self.core, self.pattern = core(config, initial, pattern), pattern
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Keys and values are made from the attended tokens."""
-        looked_at = tokens.with_count(tokens.encoder_tokens) if self.of_memory else tokens
-        keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
-        remaining_parts = (part for part in self.children() if part not in keys_and_values)
-        return total_cost(remaining_parts, tokens) + total_cost(keys_and_values, looked_at)
+        """Cost of all submodules; those of keys and values process the attended tokens, the others the queries'."""
+        attended = tokens.with_count(tokens.encoder_tokens) if self.is_cross_attention else tokens
+        key_value_modules = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
+        query_modules = (module for module in self.children() if module not in key_value_modules)
+        return total_cost(query_modules, tokens) + total_cost(key_value_modules, attended)
 
     def forward(
         self,
@@ -67,7 +67,7 @@ class GroupedQueryAttention(HeadProjections):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, T, D]. memory: what cross-attention looks at; self-attention has none."""
+        """Return [B, T, D]. memory: the encoder's output, for cross-attention; None for self-attention."""
         q_BTX = self.wq(x_BTD)
         q_BNTH = self.q_norm(self._heads(q_BTX if self.wq_norm is None else self.wq_norm(q_BTX)))
         if memory_BSD is None:
@@ -75,7 +75,7 @@ class GroupedQueryAttention(HeadProjections):
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
-                # Keys that aren't neighbours in the row have other biases than their distance in the cache.
+                # Position biases follow distances in the row. After eviction, distances in the cache would differ.
                 keep_all = bias is not None and self.pattern.n_initial_kept > 0
                 k_BKSH, v_BKSH, sequence = update_cache(
                     cache, k_BKSH, v_BKSH, self.pattern, sequence, keep_all=keep_all
@@ -101,7 +101,7 @@ class GroupedQueryAttention(HeadProjections):
 
 
 def _head_norm(config: ModelConfig) -> nn.Module:
-    """An RMSNorm, independent of the model's norm; of its kind if that is one."""
+    """Make an RMSNorm over a head's channels, with the options of the model's norm if that is an RMSNorm too."""
     if config.norm.name == "rms_norm":
         return make_norm(config, config.head_width)
     return RMSNorm(config.head_width, config.norm.eps)

@@ -1,4 +1,4 @@
-"""Key-value caches for generation: keys and values of the tokens so far, as long as a pattern's queries see them."""
+"""Key-value caches for generation, with eviction of tokens that later queries of a pattern never see."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from megatfm.layers.sequence import SequenceMetadata
 
 
 class LayerCache:
-    """The cache of one layer; room for `capacity` tokens is taken at the first call.
+    """The cache of one layer. The first `update` allocates memory for `capacity` tokens.
 
-    memory: keys and values of the memory that its cross-attention looks at, once they are made.
+    memory: keys and values of the encoder's output, for cross-attention; None before the first forward pass.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -26,10 +26,10 @@ class LayerCache:
     def update(
         self, k_BKTH: Tensor, v_BKTH: Tensor, *, keeps: int | None = None, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Add new keys and values; returns those of all tokens, [B, K, S, H] each.
+        """Append keys and values; return those that the new tokens attend to, [B, K, S, H] each.
 
-        keeps: of how many tokens they are kept for the next call, besides those of the `first`; it returns these and
-        the new ones. Raises IndexError past the capacity.
+        keeps: how many of the last tokens the next call sees, besides the `first` ones; None: all tokens.
+        Raises IndexError beyond the capacity.
         """
         end = self.length + k_BKTH.shape[2]
         if end > self.capacity:
@@ -38,28 +38,28 @@ class LayerCache:
             self.length = end
             return self._last(k_BKTH, v_BKTH, keeps, first)
         if self._keys is None or self._values is None:
-            self._keys, self._values = (self._room(x) for x in (k_BKTH, v_BKTH))
+            self._keys, self._values = (self._allocate(x) for x in (k_BKTH, v_BKTH))
         self._keys[:, :, self.length : end] = k_BKTH
         self._values[:, :, self.length : end] = v_BKTH
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
     def append_compressed(
-        self, k_BKSH: Tensor, v_BKSH: Tensor, places_BS: Tensor
+        self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add keys and values that were made of several tokens, and where they stand; returns all so far."""
+        """Append keys and values that stand for several tokens each, and their positions; return all so far."""
         if self._compressed is not None:
-            k, v, places = self._compressed
+            k, v, positions = self._compressed
             k_BKSH, v_BKSH = torch.cat([k, k_BKSH], 2), torch.cat([v, v_BKSH], 2)
-            places_BS = torch.cat([places, places_BS], 1)
-        self._compressed = k_BKSH, v_BKSH, places_BS
+            positions_BS = torch.cat([positions, positions_BS], 1)
+        self._compressed = k_BKSH, v_BKSH, positions_BS
         return self._compressed
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch, int64 [rows], as beam search does."""
+        """Keep these rows of the batch, int64 [rows]; a row may repeat, as in beam search."""
         if self._compressed is not None:
-            k, v, places = self._compressed
-            self._compressed = k[rows], v[rows], places[rows]
+            k, v, positions = self._compressed
+            self._compressed = k[rows], v[rows], positions[rows]
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows], self._values[rows]
         if self.memory is not None:
@@ -70,11 +70,11 @@ class LayerCache:
             k_BKTH, v_BKTH = torch.cat([self._keys, k_BKTH], 2), torch.cat([self._values, v_BKTH], 2)
         first = min(first, k_BKTH.shape[2])
         last = max(k_BKTH.shape[2] - keeps, first)
-        # Copies, so that what lies between is given back.
+        # Copies, not views: a view would keep the evicted tokens in memory.
         self._keys, self._values = (torch.cat([x[:, :, :first], x[:, :, last:]], 2) for x in (k_BKTH, v_BKTH))
         return k_BKTH, v_BKTH
 
-    def _room(self, x_BKTH: Tensor) -> Tensor:
+    def _allocate(self, x_BKTH: Tensor) -> Tensor:
         batch, heads, _, width = x_BKTH.shape
         return x_BKTH.new_empty(batch, heads, self.capacity, width)
 
@@ -83,10 +83,10 @@ def update_cache(
     cache: LayerCache, k_BKTH: Tensor, v_BKTH: Tensor, pattern: AttentionPattern, sequence: SequenceMetadata, *,
     keep_all: bool = False,
 ) -> tuple[Tensor, Tensor, SequenceMetadata]:  # fmt: skip
-    """Return keys and values that a pattern's new queries see, and the sequence metadata that fits them.
+    """Append to a cache; return the keys and values for the new queries, and the metadata of the cached tokens.
 
-    What no later query sees is evicted, unless `keep_all`. Raises UsageError where a prefix is to be kept: all later
-    tokens of its document see it, which a pattern that is not full in this cache forgets.
+    Evicts tokens that no later query of the pattern sees, unless `keep_all`. Raises UsageError for a prefix together
+    with a pattern that evicts: all later tokens of the document see the prefix.
     """
     if sequence.prefix_mask is not None and pattern.simplify(cache.capacity).builtin_mask is None:
         raise UsageError(
@@ -101,7 +101,10 @@ def update_cache(
 
 
 class KVCache:
-    """One LayerCache for each layer of a model, and the documents [B, length] of the tokens in it, if they differ."""
+    """One LayerCache for each layer of a model.
+
+    documents: int64 [B, length], the document of each cached token; None: each row is one document.
+    """
 
     def __init__(self, n_layers: int, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(n_layers)]
@@ -109,11 +112,11 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens of each row so far, the same in every layer."""
+        """Number of tokens of a row so far, the same in every layer."""
         return self.layers[0].length
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch, int64 [rows]."""
+        """Keep these rows of the batch, int64 [rows]."""
         for layer in self.layers:
             layer.select(rows)
         if self.documents is not None:

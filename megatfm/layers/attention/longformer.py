@@ -1,4 +1,4 @@
-"""Longformer's attention (Beltagy et al. 2020, section 3.1): tokens that see all have projections of their own."""
+"""Longformer's attention (Beltagy et al. 2020, section 3.1): global tokens have separate projections."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import attention_reference
 from megatfm.ops.transfer import moved
 
-# B batch, T tokens, D model width, N heads, H head width, G places of tokens that see all
+# B batch, T tokens, D model width, N heads, H head width, G global tokens
 
 
 @ATTENTIONS.register("longformer")
 class LongformerAttention(nn.Module):
-    """All keys are projected twice: once for queries that see a window, once for those that see all."""
+    """Windowed attention for all tokens, and full attention with separate projections for global tokens."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("w[qkv]_global", "colwise"), ("wo", "rowwise"))
     cp_plan = "local"
@@ -34,8 +34,8 @@ class LongformerAttention(nn.Module):
         options = require_variant(config.attention, LongformerAttentionConfig, "model.attention")
         if not isinstance(pattern, Longformer) or not pattern.tokens:
             raise UsageError(
-                "model.attention.name = 'longformer' needs model.attention.pattern.name = 'longformer' with tokens "
-                f"that see all, not {config.attention.pattern.name!r} without: set both, or neither"
+                "model.attention.name = 'longformer' needs model.attention.pattern.name = 'longformer' with "
+                f"global_tokens, not {config.attention.pattern.name!r} without them: set both, or neither"
             )
         if (
             config.position.name not in ("learned", "sinusoidal", "none")
@@ -44,20 +44,20 @@ class LongformerAttention(nn.Module):
             or options.sinks
         ):
             raise UsageError(
-                "model.attention.name = 'longformer' has positions in the embeddings alone, and a key head for each "
-                f"query head: leave out n_kv_heads, qk_norm and sinks, and set position.name = 'learned', not "
+                "model.attention.name = 'longformer' supports positions in the embeddings only, and one key head for "
+                f"each query head: leave out n_kv_heads, qk_norm and sinks, and set position.name = 'learned', not "
                 f"{config.position.name!r}"
             )
         d, self.head_dim = config.d_model, config.head_width
         width = options.n_heads * self.head_dim
-        for part in ("", "_global"):
+        for suffix in ("", "_global"):
             initial_weights = {
                 "q": initial("query", d, width),
                 "k": initial("key", d, width),
                 "v": initial("value", d, width),
             }
             for name, values in initial_weights.items():
-                self.add_module(f"w{name}{part}", Linear(d, width, values, bias=options.bias))
+                self.add_module(f"w{name}{suffix}", Linear(d, width, values, bias=options.bias))
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
         self.core, self.wide = (
             LocalAttention(config, initial, pattern),
@@ -73,27 +73,29 @@ class LongformerAttention(nn.Module):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, T, D]."""
+        """Return [B, T, D]."""
         heads_BNTH = self.core(*(self._heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
-        key, device = ("tokens that see all", tuple(self.tokens)), x_BTD.device
-        places_BG, found_BG = sequence.cached(key, lambda: self._places(sequence, device))
-        at_BGD = x_BTD.gather(1, places_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
-        q_BNGH = self._heads("wq_global", at_BGD)
+        key, device = ("global tokens", tuple(self.tokens)), x_BTD.device
+        indices_BG, exists_BG = sequence.cached(key, lambda: self._global_indices(sequence, device))
+        x_BGD = x_BTD.gather(1, indices_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
+        q_BNGH = self._heads("wq_global", x_BGD)
         k_BNTH, v_BNTH = self._heads("wk_global", x_BTD), self._heads("wv_global", x_BTD)
-        heads_BNTH = self.wide(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, places_BG, found_BG, sequence)
+        heads_BNTH = self.wide(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, indices_BG, exists_BG, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
-    def _places(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the places of global tokens in their rows [B, G], and a mask, since rows have unequally many. The host
-        computes them, since it has to know their number."""
-        places_BT = sequence.on_host().positions_in_document()[0].expand(len(sequence.positions), -1)
-        is_wide_BT = torch.isin(places_BT, torch.tensor(self.tokens))
-        count_B = is_wide_BT.sum(1)
-        order_BG = is_wide_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[
+    def _global_indices(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the token indices of global tokens [B, G], and a mask [B, G] of those that exist.
+
+        Rows may have different numbers of them. The host computes both, because shapes depend on G.
+        """
+        positions_BT = sequence.on_host().positions_in_document()[0].expand(len(sequence.positions), -1)
+        is_global_BT = torch.isin(positions_BT, torch.tensor(self.tokens))
+        count_B = is_global_BT.sum(1)
+        order_BG = is_global_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[
             :, : int(count_B.max())
         ]
-        found_BG = torch.arange(order_BG.shape[1]) < count_B[:, None]
-        return moved(order_BG, device), moved(found_BG, device)
+        exists_BG = torch.arange(order_BG.shape[1]) < count_B[:, None]
+        return moved(order_BG, device), moved(exists_BG, device)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
         projected: Tensor = getattr(self, name)(x)
@@ -101,43 +103,42 @@ class LongformerAttention(nn.Module):
 
 
 class LocalAttention(DotProductAttention):
-    """Attention to a window and to tokens that see all. Their attention is computed separately, and written to their
-    places."""
+    """Attention to a window and to global tokens. GlobalAttention overwrites the outputs of global queries."""
 
-    def wide(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
-        """None."""
+    def global_query_indices(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
+        """Return no indices: GlobalAttention computes global queries."""
         return torch.empty(0, dtype=torch.int64)
 
 
 class GlobalAttention(DotProductAttention):
-    """Attention of tokens that see all of their document."""
+    """Attention of the global tokens to all of their document."""
 
     cp_plan = "global_queries"
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Nothing more: the pattern's pairs, which the other core counts, have these."""
+        """Zero: LocalAttention counts all pairs of the pattern, global ones included."""
         return Cost()
 
-    def forward(  # type: ignore[override]  # of some queries, and what others gave
+    def forward(  # type: ignore[override]  # outputs of local attention, and a subset of queries
         self,
         heads_BNTH: Tensor,
         q_BNGH: Tensor,
         k_BNTH: Tensor,
         v_BNTH: Tensor,
-        places_BG: Tensor,
-        found_BG: Tensor,
+        indices_BG: Tensor,
+        exists_BG: Tensor,
         sequence: SequenceMetadata,
     ) -> Tensor:
-        """[B, N, T, H]: `heads` with theirs in their places."""
-        seen_BGT = found_BG[..., None].expand(-1, -1, k_BNTH.shape[2])
-        if (numbers := sequence.document_ids()) is not None:
-            seen_BGT = seen_BGT & (numbers[0].gather(1, places_BG)[..., None] == numbers[1][:, None])
+        """Return heads_BNTH with the outputs of global queries replaced, [B, N, T, H]."""
+        mask_BGT = exists_BG[..., None].expand(-1, -1, k_BNTH.shape[2])
+        if (documents := sequence.document_ids()) is not None:
+            mask_BGT = mask_BGT & (documents[0].gather(1, indices_BG)[..., None] == documents[1][:, None])
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
         if rng_keys_BNT is not None:
-            rng_keys_BNT = rng_keys_BNT.gather(2, places_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
-        mask = DenseMask(None, seen_BGT[:, None])
-        wide_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, mask, None, self.variant, rng_keys_BNT)
-        # A row with fewer such tokens than another keeps the value at its first place.
-        index = places_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
-        wide_BNGH = wide_BNGH.where(found_BG[:, None, :, None], heads_BNTH.gather(2, index))
-        return heads_BNTH.scatter(2, index, wide_BNGH.to(heads_BNTH.dtype))
+            rng_keys_BNT = rng_keys_BNT.gather(2, indices_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
+        mask = DenseMask(None, mask_BGT[:, None])
+        outputs_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, mask, None, self.variant, rng_keys_BNT)
+        # Where a row has fewer global tokens than another, padding keeps the existing output.
+        index = indices_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
+        outputs_BNGH = outputs_BNGH.where(exists_BG[:, None, :, None], heads_BNTH.gather(2, index))
+        return heads_BNTH.scatter(2, index, outputs_BNGH.to(heads_BNTH.dtype))

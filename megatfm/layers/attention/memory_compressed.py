@@ -1,7 +1,7 @@
-"""Memory-compressed attention of decoders (Liu et al. 2018, section 4.2.2): blocks of neighbouring keys become one.
+"""Memory-compressed attention of decoders (Liu et al. 2018, section 4.2.2): one key per block of tokens.
 
 As in the authors' code, a query sees the first token of its document and the blocks of `factor` tokens that end before
-it. So a key stands where the block after it begins, and a query sees those that stand no later than itself.
+it. The position of a compressed key is that of the token after its block, so a query sees keys up to its own position.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,101 +22,119 @@ from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fi
 from megatfm.layers.sequence import SequenceMetadata, SequenceShard
 from megatfm.ops.attention.mask import FULL_MASK, BuiltinMask
 
-# B batch, T queries or tokens, D model width, N heads, H head width, S blocks, F tokens of one
+# B batch, T queries or tokens, D model width, N heads, H head width, S blocks, F tokens of a block
 
 T = TypeVar("T")
 
-NO_POSITION = 2**62
-"""The place of a stretch that a row does not have, where others have more: later than all queries."""
+BEYOND_ROW = 2**62
+"""Position of padding where other rows have more blocks: later than any query."""
 
 
 @dataclass(frozen=True)
 class CompressedBlocks:
-    """places int64 [B or 1, S]: where in its row the token stands that comes after a stretch; `first`: or that is the
-    document's first, and alone.
+    """Blocks of tokens that become one key and value each.
 
-    tokens int64 [B or 1, S, F]: numbers of its tokens among those that are here; is_here: booleans, whether they are.
+    positions: int64 [B or 1, S], index in the row of the token after the block. is_first_token: bool [B or 1, S], the
+    key is the document's first token by itself, at its own index. token_indices: int64 [B or 1, S, F], indices of the
+    block's tokens among those of this rank. is_local: bool [B or 1, S, F], whether this rank has the token.
     """
 
-    places: Tensor
-    first: Tensor
-    tokens: Tensor
-    is_here: Tensor
+    positions: Tensor
+    is_first_token: Tensor
+    token_indices: Tensor
+    is_local: Tensor
 
 
-def compress_blocks(sequence: SequenceMetadata, factor: int, new: int | None = None) -> CompressedBlocks:
-    """Stretches of documents, F tokens each from the first one on. new: only those that stand at one of so many last
-    tokens. A stretch that nothing comes after is left out."""
+def compress_blocks(sequence: SequenceMetadata, factor: int, n_new: int | None = None) -> CompressedBlocks:
+    """Divide documents into blocks of `factor` tokens; a block without a token after it is left out.
+
+    n_new: only blocks whose position is among the last `n_new` tokens; None: all blocks.
+    """
     row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-    return sequence.cached(("stretches", factor, new), lambda: _stretches(sequence, row, factor, new))
+    return sequence.cached(("blocks", factor, n_new), lambda: _find_blocks(sequence, row, factor, n_new))
 
 
-def _stretches(
-    sequence: SequenceMetadata, row: SequenceMetadata, factor: int, new: int | None
+def _find_blocks(
+    sequence: SequenceMetadata, row: SequenceMetadata, factor: int, n_new: int | None
 ) -> CompressedBlocks:
-    places_BT, index_T = row.positions_in_document()[1], row.key_indices
-    old = 0 if new is None or row is not sequence else len(index_T) - new
-    stands_BT = places_BT[:, old:] % factor == 0
+    positions_BT, index_T = row.positions_in_document()[1], row.key_indices
+    n_old = 0 if n_new is None or row is not sequence else len(index_T) - n_new
+    starts_block_BT = positions_BT[:, n_old:] % factor == 0
     if row.document_ids() is None:
-        at_BS = stands_BT[0].nonzero()[None, :, 0] if old or row.cached_length else _every(factor, places_BT)
-        has_BS = torch.ones_like(at_BS, dtype=torch.bool)
+        start_BS = (
+            starts_block_BT[0].nonzero()[None, :, 0]
+            if n_old or row.cached_length
+            else _every_block(factor, positions_BT)
+        )
+        exists_BS = torch.ones_like(start_BS, dtype=torch.bool)
     else:
-        count_B = stands_BT.sum(1)
-        known_BT = row.on_host().positions_in_document()[1][:, old:]
-        max_keys = int((known_BT % factor == 0).sum(1).max())
-        at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :max_keys]
-        has_BS = torch.arange(at_BS.shape[1], device=at_BS.device) < count_B[:, None]
-    at_BS = at_BS + old
-    first_BS = (places_BT.gather(1, at_BS) == 0) & has_BS
-    inside_F = torch.arange(factor, device=at_BS.device)
-    tokens_BSF = at_BS[..., None] - factor * ~first_BS[..., None] + inside_F
-    here_BSF = has_BS[..., None] & ~(first_BS[..., None] & (inside_F > 0)) & (tokens_BSF >= 0)
-    tokens_BSF = tokens_BSF.clamp(0, len(index_T) - 1)
+        count_B = starts_block_BT.sum(1)
+        host_positions_BT = row.on_host().positions_in_document()[1][:, n_old:]
+        max_keys = int((host_positions_BT % factor == 0).sum(1).max())
+        start_BS = starts_block_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :max_keys]
+        exists_BS = torch.arange(start_BS.shape[1], device=start_BS.device) < count_B[:, None]
+    start_BS = start_BS + n_old
+    is_first_token_BS = (positions_BT.gather(1, start_BS) == 0) & exists_BS
+    inside_F = torch.arange(factor, device=start_BS.device)
+    token_indices_BSF = start_BS[..., None] - factor * ~is_first_token_BS[..., None] + inside_F
+    is_local_BSF = (
+        exists_BS[..., None] & ~(is_first_token_BS[..., None] & (inside_F > 0)) & (token_indices_BSF >= 0)
+    )
+    token_indices_BSF = token_indices_BSF.clamp(0, len(index_T) - 1)
     if isinstance(sequence, SequenceShard):
-        held_T = torch.full_like(index_T, -1)
-        held_T[sequence.token_indices] = torch.arange(len(sequence.token_indices), device=index_T.device)
-        tokens_BSF = held_T[tokens_BSF]
-        here_BSF, tokens_BSF = here_BSF & (tokens_BSF >= 0), tokens_BSF.clamp(min=0)
-    places_BS = index_T[at_BS].where(has_BS, NO_POSITION)
-    return CompressedBlocks(places_BS, first_BS, tokens_BSF, here_BSF)
+        local_index_T = torch.full_like(index_T, -1)
+        local_index_T[sequence.token_indices] = torch.arange(
+            len(sequence.token_indices), device=index_T.device
+        )
+        token_indices_BSF = local_index_T[token_indices_BSF]
+        is_local_BSF, token_indices_BSF = (
+            is_local_BSF & (token_indices_BSF >= 0),
+            token_indices_BSF.clamp(min=0),
+        )
+    positions_BS = index_T[start_BS].where(exists_BS, BEYOND_ROW)
+    return CompressedBlocks(positions_BS, is_first_token_BS, token_indices_BSF, is_local_BSF)
 
 
-def _every(factor: int, places_1T: Tensor) -> Tensor:
-    """[1, S]: known without a look at the tokens."""
-    return torch.arange(0, places_1T.shape[1], factor, device=places_1T.device)[None]
+def _every_block(factor: int, positions_1T: Tensor) -> Tensor:
+    """Return block starts [1, S] of rows that are one document each. Needs no values, so the host need not wait."""
+    return torch.arange(0, positions_1T.shape[1], factor, device=positions_1T.device)[None]
 
 
 class CompressedKeyMask:
-    """Stretches that stand no later than the query, in its document: a `AttentionMask` of `ops.attention`."""
+    """An `AttentionMask`: compressed keys of the query's document whose position is no later than the query's."""
 
     builtin_mask: BuiltinMask | None = None
     grain: int | None = None
     window: tuple[int, int] | None = None
 
-    def __init__(self, sequence: SequenceMetadata, places_BS: Tensor, factor: int) -> None:
-        self._sequence, self._places, self._factor = sequence, places_BS, factor
+    def __init__(self, sequence: SequenceMetadata, positions_BS: Tensor, factor: int) -> None:
+        self._sequence, self._positions, self._factor = sequence, positions_BS, factor
 
     def mask(self) -> Tensor:
         return self.cached("mask", self._mask)
 
     def _mask(self) -> Tensor:
         documents_q, documents_k = self._documents()
-        is_earlier = self._places[:, None, None] <= self._sequence.indices[None, None, :, None]
+        is_earlier = self._positions[:, None, None] <= self._sequence.indices[None, None, :, None]
         return is_earlier & (documents_q[:, None, :, None] == documents_k[:, None, None])
 
     def block_mask(self, size: int) -> Tensor:
-        return self._table(size, full=False)
+        return self._block_table(size, full=False)
 
     def full_block_mask(self, size: int) -> Tensor:
-        return self._table(size, full=True)
+        return self._block_table(size, full=True)
 
-    def _table(self, size: int, *, full: bool) -> Tensor:
-        """Stretches stand in order, and documents too: what a row does not have is last, and in none."""
+    def _block_table(self, size: int, *, full: bool) -> Tensor:
+        """Compare the ranges of positions and documents of blocks. Both ascend in a row; padding comes last."""
         (q_first, q_last), (k_first, k_last) = (
-            _ends(x, size, dim) for x, dim in ((self._sequence.indices[None], -1), (self._places, -2))
+            _block_ranges(x, size, dim)
+            for x, dim in ((self._sequence.indices[None], -1), (self._positions, -2))
         )
         documents_q, documents_k = self._documents()
-        (first_q, last_q), (first_k, last_k) = _ends(documents_q, size, -1), _ends(documents_k, size, -2)
+        (first_q, last_q), (first_k, last_k) = (
+            _block_ranges(documents_q, size, -1),
+            _block_ranges(documents_k, size, -2),
+        )
         if full:
             is_same_block = (first_q == last_q) & (first_k == last_k) & (first_q == first_k)
             return (k_last <= q_first) & is_same_block
@@ -124,43 +142,42 @@ class CompressedKeyMask:
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         documents_q, documents_k = self._documents()
-        rows = b % len(self._places)
-        is_earlier = self._places[rows, k] <= self._sequence.indices[q]
+        rows = b % len(self._positions)
+        is_earlier = self._positions[rows, k] <= self._sequence.indices[q]
         return is_earlier & (documents_q[b % len(documents_q), q] == documents_k[b % len(documents_k), k])
 
     def translation_invariant_blocks(self, size: int) -> None:
         return None
 
     def starts(self) -> Tensor:
-        """Not needed, since there is no window."""
+        """Raises NotImplementedError: this mask has no window."""
         raise NotImplementedError
 
     def bands(self, *, fused: bool) -> None:
         return None
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self._sequence.cached(("stretches", key, self._factor), make)
+        return self._sequence.cached(("blocks", key, self._factor), make)
 
     def _documents(self) -> tuple[Tensor, Tensor]:
-        return self.cached("documents", self._numbered)
+        return self.cached("documents", self._number_documents)
 
-    def _numbered(self) -> tuple[Tensor, Tensor]:
-        """For queries [B or 1, T] and stretches [B or 1, S]: the number of documents that begin in the row before their
-        own ends."""
+    def _number_documents(self) -> tuple[Tensor, Tensor]:
+        """Number the documents of a row from 1, for queries [B or 1, T] and compressed keys [B or 1, S]."""
         sequence = self._sequence
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-        places_BT = row.positions_in_document()[1]
+        positions_BT = row.positions_in_document()[1]
         if row.document_ids() is None:
-            return sequence.indices.new_zeros(1, len(sequence.indices)), torch.zeros_like(self._places[:1])
-        starts_BT = (places_BT == 0).cumsum(1)
-        starts_BT = starts_BT.expand(max(len(starts_BT), len(self._places)), -1)
-        has_BS = self._places < NO_POSITION
-        key_documents = starts_BT.gather(1, self._places.where(has_BS, 0)).where(has_BS, NO_POSITION)
+            return sequence.indices.new_zeros(1, len(sequence.indices)), torch.zeros_like(self._positions[:1])
+        starts_BT = (positions_BT == 0).cumsum(1)
+        starts_BT = starts_BT.expand(max(len(starts_BT), len(self._positions)), -1)
+        exists_BS = self._positions < BEYOND_ROW
+        key_documents = starts_BT.gather(1, self._positions.where(exists_BS, 0)).where(exists_BS, BEYOND_ROW)
         return starts_BT[:, sequence.indices], key_documents
 
 
-def _ends(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest value of each block [B or 1, 1, ·, 1] or [B or 1, 1, 1, ·]."""
+def _block_ranges(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest value of each block, [B or 1, 1, ·, 1] or [B or 1, 1, 1, ·]."""
     missing = -values.shape[1] % size
     blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
     return blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)
@@ -168,7 +185,7 @@ def _ends(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class MemoryCompressedPattern(AttentionPattern):
-    """A query sees the first token and whole stretches of `factor` tokens before it, each of which is one key."""
+    """A query sees the first token, and one key for each complete block of `factor` tokens before it."""
 
     factor: int
 
@@ -182,13 +199,13 @@ class MemoryCompressedPattern(AttentionPattern):
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
         """Pairs of queries and compressed keys."""
-        stretches, remainder = divmod(length, self.factor)
-        return self.factor * stretches * (stretches + 1) / 2 + remainder * (stretches + 1)
+        n_blocks, remainder = divmod(length, self.factor)
+        return self.factor * n_blocks * (n_blocks + 1) / 2 + remainder * (n_blocks + 1)
 
 
 @ATTENTIONS.register("compressed")
 class CompressedAttention(HeadProjections):
-    """Keys and values of F tokens are convolved to one, within each head: work and memory are 1/F of full attention."""
+    """Attention to keys and values convolved over blocks of F tokens, at 1/F of the cost of full attention."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
     cp_plan = "all_reduce"
@@ -198,19 +215,20 @@ class CompressedAttention(HeadProjections):
         require_full(config)
         if pattern.builtin_mask != "causal" or config.position.name not in ("learned", "sinusoidal", "none"):
             raise UsageError(
-                "model.attention.name = 'compressed' makes one key of several tokens before the query, which have no "
-                f"one position: not in family = {config.family!r} with position.name = {config.position.name!r}: "
+                "model.attention.name = 'compressed' makes one key of several tokens before the query, so that it has "
+                f"no single position: it does not work in family = {config.family!r} with position.name = "
+                f"{config.position.name!r}: "
                 "choose family = 'decoder', and position.name = 'learned', 'sinusoidal' or 'none'"
             )
         super().__init__(config, initial, bias=options.bias)
         self.factor = options.factor
         shape = self.factor, self.head_dim, self.head_dim, options.n_heads
         fan = self.factor * self.head_dim, self.head_dim
-        fixed = with_fixed_inputs(initial)  # a head's channels are as many at every width
+        fixed = with_fixed_inputs(initial)  # muP: a head has equally many channels at every model width
         self.of_keys = Convolution(shape, fixed("key", *fan))
         self.of_values = Convolution(shape, fixed("value", *fan))
         self.core = CompressedAttentionCore(config, initial, MemoryCompressedPattern(options.factor))
-        self.summed = nn.Identity()  # where sums over some tokens of stretches become those over all
+        self.summed = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(
         self,
@@ -225,51 +243,51 @@ class CompressedAttention(HeadProjections):
             sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
         ).prefix_mask is not None:
             raise UsageError(
-                "model.attention.name = 'compressed' makes keys of tokens before the query alone, and a prefix is seen "
-                "by earlier ones too: use objective.name = 'causal', or model.attention.name = 'gqa'"
+                "model.attention.name = 'compressed' makes keys of earlier tokens only, but all tokens of a document "
+                "see its prefix: use objective.name = 'causal', or model.attention.name = 'gqa'"
             )
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
-        new = k_BNTH.shape[2]
+        n_new = k_BNTH.shape[2]
         if cache is not None:
             k_BNTH, v_BNTH = cache.update(k_BNTH, v_BNTH, keeps=self.factor)
-        blocks = compress_blocks(sequence.after_eviction(k_BNTH.shape[2]), self.factor, new)
+        blocks = compress_blocks(sequence.after_eviction(k_BNTH.shape[2]), self.factor, n_new)
         k_BNSH, v_BNSH = self.of_keys(k_BNTH, blocks), self.of_values(v_BNTH, blocks)
         k_BNSH, v_BNSH = self.summed(torch.cat([k_BNSH, v_BNSH], -1)).chunk(2, -1)
-        places_BS = blocks.places
+        positions_BS = blocks.positions
         if cache is not None:
-            k_BNSH, v_BNSH, places_BS = cache.append_compressed(
-                k_BNSH, v_BNSH, places_BS.expand(len(x_BTD), -1)
+            k_BNSH, v_BNSH, positions_BS = cache.append_compressed(
+                k_BNSH, v_BNSH, positions_BS.expand(len(x_BTD), -1)
             )
-        heads_BNTH = self.core(q_BNTH, k_BNSH, v_BNSH, sequence, places_BS)
+        heads_BNTH = self.core(q_BNTH, k_BNSH, v_BNSH, sequence, positions_BS)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def reduced_numel(self, row: SequenceMetadata) -> int:
-        """Numbers of a head that are summed where rows are cut."""
-        return len(row.positions) * compress_blocks(row, self.factor).places.shape[1] * 2 * self.head_dim
+        """Elements of one head that context parallelism all-reduces."""
+        return len(row.positions) * compress_blocks(row, self.factor).positions.shape[1] * 2 * self.head_dim
 
 
 class CompressedAttentionCore(DotProductAttention):
-    """Attention to stretches, all of which are on this rank even if the tokens are not."""
+    """Attention to compressed keys, all of which are on every rank, whichever tokens the rank has."""
 
     cp_plan = "local"
     attends_in_chunks = True
 
-    def forward(  # type: ignore[override]  # instead of a bias, where the keys stand
-        self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, places_BS: Tensor
+    def forward(  # type: ignore[override]  # positions of keys in place of a bias
+        self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, positions_BS: Tensor
     ) -> Tensor:
         """[B, N, T, H]."""
-        # Activations of a block are measured with a plain pattern in place of its own.
+        # The memory profile runs blocks with a plain pattern.
         pattern = self.pattern
         mask = (
-            CompressedKeyMask(sequence, places_BS, pattern.factor)
+            CompressedKeyMask(sequence, positions_BS, pattern.factor)
             if isinstance(pattern, MemoryCompressedPattern)
             else FULL_MASK
         )
-        return self.of_heads(self.dropout.part, q_BNTH, k_BNSH, v_BNSH, sequence, mask=mask)
+        return self.attend_head_shard(self.dropout.shard_index, q_BNTH, k_BNSH, v_BNSH, sequence, mask=mask)
 
 
 class Convolution(nn.Module):
-    """For each head F matrices [H, H], one for each token of a stretch; the heads last."""
+    """A convolution over the tokens of a block for each head: weights [F, H, H, N]."""
 
     tp_plan = (("", "shard_last_dim"),)
 
@@ -279,15 +297,15 @@ class Convolution(nn.Module):
         self.initial = {"weight": initial}
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Each token meets one of the matrices."""
+        """Cost of one matrix for each token."""
         return Cost(matmul_macs=self.weight.numel() / len(self.weight) * tokens.n)
 
     def forward(self, x_BNTH: Tensor, blocks: CompressedBlocks) -> Tensor:
-        """Keys or values of tokens → those of stretches [B, N, S, H], or what the tokens that are here give to them."""
+        """Convolve keys or values [B, N, T, H] to [B, N, S, H]; with context parallelism, this rank's partial sums."""
         b, n, _, h = x_BNTH.shape
-        index_BSF = blocks.tokens.expand(b, -1, -1)
+        index_BSF = blocks.token_indices.expand(b, -1, -1)
         index = index_BSF.flatten(1)[:, None, :, None].expand(-1, n, -1, h)
         x_BNSFH = x_BNTH.gather(2, index).unflatten(2, index_BSF.shape[1:])
-        x_BNSFH = x_BNSFH.where(blocks.is_here[:, None, ..., None], 0)
-        made_BNSH = x_BNSFH.flatten(3) @ self.weight.permute(3, 0, 1, 2).flatten(1, 2)
-        return x_BNSFH[..., 0, :].where(blocks.first[:, None, :, None], made_BNSH)
+        x_BNSFH = x_BNSFH.where(blocks.is_local[:, None, ..., None], 0)
+        convolved_BNSH = x_BNSFH.flatten(3) @ self.weight.permute(3, 0, 1, 2).flatten(1, 2)
+        return x_BNSFH[..., 0, :].where(blocks.is_first_token[:, None, :, None], convolved_BNSH)

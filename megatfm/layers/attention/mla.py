@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values from one narrow vector a token."""
+"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values come from narrow latents."""
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,13 @@ from megatfm.layers.rope import Rope
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.reference import probabilities
 
-# B batch, T tokens, S keys, D model width, N heads, H head width, R channels that carry the position, V value width
-# C width of a latent
+# B batch, T tokens, S keys, D model width, N heads, H head width, R rotary channels, V value width, C latent width
+# X latent and rotary channels
 
 
 @ATTENTIONS.register("mla")
 class LatentAttention(nn.Module):
-    """Queries and keys have H channels of content and R that are turned by position; R's keys serve all heads."""
+    """Attention with H content channels and R rotary channels a head; all heads share the rotary keys."""
 
     tp_plan = (
         ("", "gather_input"),
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, T, D]."""
+        """Return [B, T, D]."""
         q_in = self.q_norm(self.wq_down(x_BTD)) if hasattr(self, "wq_down") else x_BTD
         q_BNTH, q_rope_BNTR = self._heads(self.wq(q_in), self.nope_dim + self.rope_dim).split(
             (self.nope_dim, self.rope_dim), dim=-1
@@ -100,33 +100,35 @@ class LatentAttention(nn.Module):
         if cache is None:
             heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.matrix(), self.wv.matrix(), sequence)
         else:
-            heads_BNTV = self._cached(q_BNTH, latent_B1TX, sequence, cache)
+            heads_BNTV = self._attend_cached(q_BNTH, latent_B1TX, sequence, cache)
         return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
 
-    def _cached(
+    def _attend_cached(
         self, q_BNTH: Tensor, latent_B1TX: Tensor, sequence: SequenceMetadata, cache: LayerCache
     ) -> Tensor:
-        """[B, N, T, V], from a cache of latents and rotary keys: C + R numbers a token, not N · (H + R + V).
+        """Attend to a cache of latents and rotary keys: C + R elements a token instead of N · (H + R + V).
 
-        Keys and values for several queries are made anew each time. A single query is projected to the latents' width
-        instead, all of its heads attend to the latents themselves, and what they get is projected to values: the same
-        products in another order (DeepSeek-AI 2024a, section 2.1.2).
+        For several queries, keys and values are projected from the latents again. For a single query, the projections
+        are absorbed into query and output, so that heads attend to the latents directly (DeepSeek-AI 2024a, section
+        2.1.2). Returns [B, N, T, V].
         """
         no_values_B1T0 = latent_B1TX[..., :0]
         latent_B1SX, _, sequence = update_cache(
             cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence
         )
-        if q_BNTH.shape[2] == 1 and not self.core.draws(sequence):
-            return self.core.of_one_query(q_BNTH, latent_B1SX, self.wk.matrix(), self.wv.matrix(), sequence)
+        if q_BNTH.shape[2] == 1 and not self.core.drops(sequence):
+            return self.core.attend_one_query(
+                q_BNTH, latent_B1SX, self.wk.matrix(), self.wv.matrix(), sequence
+            )
         k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.matrix(), self.wv.matrix())
-        return self.core.of_heads(self.core.dropout.part, q_BNTH, k_BNSH, v_BNSV, sequence)
+        return self.core.attend_head_shard(self.core.dropout.shard_index, q_BNTH, k_BNSH, v_BNSV, sequence)
 
     def _heads(self, x: Tensor, width: int) -> Tensor:
         return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
 class LatentCore(DotProductAttention):
-    """Attention to keys and values that are made of a narrow vector a token: where rows are cut, that is sent."""
+    """Attention to keys and values projected from latents. Context parallelism exchanges the latents, not the keys."""
 
     cp_plan = "latent_attention"
 
@@ -143,49 +145,51 @@ class LatentCore(DotProductAttention):
         super().__init__(config, initial, pattern, scale=scale, channels=channels)
         self.nope_dim, self.rope_dim = config.head_width, rope_dim
 
-    def heads(self, latent_B1SX: Tensor, of_keys_XC: Tensor, of_values_XC: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, N, S, H + R] and values [B, N, S, V] of latents, each with the R channels of the position."""
+    def heads(self, latent_B1SX: Tensor, wk_XC: Tensor, wv_XC: Tensor) -> tuple[Tensor, Tensor]:
+        """Project latents to keys [B, N, S, H + R], rotary channels included, and values [B, N, S, V]."""
         latent_BSC, rope_B1SR = latent_B1SX[:, 0, :, : -self.rope_dim], latent_B1SX[..., -self.rope_dim :]
-        k_BNSH = F.linear(latent_BSC, of_keys_XC).unflatten(-1, (-1, self.nope_dim)).transpose(1, 2)
+        k_BNSH = F.linear(latent_BSC, wk_XC).unflatten(-1, (-1, self.nope_dim)).transpose(1, 2)
         n = k_BNSH.shape[1]
-        v_BNSV = F.linear(latent_BSC, of_values_XC).unflatten(-1, (n, -1)).transpose(1, 2)
+        v_BNSV = F.linear(latent_BSC, wv_XC).unflatten(-1, (n, -1)).transpose(1, 2)
         return torch.cat((k_BNSH, rope_B1SR.expand(-1, n, -1, -1)), -1), v_BNSV
 
-    def forward(  # type: ignore[override]  # instead of keys and values, what they are made of
+    def forward(  # type: ignore[override]  # latents and projections in place of keys and values
         self,
         q_BNTH: Tensor,
         latent_B1TX: Tensor,
-        of_keys_XC: Tensor,
-        of_values_XC: Tensor,
+        wk_XC: Tensor,
+        wv_XC: Tensor,
         sequence: SequenceMetadata,
     ) -> Tensor:
-        """[B, N, T, V]."""
-        k_BNTH, v_BNTV = self.heads(latent_B1TX, of_keys_XC, of_values_XC)
+        """Return [B, N, T, V]."""
+        k_BNTH, v_BNTV = self.heads(latent_B1TX, wk_XC, wv_XC)
         return super().forward(q_BNTH, k_BNTH, v_BNTV, sequence)
 
-    def draws(self, sequence: SequenceMetadata) -> bool:
-        """Whether probabilities are dropped."""
-        return self.dropout.head_rng_keys(sequence, self.n_heads, self.dropout.part) is not None
+    def drops(self, sequence: SequenceMetadata) -> bool:
+        """Whether dropout is active for this sequence."""
+        return self.dropout.head_rng_keys(sequence, self.n_heads, self.dropout.shard_index) is not None
 
-    def of_one_query(
+    def attend_one_query(
         self,
         q_BN1H: Tensor,
         latent_B1SX: Tensor,
-        of_keys_XC: Tensor,
-        of_values_XC: Tensor,
+        wk_XC: Tensor,
+        wv_XC: Tensor,
         sequence: SequenceMetadata,
     ) -> Tensor:
-        """[B, N, 1, V]: of the last token's query, without making anything of the latents."""
+        """Attend from the last token to the latents directly, without projecting them; return [B, N, 1, V]."""
         assert self.variant.scale is not None
         n = q_BN1H.shape[1]
-        of_keys_NHC, of_values_NVC = (weight.unflatten(0, (n, -1)) for weight in (of_keys_XC, of_values_XC))
+        wk_NHC, wv_NVC = (weight.unflatten(0, (n, -1)) for weight in (wk_XC, wv_XC))
         content_BN1H, rope_BN1R = q_BN1H.split((self.nope_dim, self.rope_dim), dim=-1)
-        q_BN1X = torch.cat((content_BN1H @ of_keys_NHC, rope_BN1R), -1) * self.variant.scale
-        # Heads stand where queries do elsewhere, so that latents are not copied for each.
+        q_BN1X = torch.cat((content_BN1H @ wk_NHC, rope_BN1R), -1) * self.variant.scale
+        # The head dim takes the place of the query dim, so that latents are not copied for each head.
         scores_BN1S = (q_BN1X.transpose(1, 2) @ latent_B1SX.transpose(-1, -2)).transpose(1, 2)
         if self.variant.softcap:
             scores_BN1S = self.variant.softcap * torch.tanh(scores_BN1S / self.variant.softcap)
-        # Without a mask, the last token sees all before it.
-        shares_BN1S = probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
-        latent_BN1C = (shares_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(1, 2)
-        return latent_BN1C @ of_values_NVC.transpose(-1, -2)
+        # A mask of None is right here: the last token sees all earlier ones.
+        probabilities_BN1S = probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
+        latent_BN1C = (probabilities_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(
+            1, 2
+        )
+        return latent_BN1C @ wv_NVC.transpose(-1, -2)

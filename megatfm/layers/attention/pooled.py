@@ -1,4 +1,4 @@
-"""Attention with pooled queries, keys and values (MViTv2: Li et al. 2022, section 4), and its positions by axis."""
+"""Attention with pooled queries, keys and values (MViTv2: Li et al. 2022, section 4), and its relative positions."""
 
 import torch
 import torch.nn.functional as F
@@ -15,18 +15,18 @@ from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS, PositionEncoding
 from megatfm.ops.attention.mask import FULL_MASK
 
-# B batch, T tokens, D model width, I images, N heads, C channels of a head, H rows and W columns of a map, Q queries,
-# K keys of an image
+# B batch, T tokens, D model width, I images, N heads, C channels of a head, H rows and W columns of a map, Q queries
+# and K keys of an image
 
 KERNEL = 3
-"""Side of the convolutions that pool."""
+"""Side of the pooling convolutions."""
 
 
 class PooledAttention(nn.Module):
-    """Projections to a stage's width, pooling of maps, attention to the image's keys; the pooled query is added.
+    """Attention within an image between pooled queries, keys and values; pooled queries are added to the output.
 
-    config: the stage's. d_in: width of the input. stride: of the queries, 2 where a stage begins. kv_stride: of keys
-    and values. size: the map for which tables are trained.
+    config: that of the stage. d_in: input width. stride: pooling stride of queries, 2 in a stage's first block.
+    kv_stride: pooling stride of keys and values. size: input map size for which position tables are trained.
     """
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
@@ -60,7 +60,7 @@ class PooledAttention(nn.Module):
         )
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost where `tokens` are those of the output: projections are of the input's."""
+        """Cost for `tokens` output tokens; queries, keys and values are projected before pooling."""
         input_tokens, keys = (
             tokens.with_count(tokens.n * self.stride**2),
             tokens.n * (self.stride / self.pool_k.stride) ** 2,
@@ -70,7 +70,7 @@ class PooledAttention(nn.Module):
         return projections + Cost(attention_macs=pairs, visible_attention_macs=pairs)
 
     def forward(self, x_BTD: Tensor, sequence: MapSequence) -> Tensor:
-        """[B, T, D] of the tokens of `sequence`, from those of the map before where the queries' stride is 2."""
+        """Return [B, T, D] for the map of `sequence`; with stride 2 the input is the previous, larger map."""
         size = sequence.previous_size if self.stride > 1 else sequence.size
         x_IHWD = to_maps(x_BTD, size)
         heads = (
@@ -80,18 +80,20 @@ class PooledAttention(nn.Module):
         q_INHWC, k_INHWC, v_INHWC = (pool(tensor) for pool, tensor in zip(pools, heads, strict=True))
         bias = None if self.position is None else self.position(q_INHWC, k_INHWC.shape[2:4])
         q, k, v = (tensor.flatten(2, 3) for tensor in (q_INHWC, k_INHWC, v_INHWC))
-        images = sequence.of_images() if self.core.dropout.active else sequence
-        y_INQC = self.core.of_heads(self.core.dropout.part, q, k, v, images, bias, FULL_MASK) + q
+        images = sequence.per_image() if self.core.dropout.active else sequence
+        y_INQC = (
+            self.core.attend_head_shard(self.core.dropout.shard_index, q, k, v, images, bias, FULL_MASK) + q
+        )
         return self.wo(to_rows(y_INQC.transpose(1, 2).flatten(2), len(x_BTD)))
 
 
 def pooled_size(size: MapSize, stride: int) -> MapSize:
-    """Return rows and columns of a pooled map."""
+    """Return rows and columns of a map after pooling."""
     return -(-size[0] // stride), -(-size[1] // stride)
 
 
 class MapPool(nn.Module):
-    """A convolution of each channel over the map, the same for all heads, then a norm over a head's channels."""
+    """A depthwise convolution over the map, shared by all heads, and a norm over a head's channels."""
 
     tp_plan = (("", "replicated_partial_grad"), ("norm", "replicated_partial_grad"))
 
@@ -99,11 +101,11 @@ class MapPool(nn.Module):
         super().__init__()
         self.stride = stride
         self.weight = nn.Parameter(torch.empty(config.head_width, KERNEL**2))
-        self.initial = {"weight": Uniform(1 / KERNEL)}  # torch's, for a convolution of 9 inputs
+        self.initial = {"weight": Uniform(1 / KERNEL)}  # torch's default for a convolution of 9 inputs
         self.norm = make_norm(config, config.head_width)
 
     def forward(self, x_IHWNC: Tensor) -> Tensor:
-        """Return [I, N, H, W, C] of the pooled map."""
+        """Pool a map [I, H, W, N, C]; return [I, N, H, W, C] with the pooled rows and columns."""
         images, channels = len(x_IHWNC), x_IHWNC.shape[-1]
         maps = x_IHWNC.permute(0, 3, 4, 1, 2).flatten(0, 1)
         weight = self.weight.view(channels, 1, KERNEL, KERNEL)
@@ -113,9 +115,9 @@ class MapPool(nn.Module):
 
 
 class AxisBias(nn.Module):
-    """A vector for each offset of rows, and one of columns; the query times both is added to its scores.
+    """Score biases from decomposed relative positions: query · (row-offset vector + column-offset vector).
 
-    queries, keys: the maps for which tables are trained; for others they are interpolated.
+    queries, keys: map sizes for which the tables are trained; they are interpolated for other sizes.
     """
 
     tp_plan = (("", "replicated_partial_grad"),)
@@ -132,7 +134,7 @@ class AxisBias(nn.Module):
         self.roles = {"rows": "embedding", "columns": "embedding"}
 
     def forward(self, q_INHWC: Tensor, keys: tuple[int, int]) -> Tensor:
-        """[I, N, Q, K] of pooled queries, not scaled, and the sides of the keys' map."""
+        """Return biases [I, N, Q, K] for pooled, unscaled queries. keys: rows and columns of the keys' map."""
         rows, columns = q_INHWC.shape[2:4]
         row_bias = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _by_offset(self.rows, rows, keys[0]))
         column_bias = torch.einsum("inhwc,wkc->inhwk", q_INHWC, _by_offset(self.columns, columns, keys[1]))
@@ -140,7 +142,10 @@ class AxisBias(nn.Module):
 
 
 def _by_offset(table_OC: Tensor, queries: int, keys: int) -> Tensor:
-    """Vectors of each query and key along one axis, [Q, K, C]; the shorter side's places are spread over the longer."""
+    """Look up the offset vector of each query and key along one axis, [Q, K, C].
+
+    Positions on the shorter side are scaled to the longer one.
+    """
     offsets = 2 * max(queries, keys) - 1
     if len(table_OC) != offsets:
         table_OC = F.interpolate(table_OC.T[None], size=offsets, mode="linear")[0].T

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # patterns live with attention, which reads positions
 
 
 class ShawCore(nn.Module):
-    """Attention whose keys and values each get a vector for the clipped distance, shared by the heads."""
+    """Attention that adds a learned vector for the clipped distance to each key and value, shared by all heads."""
 
     tp_plan = (("", "replicated_partial_grad"), ("dropout", "local_shard_dropout"))
 
@@ -32,8 +32,8 @@ class ShawCore(nn.Module):
         options = require_variant(config.attention, ScaledAttention, "model.attention")
         if getattr(options, "sinks", False):
             raise UsageError(
-                "model.attention.sinks = true: model.position.name = 'shaw' computes attention without: leave sinks "
-                "out, or choose position.name = 'rope'"
+                "model.attention.sinks = true: model.position.name = 'shaw' does not support attention sinks: leave "
+                "sinks out, or choose position.name = 'rope'"
             )
         self.pattern, self.n_heads = pattern, options.n_heads
         self.channels = 2 * options.n_heads * config.head_width
@@ -48,7 +48,7 @@ class ShawCore(nn.Module):
         self.dropout = Dropout(options.dropout, "attention")
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of dot-product attention, of each query with every distance's vector, and as much for the values."""
+        """Cost of dot-product attention, and of products with the distance vectors of keys and of values."""
         by_distance = self.channels * len(self.keys) * tokens.n
         return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
             attention_macs=by_distance, visible_attention_macs=by_distance
@@ -62,6 +62,7 @@ class ShawCore(nn.Module):
         sequence: SequenceMetadata,
         bias: Tensor | None = None,
     ) -> Tensor:
+        """Return [B, N, T, H]."""
         if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
             k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
         q_BNTH = q_BNTH * self.scale
@@ -77,7 +78,7 @@ class ShawCore(nn.Module):
         self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sequence: SequenceMetadata, rows: slice,
         rng_keys_BNT: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Attend with some queries, which are scaled already."""
+        """Attend with a slice of the queries, which are already scaled."""
         distances_TS = (
             sequence.relative_positions(rows).clamp(-self.max_distance, self.max_distance) + self.max_distance
         )
@@ -86,7 +87,7 @@ class ShawCore(nn.Module):
         if self.softcap:
             scores_BNTS = self.softcap * torch.tanh(scores_BNTS / self.softcap)
         heads = q_BNTH.shape[1] if self.pattern.differs_by_head else 1
-        mask_B1TS = sequence.mask(self.pattern, self.dropout.part * heads, heads, rows)
+        mask_B1TS = sequence.mask(self.pattern, self.dropout.shard_index * heads, heads, rows)
         if mask_B1TS is None and self.pattern.builtin_mask == "causal":
             mask_B1TS = (sequence.relative_positions(rows) <= 0)[None, None]
         probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, rng_keys_BNT)

@@ -1,7 +1,7 @@
-"""XLNet's attention (Yang et al. 2019, sections 2.3 to 2.5): queries of two streams, keys and values of one.
+"""XLNet's attention (Yang et al. 2019, sections 2.3 to 2.5): queries of two streams attend to the content stream.
 
-Scores are Transformer-XL's (Dai et al. 2019, section 3.3), each of their terms with a bias of its own, and one more for
-whether query and key are in the same segment.
+Scores have Transformer-XL's content and position terms (Dai et al. 2019, section 3.3) and a term for whether query and
+key are in the same segment; each term has its own query bias.
 """
 
 from dataclasses import dataclass, replace
@@ -24,17 +24,17 @@ from megatfm.ops.attention.reference import attend_in_chunks, probabilities, unl
 
 
 class LocalAndFull(NamedTuple):
-    """A field at the tokens that are here, or at queries, and at all tokens of their rows."""
+    """Values of a field at this rank's tokens (or the queries), and at all tokens of the full rows."""
 
     local: Tensor
     full: Tensor
 
 
 class PairwiseInputs(NamedTuple):
-    """Inputs for pairs of queries and keys, each [B, 1, q, S].
+    """Inputs for pairs of queries and keys, each [B, 1, Q, S].
 
-    mask: true where a query may look; None: everywhere. distances: the row of the table of relative positions, for
-    query − key. segments: 0 where both are in the same segment, else 1.
+    mask: true where a query sees the key; None: everywhere. distances: the row in the relative position table for
+    query − key. segments: 0 in the same segment, else 1.
     """
 
     mask: Tensor | None
@@ -44,35 +44,35 @@ class PairwiseInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryStream:
-    """Queries of a stream: their positions, and what each of them may see of the row.
+    """The queries of one stream, and which tokens of the row each of them sees.
 
-    sequence: of the queries, for dropout. places int64 [B, Q]: in their rows. A query sees the tokens of its document
-    whose rank in the order is no higher than the number that it has there; None: this hides nothing.
+    sequence: metadata of the queries, for dropout. indices_BQ: int64 [B, Q], the queries' token indices in their rows.
+    A query sees a token if both are in the same document and order.full ≤ order.local; None: no restriction.
     """
 
     sequence: SequenceMetadata
-    places_BQ: Tensor
+    indices_BQ: Tensor
     segments: LocalAndFull
     documents: LocalAndFull | None
     order: LocalAndFull | None
 
     def at_layer(self, depth: int, skip_rate: float) -> Self:
-        """Return a copy with one layer's random keys."""
+        """Return a copy with the random keys of one layer."""
         return replace(self, sequence=self.sequence.at_layer(depth, skip_rate))
 
     def pairs(self, rows: slice) -> PairwiseInputs:
-        """Inputs for some queries with all tokens; for all queries, computed once for all layers."""
-        if len(range(*rows.indices(self.places_BQ.shape[1]))) < self.places_BQ.shape[1]:
+        """Return inputs for a slice of queries with all tokens; those of all queries are cached for all layers."""
+        if len(range(*rows.indices(self.indices_BQ.shape[1]))) < self.indices_BQ.shape[1]:
             return self._pairs(rows)
         return self.sequence.cached("pairs of a stream", lambda: self._pairs(rows))
 
     def _pairs(self, rows: slice) -> PairwiseInputs:
         full_segments = self.segments.full
-        places_S = torch.arange(full_segments.shape[1], device=full_segments.device)
-        distances_BQS = self.places_BQ[:, rows, None] - places_S + full_segments.shape[1] - 1
+        indices_S = torch.arange(full_segments.shape[1], device=full_segments.device)
+        distances_BQS = self.indices_BQ[:, rows, None] - indices_S + full_segments.shape[1] - 1
         segments_BQS = (self.segments.local[:, rows, None] != full_segments[:, None]).long()
-        masks = [of.full[:, None] <= of.local[:, rows, None] for of in (self.order,) if of]
-        masks += [of.full[:, None] == of.local[:, rows, None] for of in (self.documents,) if of]
+        masks = [field.full[:, None] <= field.local[:, rows, None] for field in (self.order,) if field]
+        masks += [field.full[:, None] == field.local[:, rows, None] for field in (self.documents,) if field]
         mask_B1QS = reduce(torch.logical_and, masks)[:, None] if masks else None
         return PairwiseInputs(mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
@@ -87,19 +87,19 @@ class ContentKeysValues:
 
 
 class GatherKV(nn.Module):
-    """Keys and values of the tokens here → those of the whole row: the seam at which context parallelism takes over."""
+    """Identity; context parallelism replaces it by an all-gather of keys and values over the row's ranks."""
 
     cp_plan = "gather_kv"
 
     def forward(self, k_BNSH: Tensor, v_BNSH: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Both as they are. length: of rows."""
+        """Return keys and values unchanged. length: tokens in a full row."""
         return k_BNSH, v_BNSH
 
 
 class TwoStreamAttention(nn.Module):
-    """`content_keys_values` is called once a layer; the module is then called for each stream with its queries.
+    """Attention of both streams: call `content_keys_values` once a layer, then the module once for each stream.
 
-    The paper's u, v and b are the biases of content, position and segment; its s₊ and s₋ are `segments`.
+    `content_bias`, `position_bias`, `segment_bias` are the paper's u, v, b; `segments` are its s₊ and s₋.
     """
 
     tp_plan = (
@@ -121,7 +121,7 @@ class TwoStreamAttention(nn.Module):
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5
         self.gather_kv = GatherKV()
-        self.content = nn.Identity()  # the seam at which tensor parallelism gathers what both streams look at
+        self.content = nn.Identity()  # tensor parallelism gathers the content stream here
         self.wq = Linear(d, width, initial("query", d, width))
         self.wk = Linear(d, width, initial("key", d, width))
         self.wv = Linear(d, width, initial("value", d, width))
@@ -131,7 +131,7 @@ class TwoStreamAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segment_bias = nn.Parameter(torch.empty(heads, self.head_dim))
         self.segments = nn.Parameter(torch.empty(2, heads, self.head_dim))
-        # Biases are initialised like all weights, as in the released code; they are added to queries, and don't decay.
+        # As in the released code, biases are initialised like weights. Like other biases, they have no weight decay.
         biases = ("content_bias", "position_bias", "segment_bias")
         relative_init = initial("relative", 2, width)
         self.initial = dict.fromkeys((*biases, "segments"), relative_init)
@@ -139,48 +139,48 @@ class TwoStreamAttention(nn.Module):
         self.dropout = Dropout(config.attention.dropout, "attention")
 
     def cost(self, tokens: TokenCounts, content: float = 0.0) -> Cost:
-        """tokens: the queries of all streams. content: tokens that they look at, left out as many.
+        """Cost for `tokens` queries of both streams. content: number of keys; 0: as many as queries.
 
-        Scores are those of content and of 2 content − 1 distances, and of whether two segments are the same.
+        Scores are computed with `content` keys, 2 · content − 1 relative positions and two segment vectors.
         """
         content = content or tokens.n
         width, distances = self.wo.weight.shape[1], 2 * content - 1
         biases = self.content_bias.numel() * 3
-        parts = total_cost((self.wq, self.wo), tokens) + total_cost(
+        projection_cost = total_cost((self.wq, self.wo), tokens) + total_cost(
             (self.wk, self.wv), tokens.with_count(content)
         )
-        products = width * tokens.n * (2 * content + distances)
+        score_macs = width * tokens.n * (2 * content + distances)
         return (
-            parts
+            projection_cost
             + module_cost(self.wk_position, tokens.with_count(distances))
-            + Cost(self.segments.numel() * tokens.n, biases * tokens.n, products, products)
+            + Cost(self.segments.numel() * tokens.n, biases * tokens.n, score_macs, score_macs)
         )
 
     def content_keys_values(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
-        """Keys and values of both streams' queries; table: of relative positions."""
+        """Project the content stream to keys and values, and the relative position table [R, D] to keys."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
         keys, values = self.gather_kv(keys, values, (len(table_RD) + 1) // 2)
         return ContentKeysValues(keys, values, self._heads(self.wk_position, positions_RD))
 
     def forward(self, x_BQD: Tensor, content: ContentKeysValues, stream: QueryStream) -> Tensor:
-        """[B, Q, D]."""
+        """Return the attention output of one stream's queries, [B, Q, D]."""
         q_BNQH = self._heads(self.wq, x_BQD) * self.scale
         rng_keys_BNQ = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
 
         def attend(rows: slice) -> Tensor:
             scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], content, stream.pairs(rows))
             chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
-            shares_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
-            return unless_blind(shares_BNQS @ content.values, mask_B1QS)
+            probabilities_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
+            return unless_blind(probabilities_BNQS @ content.values, mask_B1QS)
 
-        heads_BNQH = attend_in_chunks(attend, q_BNQH, content.keys.shape[2], "of two streams")
+        heads_BNQH = attend_in_chunks(attend, q_BNQH, content.keys.shape[2], "two-stream")
         return self.wo(heads_BNQH.transpose(1, 2).flatten(2))
 
     def _scores(
         self, q_BNQH: Tensor, content: ContentKeysValues, pairs: PairwiseInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """Scaled scores of some queries, and their mask."""
+        """Return scaled scores [B, N, Q, S] and the mask."""
         content_queries, position_queries, segment_queries = (
             q_BNQH + self.scale * bias[:, None]
             for bias in (self.content_bias, self.position_bias, self.segment_bias)

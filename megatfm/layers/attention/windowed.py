@@ -1,4 +1,4 @@
-"""Attention within windows of a map (Swin: Liu et al. 2021; Swin-V2: Liu et al. 2022), and its relative positions."""
+"""Attention within windows of a map, and relative position biases (Swin: Liu et al. 2021; Swin-V2: Liu et al. 2022)."""
 
 import math
 
@@ -29,16 +29,17 @@ from megatfm.ops.attention.mask import FULL_MASK
 # B batch, T tokens, D model width, I images, N heads, C channels of a head, G windows, S tokens of a window
 
 LARGEST_COSINE_SCALE = math.log(100.0)
-"""Upper bound of the logarithm of a head's factor on cosines."""
+"""Upper bound of the logarithm of a head's cosine scale (Swin-V2, section 3.3)."""
 LOG_BIAS_WIDTH = 512
-"""Inner width of the network of offsets."""
+"""Hidden width of the MLP that maps offsets to biases."""
 LARGEST_LOG_BIAS = 16.0
-"""Upper bound of the bias that the network of offsets makes."""
+"""Upper bound of the MLP's biases."""
 
 
 @ATTENTIONS.register("windowed")
 class WindowedAttention(nn.Module):
-    """Projections on padded maps, and attention in batches of windows. Padding is seen: its keys are the bias."""
+    """Attention of tokens in the same window of a padded map. As in the released code, padding takes part: its keys and
+    values are the projections' biases."""
 
     tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))
 
@@ -62,7 +63,7 @@ class WindowedAttention(nn.Module):
         self.position = make_bias(config, initial) if make_bias else None
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of projections and core; the bias is made once for all windows."""
+        """Cost of projections and attention; position biases are computed once for all windows and cost little."""
         return total_cost((self.wq, self.wk, self.wv, self.wo, self.core), tokens)
 
     def forward(
@@ -73,7 +74,7 @@ class WindowedAttention(nn.Module):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, T, D] of the images' tokens, row by row of each map. Raises UsageError for tokens that are no map."""
+        """Return [B, T, D] for tokens in row-major order of each image's map. Raises UsageError without a map."""
         if not isinstance(sequence, MapSequence):
             raise UsageError(
                 "model.attention.name = 'windowed' needs maps: set model.family = 'hierarchical', or choose "
@@ -85,12 +86,12 @@ class WindowedAttention(nn.Module):
         if self.cosine is not None:
             q, k = self.cosine(F.normalize(q, dim=-1), windows.count), F.normalize(k, dim=-1)
         score_bias = self._score_bias(windows, sequence, q)
-        images = sequence.of_images(windows.window**2) if self.core.dropout.active else sequence
-        y = self.core.of_heads(self.core.dropout.part, q, k, v, images, score_bias, FULL_MASK)
+        images = sequence.per_image(windows.window**2) if self.core.dropout.active else sequence
+        y = self.core.attend_head_shard(self.core.dropout.shard_index, q, k, v, images, score_bias, FULL_MASK)
         return self.wo(to_rows(windows.join(y), len(x_BTD)))
 
     def _score_bias(self, windows: MapWindows, sequence: MapSequence, q_INSC: Tensor) -> Tensor | None:
-        """Biases of relative positions, and −∞ between cells, [1, N · G, S, S]."""
+        """Return position biases, with −∞ between different cells, [1, N · G, S, S]; None without either."""
         device, dtype = q_INSC.device, q_INSC.dtype
         hidden_GSS = sequence.cached(("hidden", windows, dtype), lambda: _hidden(windows, device, dtype))
         if self.position is None:
@@ -103,7 +104,7 @@ class WindowedAttention(nn.Module):
 
 
 def _hidden(windows: MapWindows, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """0 within a cell and −∞ between cells, [G, S, S]."""
+    """Return 0 within a cell and −∞ between cells, [G, S, S]; None if every window is one cell."""
     mask_GSS = windows.mask(device)
     if mask_GSS is None:
         return None
@@ -111,7 +112,7 @@ def _hidden(windows: MapWindows, device: torch.device, dtype: torch.dtype) -> Te
 
 
 class CosineScale(nn.Module):
-    """A factor for each head on cosines, exp(min(weight, log 100)) (Swin-V2, section 3.3)."""
+    """Learned scale of each head's cosine scores, exp(min(weight, log 100)) (Swin-V2, section 3.3)."""
 
     tp_plan = (("", "shard_last_dim"),)
 
@@ -121,26 +122,26 @@ class CosineScale(nn.Module):
         self.initial, self.roles = {"weight": Constant(math.log(10.0))}, {"weight": "vector"}
 
     def forward(self, q_INSC: Tensor, count: int) -> Tensor:
-        """count: windows of each head."""
+        """Scale queries [I, N · count, S, C]. count: windows of each head."""
         scale_N = self.weight.clamp(max=LARGEST_COSINE_SCALE).exp()
         return q_INSC * scale_N.repeat_interleave(count)[:, None, None]
 
 
 class RelativeBias2d(nn.Module):
-    """A learned number for each head and offset in a window, [(2 · side − 1)², N]."""
+    """A learned bias for each offset in a window and each head, [(2 · side − 1)², N]."""
 
     tp_plan = (("", "shard_last_dim"),)
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        self.side = _window_of(config)
+        self.side = _window_side(config)
         n_offsets, n_heads = (2 * self.side - 1) ** 2, config.attention.n_heads
         self.weight = nn.Parameter(torch.empty(n_offsets, n_heads))
         self.initial = {"weight": initial("relative", n_offsets, n_heads)}
-        self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
+        self.roles = {"weight": "vector"}  # scalars, not embedding rows: no weight decay
 
     def forward(self, windows: MapWindows, sequence: SequenceMetadata) -> Tensor:
-        """[N, S, S]; smaller windows than the table's use its middle."""
+        """Return biases [N, S, S]; smaller windows use the middle of the table."""
         device = self.weight.device
         key = "offset index", windows.window, self.side
         index_SS = sequence.cached(key, lambda: _offset_index(windows, self.side, device))
@@ -148,13 +149,13 @@ class RelativeBias2d(nn.Module):
 
 
 def _offset_index(windows: MapWindows, side: int, device: torch.device) -> Tensor:
-    """Number of the offset from each key to each query among those of windows of a side, int64 [S, S]."""
+    """Return the table row of each query-key offset, int64 [S, S]. side: window side of the table."""
     row_SS, column_SS = (windows.offsets(device) + side - 1).unbind(-1)
     return row_SS * (2 * side - 1) + column_SS
 
 
-def _window_of(config: ModelConfig) -> int:
-    """Side of the windows. Raises UsageError where attention has none."""
+def _window_side(config: ModelConfig) -> int:
+    """Return the side of the windows. Raises UsageError for attention without windows."""
     if config.attention.name != "windowed":
         raise UsageError(
             f"model.position.name = {config.position.name!r} is for model.attention.name = 'windowed', and this is "
@@ -167,9 +168,9 @@ RELATIVE_2D = POSITIONS.register("relative_2d")(PositionEncoding(window_bias=Rel
 
 
 class LogRelativeBias2d(nn.Module):
-    """16 σ(W₂ max(0, W₁ o + b)) of the log-spaced offset o of row and column, for each head (section 3.3).
+    """A bias 16 σ(W₂ max(0, W₁ o + b)) for each head from the log-spaced row and column offset o (section 3.3).
 
-    Offsets are scaled by the windows' side, or by that of the windows that were pretrained with.
+    Offsets are divided by the window side, or by the pretraining window side if `pretrained_windows` is set.
     """
 
     tp_plan = (("hidden", "replicated_partial_grad"), ("out", "colwise"))
@@ -177,14 +178,14 @@ class LogRelativeBias2d(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.position, LogRelative2dConfig, "model.position")
-        _window_of(config)
+        _window_side(config)  # raises without windows
         self.pretrained = options.pretrained_windows[0] if options.pretrained_windows else None
         n_heads = config.attention.n_heads
         self.hidden = Linear(2, LOG_BIAS_WIDTH, initial("dense", 2, LOG_BIAS_WIDTH), bias=True)
         self.out = Linear(LOG_BIAS_WIDTH, n_heads, initial("dense", LOG_BIAS_WIDTH, n_heads))
 
     def forward(self, windows: MapWindows, sequence: SequenceMetadata) -> Tensor:
-        """[N, S, S]; the network sees each offset once."""
+        """Return biases [N, S, S]; the MLP runs once for each distinct offset."""
         device, side = self.hidden.weight.device, windows.window
         key = windows.window, self.pretrained
         offsets_O2 = sequence.cached(("log offsets", *key), lambda: self._log_offsets(side, device))
@@ -193,7 +194,7 @@ class LogRelativeBias2d(nn.Module):
         return LARGEST_LOG_BIAS * torch.sigmoid(F.embedding(index_SS, bias_ON).movedim(-1, 0))
 
     def _log_offsets(self, side: int, device: torch.device) -> Tensor:
-        """Every offset of a window, [O, 2], log-spaced; in float32, as the released code computes them."""
+        """Return all offsets of a window, log-spaced, [O, 2]; in float32, as in the released code."""
         along = torch.arange(1 - side, side, device=device, dtype=torch.float32)
         scaled = along / max((self.pretrained or side) - 1, 1) * 8
         spaced = torch.sign(scaled) * torch.log2(scaled.abs() + 1.0) / math.log2(8)

@@ -1,4 +1,4 @@
-"""Experts, feed-forward networks with stacked matrices, and how tokens are dispatched to them and combined again."""
+"""Experts: feed-forward networks with stacked weights, and the dispatch of tokens to them."""
 
 import logging
 import math
@@ -19,101 +19,105 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.grouped_mm import grouped_linear, kernel_for
 from megatfm.ops.torch_private import is_fake
 
-# B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R of them some expert's here, D model width
+# B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R choices of local experts, D model width
 
 
 def expert_capacity(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
-    """⌈factor · T · K / experts⌉, where the product is a float: a factor of 1.1, 100 tokens and 10 experts give 12."""
+    """Return ⌈factor · T · K / n_experts⌉. In floating point, factor 1.1, 100 tokens and 10 experts give 12."""
     return math.ceil(factor * choices_BTK.shape[1] * choices_BTK.shape[2] / n_experts)
 
 
 def within_capacity(
     choices_BTK: Tensor, n_experts: int, capacity: int, *, by_position: bool = False
 ) -> Tensor:
-    """Boolean [B, T, K]: the choices of each row that its experts still take, so many each.
+    """Return boolean [B, T, K], the choices within each expert's capacity (a number of choices a row).
 
-    First all first choices in the order of the tokens, then all second ones, … (Lepikhin et al. 2021, algorithm 1).
-    by_position: all choices of a token before those of the next, as Megatron-LM's drop policy of that name, so that
-    what is taken of a token depends on none after it. A row's choices depend on no other row's. Choices of `n_experts`,
-    that is of none, are taken.
+    Experts take all first choices in token order, then all second choices, … (Lepikhin et al. 2021, algorithm 1).
+    by_position: all choices of a token before those of the next (Megatron-LM's drop policy "position"), so that a
+    token does not depend on later ones. Rows are independent. Choices of expert `n_experts` (none) return true.
     """
     B, T, K = choices_BTK.shape
-    turns_BXX = choices_BTK if by_position else choices_BTK.transpose(1, 2)
-    in_turn_BM = turns_BXX.reshape(B, K * T)
-    order_BM = in_turn_BM.argsort(dim=1, stable=True)
-    sorted_BM = in_turn_BM.gather(1, order_BM)
-    first_BM = torch.searchsorted(sorted_BM, sorted_BM)  # where the expert's choices begin
-    places_BM = torch.arange(K * T, device=choices_BTK.device) - first_BM
-    taken_BM = torch.zeros_like(in_turn_BM, dtype=torch.bool)
-    taken_BM.scatter_(1, order_BM, (places_BM < capacity) | (sorted_BM == n_experts))
-    return taken_BM.view(B, T, K) if by_position else taken_BM.view(B, K, T).transpose(1, 2)
+    ordered_BXX = choices_BTK if by_position else choices_BTK.transpose(1, 2)
+    ordered_BM = ordered_BXX.reshape(B, K * T)
+    order_BM = ordered_BM.argsort(dim=1, stable=True)
+    sorted_BM = ordered_BM.gather(1, order_BM)
+    first_BM = torch.searchsorted(sorted_BM, sorted_BM)  # index of the expert's first choice
+    slot_BM = torch.arange(K * T, device=choices_BTK.device) - first_BM
+    is_within_BM = torch.zeros_like(ordered_BM, dtype=torch.bool)
+    is_within_BM.scatter_(1, order_BM, (slot_BM < capacity) | (sorted_BM == n_experts))
+    return is_within_BM.view(B, T, K) if by_position else is_within_BM.view(B, K, T).transpose(1, 2)
 
 
 def sort_by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """The order [M] of choices by expert, and where in it each expert's end, int32 [n_experts].
+    """Return the stable order [M] of choices by expert, and the end of each expert's range in it, int32 [n_experts].
 
-    Other choices than 0 to n_experts − 1 come last. Choices of one expert stay in their order.
+    Choices outside 0 … n_experts − 1 come last.
     """
-    known_M = choices_M.where((choices_M >= 0) & (choices_M < n_experts), n_experts)
-    sorted_M, order_M = known_M.sort(stable=True)
+    expert_M = choices_M.where((choices_M >= 0) & (choices_M < n_experts), n_experts)
+    sorted_M, order_M = expert_M.sort(stable=True)
     experts_E = torch.arange(n_experts, device=choices_M.device)
     return order_M, torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)
 
 
 def is_host_readable(tensor: Tensor) -> bool:
-    """Whether the host may look into it: a GPU would have to be waited for."""
+    """Whether the host can read the tensor without waiting for a GPU."""
     return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 class SortedRows:
-    """Rows of tokens in the order of choices by expert, and sums of such rows over the choices of each token.
+    """Dispatch of token vectors to rows sorted by expert, and the weighted combination back to tokens.
 
-    order: int64 [M], ends: int32 [E], as `sort_by_expert` gives them. What experts make of choices that are none's is
-    undefined, and so are its gradients: where the host may look, such rows are cut off (R < M), elsewhere they are set
-    to 0. There sums go by token, not by adding rows to tokens, which GPUs do in an order of their own each time.
+    order: int64 [M], ends: int32 [E], from `sort_by_expert`. Experts leave the outputs and gradients of choices beyond
+    the last end undefined. On a CPU these rows are cut off (R < M); on a GPU they are set to 0, because the number of
+    rows is unknown on the host. There, combine gathers by token: scatter-adds on GPUs are not deterministic.
     """
 
     def __init__(self, order_M: Tensor, ends_E: Tensor, top_k: int) -> None:
         self.order, self._k = order_M, top_k
-        self._places: Tensor | None = None
-        self._is_rest_M1: Tensor | None = None
+        self._sorted_position: Tensor | None = None
+        self._is_undefined_M1: Tensor | None = None
         if is_host_readable(order_M):
             self.order = order_M[: int(ends_E[-1])]
             return
         index_M = torch.arange(len(order_M), device=order_M.device)
-        self._places = torch.empty_like(order_M).scatter_(0, order_M, index_M)
-        self._is_rest_M1 = (index_M >= ends_E[-1])[:, None]
+        self._sorted_position = torch.empty_like(order_M).scatter_(0, order_M, index_M)
+        self._is_undefined_M1 = (index_M >= ends_E[-1])[:, None]
 
     def dispatch(self, x_ND: Tensor) -> Tensor:
-        """The rows [R, D]."""
-        if self._places is None:
+        """Return the tokens' vectors in the order of experts, [R, D]."""
+        if self._sorted_position is None:
             return x_ND.index_select(0, self.order // self._k)
-        rows_MD: Tensor = _Dispatch.apply(x_ND, self.order, self._places, self._k)
+        rows_MD: Tensor = _Dispatch.apply(x_ND, self.order, self._sorted_position, self._k)
         return self.zero_undefined(rows_MD)
 
     def zero_undefined(self, rows_RD: Tensor) -> Tensor:
-        """The rows that experts made, and gradients of those that they were given, 0 where no expert made any."""
-        return rows_RD if self._is_rest_M1 is None else rows_RD.masked_fill(self._is_rest_M1, 0)
+        """Set rows beyond the last expert's to 0; also masks gradients in the backward pass."""
+        return rows_RD if self._is_undefined_M1 is None else rows_RD.masked_fill(self._is_undefined_M1, 0)
 
     def combine(self, rows_RD: Tensor, n: int) -> Tensor:
-        """[N, D]: of each token the rows of its choices."""
-        if self._places is None:
-            made_ND = rows_RD.new_zeros(n, rows_RD.shape[1])
-            return made_ND.index_add(0, self.order // self._k, rows_RD)
-        return rows_RD.index_select(0, self._places).unflatten(0, (n, self._k)).sum(1)
+        """Sum the rows of each token's choices, [N, D]."""
+        if self._sorted_position is None:
+            sums_ND = rows_RD.new_zeros(n, rows_RD.shape[1])
+            return sums_ND.index_add(0, self.order // self._k, rows_RD)
+        return rows_RD.index_select(0, self._sorted_position).unflatten(0, (n, self._k)).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_ND, order_M, places_M, k):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(places_M)
+    def forward(ctx, x_ND, order_M, sorted_position_M, k):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(sorted_position_M)
         ctx.k = k
         return x_ND.index_select(0, order_M // k)
 
     @staticmethod
     def backward(ctx, gradient_MD):  # type: ignore[no-untyped-def]
-        (places_M,) = ctx.saved_tensors
-        return gradient_MD.index_select(0, places_M).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        (sorted_position_M,) = ctx.saved_tensors
+        return (
+            gradient_MD.index_select(0, sorted_position_M).unflatten(0, (-1, ctx.k)).sum(1),
+            None,
+            None,
+            None,
+        )
 
 
 log = logging.getLogger("megatfm")
@@ -123,10 +127,10 @@ CAUSAL = ("decoder", "encoder_decoder")
 
 
 class Experts(nn.Module):
-    """Σₖ weightₖ FFNₑ₍ₖ₎(x) over the experts that are reached from here.
+    """Σₖ weightₖ FFNₑ₍ₖ₎(x) over the experts that this rank reaches.
 
-    groups: into how many, one after the other, experts are divided; of each group those from number `first` on are
-    reached, as many as are here.
+    Experts are divided into `ep_size` consecutive groups, one for each expert-parallel rank. With tensor parallelism by
+    expert, a rank reaches the experts `first`, first + 1, … of each group, as many as it has weights.
     """
 
     tp_plan = (
@@ -139,8 +143,8 @@ class Experts(nn.Module):
     )
 
     is_compiled = False
-    """Not with the block around it: torch compiles grouped products in bfloat16 only, and numbers of rows that follow
-    from what tokens are would have it compile again and again."""
+    """Not compiled with its block: torch compiles grouped products in bfloat16 only, and data-dependent numbers of rows
+    would trigger recompilation."""
 
     b_gate: Tensor | None
     b_up: Tensor | None
@@ -156,10 +160,10 @@ class Experts(nn.Module):
             options.d_ff,
         )
         self.activation, self.n_experts, self.first = activation, n, 0
-        self.capacity, self.places = options.capacity_factor, options.expert_capacity
+        self.capacity_factor, self.fixed_capacity = options.capacity_factor, options.expert_capacity
         self.by_position, self.is_unlimited = options.drop_policy == "position", False
         if options.is_limited and options.top_k > 1 and not self.by_position and config.family in CAUSAL:
-            _warn_of_future(options.top_k)
+            _warn_noncausal_capacity(options.top_k)
         self.top_k, self.ep_size = options.top_k, 1
         self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}
         self.w_gate = None
@@ -175,14 +179,14 @@ class Experts(nn.Module):
             if has_bias:
                 self.initial[name] = Constant(0.0)
         self.roles = {name: "vector" if name in biases else "matrices" for name in self.initial}
-        self.down_bias_scale = 1.0  # of the last bias, if other ranks add the rest
-        # Seams at which ranks that share the experts gather tokens, and reduce the sums.
+        self.down_bias_scale = 1.0  # below 1 if several tensor-parallel ranks add the bias
+        # Expert and tensor parallelism gather tokens, drop masks and outputs here.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
-        # Seams at which ranks that share a row gather its choices, and take their part of the result.
+        # Ranks that share a row gather its choices, and take their part of the result, here.
         self.gather_row, self.split_row = RowSeam(), RowSeam()
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """A token meets those experts that it chooses."""
+        """Cost of `top_k` experts for each token."""
         n_expert_parameters = sum(parameter[0].numel() for parameter in self.parameters())
         matrices = sum(parameter[0].numel() for parameter in self.parameters() if parameter.dim() > 2)
         return Cost(
@@ -193,12 +197,12 @@ class Experts(nn.Module):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the number of a row's tokens that an expert takes is limited."""
-        return (self.capacity is not None or self.places is not None) and not self.is_unlimited
+        """Whether the number of choices that an expert takes from a row is limited."""
+        return (self.capacity_factor is not None or self.fixed_capacity is not None) and not self.is_unlimited
 
     @property
     def uses_expert_parallelism(self) -> bool:
-        """Whether rows travel to other ranks."""
+        """Whether tokens are sent to experts on other ranks."""
         return self.ep_size > 1
 
     def forward(
@@ -209,75 +213,83 @@ class Experts(nn.Module):
         sequence: SequenceMetadata,
         overlap_with: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none.
+        """Return y [B, T, D], and boolean [B, T, K], the choices within capacity. A choice of `n_experts` means none.
 
-        overlap_with: work to do while rows are in transfer; only where they do.
+        overlap_with: a function to run during the all-to-all of expert parallelism.
         """
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
-        taken_BTK = choices_BTK < self.n_experts
+        is_within_BTK = choices_BTK < self.n_experts
         if self.has_capacity:
-            of_row_BSK = self.gather_row(choices_BTK, sequence)
-            places = self.places or expert_capacity(of_row_BSK, self.n_experts, self.capacity or 1.0)
-            taken_BSK = within_capacity(of_row_BSK, self.n_experts, places, by_position=self.by_position)
-            taken_BTK = taken_BTK & self.split_row(taken_BSK, sequence)
-        reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
-        order_M, offs_E = sort_by_expert(reached_M, self.ep_size * len(self.w_up))
+            full_choices_BSK = self.gather_row(choices_BTK, sequence)
+            capacity = self.fixed_capacity or expert_capacity(
+                full_choices_BSK, self.n_experts, self.capacity_factor or 1.0
+            )
+            is_within_BSK = within_capacity(
+                full_choices_BSK, self.n_experts, capacity, by_position=self.by_position
+            )
+            is_within_BTK = is_within_BTK & self.split_row(is_within_BSK, sequence)
+        local_choices_M = self._local_expert_index(choices_BTK.where(is_within_BTK, self.n_experts).flatten())
+        order_M, offs_E = sort_by_expert(local_choices_M, self.ep_size * len(self.w_up))
         rows = SortedRows(order_M, offs_E, choices_BTK.shape[-1])
         x_ND = x_BTD.flatten(0, 1)
-        extra_arguments = () if overlap_with is None else (overlap_with,)
-        made_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), offs_E, *extra_arguments))
-        made_RD = made_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
-        return self.summed(rows.combine(made_RD, len(x_ND)).view_as(x_BTD)), self.taken(taken_BTK)
+        overlap_arguments = () if overlap_with is None else (overlap_with,)
+        outputs_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), offs_E, *overlap_arguments))
+        outputs_RD = outputs_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
+        return self.summed(rows.combine(outputs_RD, len(x_ND)).view_as(x_BTD)), self.taken(is_within_BTK)
 
-    def _reached(self, choices_M: Tensor) -> Tensor:
-        """The places of choices among the experts that are reached; −1, or one too large, for others."""
+    def _local_expert_index(self, choices_M: Tensor) -> Tensor:
+        """Return the index of each choice among the experts that this rank reaches; −1 for other experts, or beyond."""
         group_experts, local_experts = self.n_experts // self.ep_size, len(self.w_up)
         within_M = choices_M % group_experts - self.first
-        places_M = choices_M // group_experts * local_experts + within_M
-        return places_M.where((within_M >= 0) & (within_M < local_experts), -1)
+        sorted_position_M = choices_M // group_experts * local_experts + within_M
+        return sorted_position_M.where((within_M >= 0) & (within_M < local_experts), -1)
 
     def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:
-        """FFNₑ of rows sorted by expert, up to where each expert's end. What lies beyond is undefined."""
+        """Apply FFNₑ to rows sorted by expert. offs_E: end of each expert's rows; later rows are undefined."""
         log_once(kernel_for(rows_MD, self.w_up), rows_MD.device.type, rows_MD.dtype)
-        inner_MF = self._product(rows_MD, self.w_up, self.b_up, offs_E)
+        inner_MF = self._grouped_linear(rows_MD, self.w_up, self.b_up, offs_E)
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)
         else:
-            inner_MF = self.activation(self._product(rows_MD, self.w_gate, self.b_gate, offs_E), inner_MF)
+            inner_MF = self.activation(
+                self._grouped_linear(rows_MD, self.w_gate, self.b_gate, offs_E), inner_MF
+            )
         b_down = (
             self.b_down
             if self.b_down is None or self.down_bias_scale == 1
             else self.b_down * self.down_bias_scale
         )
-        return self._product(inner_MF, self.w_down, b_down, offs_E)
+        return self._grouped_linear(inner_MF, self.w_down, b_down, offs_E)
 
-    def _product(self, rows_MI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
-        made_MO = grouped_linear(rows_MI, weight_EOI, offs_E)
+    def _grouped_linear(
+        self, rows_MI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor
+    ) -> Tensor:
+        outputs_MO = grouped_linear(rows_MI, weight_EOI, offs_E)
         if bias_EO is None:
-            return made_MO
-        places_M = torch.arange(len(rows_MI), device=rows_MI.device, dtype=offs_E.dtype)
-        experts_M = torch.searchsorted(offs_E, places_M, right=True)
-        is_beyond_M1 = (experts_M == len(bias_EO))[:, None]
+            return outputs_MO
+        sorted_position_M = torch.arange(len(rows_MI), device=rows_MI.device, dtype=offs_E.dtype)
+        experts_M = torch.searchsorted(offs_E, sorted_position_M, right=True)
+        is_undefined_M1 = (experts_M == len(bias_EO))[:, None]
         biases_MO = bias_EO[experts_M.clamp(max=len(bias_EO) - 1)]
-        return made_MO + biases_MO.masked_fill(is_beyond_M1, 0)  # where gradients are undefined, too
+        return outputs_MO + biases_MO.masked_fill(is_undefined_M1, 0)  # gradients there are undefined too
 
 
 @cache
 def log_once(kernel: str, device: str, dtype: torch.dtype) -> None:
-    """Log once which kernel multiplies experts with their rows."""
+    """Log once which kernel multiplies rows by the experts' weights."""
     log.info("experts on %s in %s: kernel %s", device, str(dtype)[6:], kernel)
 
 
 @contextmanager
 def without_capacity(model: nn.Module) -> Iterator[None]:
-    """Have all experts of a model take every token meanwhile, as in generation.
+    """Context manager that disables the experts' capacity, for generation.
 
-    A capacity follows from the length of a row, so a text that grows token by token would be another model's in each
-    step, and of single tokens none is ever dropped.
+    Capacity depends on the row's length. In generation, rows grow by a token a step, so results would depend on how
+    far generation has come.
     """
     limited = [module for module in model.modules() if isinstance(module, Experts) and module.has_capacity]
     for experts in limited:
-        _tell_of_generation()
+        _log_no_capacity()
         experts.is_unlimited = True
     try:
         yield
@@ -287,17 +299,16 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
 
 
 @cache
-def _tell_of_generation() -> None:
+def _log_no_capacity() -> None:
     log.info(
         "generation: experts take all tokens that choose them; model.ffn.capacity_factor limits training and evaluation"
     )
 
 
 @cache
-def _warn_of_future(top_k: int) -> None:
-    """Warn once that a causal model sees the future."""
+def _warn_noncausal_capacity(top_k: int) -> None:
+    """Warn once that dropping by choice order leaks later tokens into a causal model."""
     log.warning(
-        f"model.ffn.capacity_factor with top_k = {top_k} in a causal model: whether a token keeps its last "
-        f"choices depends on "
-        'later tokens of its row, which are not there in generation: set model.ffn.drop_policy = "position"'
+        f"model.ffn.capacity_factor with top_k = {top_k} in a causal model: later tokens of a row decide which of a "
+        'token\'s last choices are dropped, and generation does not have them: set model.ffn.drop_policy = "position"'
     )

@@ -1,4 +1,4 @@
-"""Routers: they choose each token's experts and the weights of their outputs."""
+"""Routers, which choose each token's experts and the weights of their outputs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,9 +31,9 @@ from megatfm.registry import Registry
 class RouterOutput(NamedTuple):
     """A router's choices for each token.
 
-    expert_indices [B, T, K]: the best first, or their number for none; expert_weights [B, T, K]: of their outputs.
-    logits [B, T, E], probabilities [B, T, E]: of which terms of the loss are made; the latter add up to 1. balanced:
-    numbers [B, T, E] by the name of a term of the loss that keeps their sums over the batch even.
+    expert_indices: [B, T, K], best first; E means no expert. expert_weights: [B, T, K], factors on outputs.
+    logits, probabilities: [B, T, E], inputs of auxiliary losses; probabilities sum to 1. balanced: by the name of an
+    auxiliary loss, values [B, T, E] whose sums over the batch that loss balances between experts.
     """
 
     expert_indices: Tensor
@@ -44,14 +44,14 @@ class RouterOutput(NamedTuple):
 
 
 class RowSeam(nn.Module):
-    """Numbers of tokens, or of the rows that these are of: the same where rows are whole."""
+    """Identity; under context parallelism a gather of full rows, or the split back to a rank's tokens."""
 
     def forward(self, x: Tensor, sequence: SequenceMetadata) -> Tensor:
         return x
 
 
 class Router(nn.Module):
-    """Logits for each expert, in float32 at least; subclasses choose by them."""
+    """Base class: computes a logit for each expert, in float32 at least; subclasses choose the experts."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -61,33 +61,33 @@ class Router(nn.Module):
         self.initial = {"weight": initial("dense", d, n_experts)}
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, E]: bfloat16 would decide near ties by rounding (Fedus et al. 2022, section 2.4)."""
+        """Return logits [B, T, E]. In bfloat16, rounding would decide near ties (Fedus et al. 2022, section 2.4)."""
         precise = torch.promote_types(x_BTD.dtype, torch.float32)
         return F.linear(x_BTD.to(precise), self.weight.to(precise))
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
-        """Choose. Raises NotImplementedError: subclasses say how."""
+        """Choose experts. Subclasses implement it."""
         raise NotImplementedError
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
-        """After each step, take the counts of chosen experts, and the means of `balanced`, over the global batch."""
+        """Update buffers after a step from the global batch's choices of each expert and means of `balanced`."""
 
 
 ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Any]] = Registry("router (model.ffn.router)")
-"""Made: modules that are called with x [B, T, D] and sequence, and have `top_k` and `update` as a Router has."""
+"""Routers by name: modules called with x [B, T, D] and sequence, with `top_k` and `update` like Router."""
 
 
 def stable_topk(scores: Tensor, k: int) -> Tensor:
-    """The places [..., k] of the k highest scores, the highest first; of equal ones the first.
+    """Return the indices [..., k] of the k highest scores, highest first, ties by lower index.
 
-    torch.topk leaves open which of equal scores it takes, and takes others in tensors of another size.
+    torch.topk does not define the order of ties, and changes it with the tensor's size.
     """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 @ROUTERS.register("top_k")
 class TopKRouter(Router):
-    """Weights are the probabilities of the chosen, normalised among them (Mixtral, Qwen3) or as they are (OLMoE)."""
+    """Top-k routing; weights are the chosen probabilities, normalised to sum to 1 (Mixtral, Qwen3) or not (OLMoE)."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
@@ -102,16 +102,16 @@ class TopKRouter(Router):
         logits_BTE = self.logits(x_BTD)
         if self.bias is not None:
             logits_BTE = logits_BTE + self.bias
-        shares_BTE = logits_BTE.softmax(-1)
-        choices_BTK = stable_topk(shares_BTE, self.top_k)
-        weights_BTK = shares_BTE.gather(-1, choices_BTK)
+        probabilities_BTE = logits_BTE.softmax(-1)
+        choices_BTK = stable_topk(probabilities_BTE, self.top_k)
+        weights_BTK = probabilities_BTE.gather(-1, choices_BTK)
         if self.normalise:
             weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
-        return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, shares_BTE)
+        return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, probabilities_BTE)
 
 
 class Jitter(Dropout):
-    """Multiply by numbers in [1 − rate, 1 + rate] in training, keyed as dropout is."""
+    """Multiply by uniform draws from [1 − rate, 1 + rate] in training, keyed like dropout."""
 
     purpose = "the switch router's jitter"
 
@@ -124,7 +124,7 @@ class Jitter(Dropout):
 
 @ROUTERS.register("switch")
 class SwitchRouter(Router):
-    """Its weight is its probability."""
+    """Switch routing (Fedus et al. 2022): each token goes to its most probable expert, weighted by the probability."""
 
     tp_plan = (("jitter", "local_token_dropout"),)
 
@@ -136,15 +136,18 @@ class SwitchRouter(Router):
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(self.jitter(x_BTD, sequence))
-        shares_BTE = logits_BTE.softmax(-1)
-        choices_BT1 = stable_topk(shares_BTE, 1)
+        probabilities_BTE = logits_BTE.softmax(-1)
+        choices_BT1 = stable_topk(probabilities_BTE, 1)
         return RouterOutput(
-            choices_BT1, shares_BTE.gather(-1, choices_BT1).to(x_BTD.dtype), logits_BTE, shares_BTE
+            choices_BT1,
+            probabilities_BTE.gather(-1, choices_BT1).to(x_BTD.dtype),
+            logits_BTE,
+            probabilities_BTE,
         )
 
 
 class Noise(Dropout):
-    """Standard normal numbers [B, T, width] in training, keyed as dropout is; 0 otherwise."""
+    """Standard normal draws of the input's shape in training, keyed like dropout; zeros in evaluation."""
 
     purpose = "the noisy_top_k router's noise"
 
@@ -152,15 +155,16 @@ class Noise(Dropout):
         if not self.training:
             return torch.zeros_like(x_BTD)
         draws_BTX = keyed.uniform(self.token_rng_keys(sequence), 2 * x_BTD.shape[-1])
-        sizes_BTD, turns_BTD = draws_BTX.chunk(2, dim=-1)  # Box and Muller 1958
-        return ((-2 * sizes_BTD.log()).sqrt() * (2 * torch.pi * turns_BTD).cos()).to(x_BTD.dtype)
+        radius_draws_BTD, angle_draws_BTD = draws_BTX.chunk(2, dim=-1)  # Box–Muller transform
+        return ((-2 * radius_draws_BTD.log()).sqrt() * (2 * torch.pi * angle_draws_BTD).cos()).to(x_BTD.dtype)
 
 
 @ROUTERS.register("noisy_top_k")
 class NoisyTopKRouter(Router):
-    """Weights are the softmax over the chosen. How strong the noise is follows from the token.
+    """Noisy top-k gating (Shazeer et al. 2017); noise has a learned scale, weights are a softmax over the chosen.
 
-    Evened out are the experts' weights (importance), and how probably noise alone would have them chosen (load).
+    Auxiliary losses balance each expert's summed weight (importance) and its probability of being chosen under new
+    noise (load).
     """
 
     tp_plan = (("noise", "local_token_dropout"),)
@@ -171,7 +175,7 @@ class NoisyTopKRouter(Router):
         router = require_variant(options.router, NoisyTopKRouterConfig, "model.ffn.router")
         self.noise, self.n_experts = Noise(0.0, "router noise"), options.n_experts
         self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
-        # From 0 on, it learns as the other matrix that reads the same.
+        # Starts at 0; muP scales its learning rate like that of the other matrix with the same inputs.
         self.initial["noise_weight"] = Constant(0.0, width_ratio=self.initial["weight"].width_ratio)
         self.evens = [name for name in router.evens if getattr(router, f"{name}_loss_coef")]
         for name in self.evens:
@@ -185,17 +189,17 @@ class NoisyTopKRouter(Router):
         best_BTX = stable_topk(logits_BTE, self.top_k + 1)
         choices_BTK = best_BTX[..., : self.top_k]
         weights_BTK = logits_BTE.gather(-1, choices_BTK).softmax(-1)
-        evened: dict[str, Tensor] = {}
+        balanced: dict[str, Tensor] = {}
         if "importance" in self.evens:
-            evened["importance"] = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, weights_BTK)
+            balanced["importance"] = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, weights_BTK)
         if "load" in self.evens:
             last_BT2 = logits_BTE.gather(-1, best_BTX[..., self.top_k - 1 :])
             chosen_BTE = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, 1.0).bool()
-            # An expert's score must exceed the best one that the others leave for it.
-            bar_BTE = last_BT2[..., 1:].where(chosen_BTE, last_BT2[..., :1])
-            evened["load"] = torch.special.ndtr((clean_BTE - bar_BTE) / scale_BTE)
+            # To be chosen, an expert's score must exceed the k-th best score of the others.
+            threshold_BTE = last_BT2[..., 1:].where(chosen_BTE, last_BT2[..., :1])
+            balanced["load"] = torch.special.ndtr((clean_BTE - threshold_BTE) / scale_BTE)
         return RouterOutput(
-            choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, logits_BTE.softmax(-1), evened
+            choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, logits_BTE.softmax(-1), balanced
         )
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
@@ -204,9 +208,9 @@ class NoisyTopKRouter(Router):
 
 
 class SecondExpertSampling(Dropout):
-    """Boolean [B, T]: whether a token goes to its second expert; in training by chance, twice as likely as its weight.
+    """Decide whether a token goes to its second expert, boolean [B, T]: with probability 2 · weight in training.
 
-    Keyed as dropout is, so that every layout draws the same.
+    Draws are keyed like dropout, so that every layout draws the same. In evaluation, wherever the weight is above 0.
     """
 
     purpose = "the gshard router's sampling of second experts"
@@ -219,7 +223,7 @@ class SecondExpertSampling(Dropout):
 
 @ROUTERS.register("gshard")
 class GShardRouter(Router):
-    """Weights are the two probabilities, made to add up to 1 whether or not the second expert is gone to."""
+    """GShard's top-2 routing (Lepikhin et al. 2021); the two weights are normalised before the second is sampled."""
 
     tp_plan = (("second", "local_token_dropout"),)
 
@@ -230,18 +234,18 @@ class GShardRouter(Router):
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
-        shares_BTE = logits_BTE.softmax(-1)
-        choices_BT2 = stable_topk(shares_BTE, 2)
-        weights_BT2 = shares_BTE.gather(-1, choices_BT2)
+        probabilities_BTE = logits_BTE.softmax(-1)
+        choices_BT2 = stable_topk(probabilities_BTE, 2)
+        weights_BT2 = probabilities_BTE.gather(-1, choices_BT2)
         weights_BT2 = weights_BT2 / weights_BT2.sum(-1, keepdim=True)
         uses_second_BT = self.second(weights_BT2[..., 1].detach(), sequence)
         second_BT = choices_BT2[..., 1].where(uses_second_BT, self.n_experts)
         choices_BT2 = torch.stack([choices_BT2[..., 0], second_BT], dim=-1)
-        return RouterOutput(choices_BT2, weights_BT2.to(x_BTD.dtype), logits_BTE, shares_BTE)
+        return RouterOutput(choices_BT2, weights_BT2.to(x_BTD.dtype), logits_BTE, probabilities_BTE)
 
 
 class TokenHash(nn.Module):
-    """Numbers [B, T, width] between 0 and 1 that depend on the token and on nothing else."""
+    """Pseudo-random values [B, T, width] in (0, 1) that depend on the token id only."""
 
     def forward(self, sequence: SequenceMetadata, width: int) -> Tensor:
         return keyed.uniform(self.token_rng_keys(sequence), width)
@@ -250,14 +254,14 @@ class TokenHash(nn.Module):
         """int64 [B, T]. Raises UsageError where the model reads no tokens."""
         if sequence.tokens is None:
             raise UsageError(
-                "model.ffn.router.name = 'hash' chooses by tokens, and the model reads none: choose another"
+                "model.ffn.router.name = 'hash' hashes token ids, but the model's input has none: choose another router"
             )
         return keyed.fold_in(sequence.tokens.long(), 1)
 
 
 @ROUTERS.register("hash")
 class HashRouter(nn.Module):
-    """Nothing is learned: each expert that a token has counts alike."""
+    """Hash routing (Roller et al. 2021): a token id determines its experts; all have the same weight."""
 
     tp_plan = (("hashed", "local_token_dropout"),)
 
@@ -274,50 +278,55 @@ class HashRouter(nn.Module):
         return RouterOutput(choices_BTK, weights_BTK, torch.zeros_like(scores_BTE), chosen_BTE)
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
-        """Nothing to remember."""
+        """Do nothing: hash routing has no state."""
 
 
 @ROUTERS.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """Each expert takes those ⌈top_k · T / experts⌉ tokens of a row that are most probably its own; `top_k` is what a
-    token has on average, and it may have none or all. Weights are the probabilities."""
+    """Expert-choice routing (Zhou et al. 2022): each expert takes its ⌈top_k · T / E⌉ most probable tokens of a row.
+
+    A token has `top_k` experts on average, and may have none or all. Weights are the probabilities.
+    """
 
     tp_plan = (("gather_tokens", "gather_output_replicated"), ("split_tokens", "split_output"))
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
         self.n_experts = require_variant(config.ffn, MoEConfig, "model.ffn").n_experts
-        # Seams at which ranks that share a row gather all of it, and take their part again.
+        # Tensor parallelism gathers full rows, and splits them again, here.
         self.gather_tokens, self.split_tokens = nn.Identity(), nn.Identity()
-        # Seams for ranks that share a row in attention, too.
+        # Context parallelism gathers full rows, and splits them again, here.
         self.gather_row, self.split_row = RowSeam(), RowSeam()
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
-        shares_BTE = logits_BTE.softmax(-1)
-        full_row_BSE = self.gather_row(self.gather_tokens(shares_BTE.detach()), sequence)
+        probabilities_BTE = logits_BTE.softmax(-1)
+        full_row_BSE = self.gather_row(self.gather_tokens(probabilities_BTE.detach()), sequence)
         full_row_BSE = self._choose(full_row_BSE, sequence.full_non_padding_mask)
-        taken_BTE = self.split_tokens(self.split_row(full_row_BSE, sequence))
-        # Experts that chose a token come first; as many columns as the token with most has, on every rank.
-        order_BTE = stable_topk(taken_BTE.to(torch.int8), self.n_experts)
+        is_chosen_BTE = self.split_tokens(self.split_row(full_row_BSE, sequence))
+        # Experts that chose a token come first. K is the most experts of any token, the same on every rank.
+        order_BTE = stable_topk(is_chosen_BTE.to(torch.int8), self.n_experts)
         width = max(int(full_row_BSE.sum(-1).max()), 1)
         choices_BTK = order_BTE[..., :width]
-        weights_BTK = shares_BTE.gather(-1, choices_BTK)
-        choices_BTK = choices_BTK.where(taken_BTE.gather(-1, choices_BTK), self.n_experts)
-        return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, shares_BTE)
+        weights_BTK = probabilities_BTE.gather(-1, choices_BTK)
+        choices_BTK = choices_BTK.where(is_chosen_BTE.gather(-1, choices_BTK), self.n_experts)
+        return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, probabilities_BTE)
 
-    def _choose(self, shares_BSE: Tensor, real_BS: Tensor) -> Tensor:
-        S = shares_BSE.shape[1]
-        places = min(math.ceil(self.top_k * S / self.n_experts), S)
-        scores_BES = shares_BSE.masked_fill(~real_BS[..., None], -1).transpose(1, 2)
-        taken_BES = torch.zeros_like(scores_BES, dtype=torch.bool)
-        taken_BES.scatter_(-1, stable_topk(scores_BES, places), True)
-        return taken_BES.transpose(1, 2) & real_BS[..., None]
+    def _choose(self, probabilities_BSE: Tensor, is_token_BS: Tensor) -> Tensor:
+        S = probabilities_BSE.shape[1]
+        capacity = min(math.ceil(self.top_k * S / self.n_experts), S)
+        scores_BES = probabilities_BSE.masked_fill(~is_token_BS[..., None], -1).transpose(1, 2)
+        is_chosen_BES = torch.zeros_like(scores_BES, dtype=torch.bool)
+        is_chosen_BES.scatter_(-1, stable_topk(scores_BES, capacity), True)
+        return is_chosen_BES.transpose(1, 2) & is_token_BS[..., None]
 
 
 @ROUTERS.register("deepseek_v2")
 class DeepSeekV2Router(Router):
-    """Weights are the probabilities times `scale`, as they are. A group is as good as its best expert."""
+    """DeepSeek-V2's router: top-k within the `topk_group` groups of experts with the best single expert.
+
+    Weights are unnormalised probabilities times `routed_scaling_factor`.
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
@@ -326,24 +335,27 @@ class DeepSeekV2Router(Router):
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> RouterOutput:
         logits_BTE = self.logits(x_BTD)
-        shares_BTE = logits_BTE.softmax(-1)
+        probabilities_BTE = logits_BTE.softmax(-1)
         n, best = self.options.n_group, self.options.topk_group
-        scores_BTGx = shares_BTE.detach().unflatten(-1, (n, -1))
+        scores_BTGx = probabilities_BTE.detach().unflatten(-1, (n, -1))
         groups_BTG = stable_topk(scores_BTGx.max(-1).values, best)
         allowed_BTG = torch.zeros(scores_BTGx.shape[:-1], dtype=torch.bool, device=x_BTD.device)
         allowed_BTG.scatter_(-1, groups_BTG, True)
         scores_BTE = scores_BTGx.masked_fill(~allowed_BTG[..., None], -1).flatten(-2)
         choices_BTK = stable_topk(scores_BTE, self.top_k)
-        weights_BTK = (shares_BTE.gather(-1, choices_BTK) * self.options.routed_scaling_factor).to(
+        weights_BTK = (probabilities_BTE.gather(-1, choices_BTK) * self.options.routed_scaling_factor).to(
             x_BTD.dtype
         )
-        return RouterOutput(choices_BTK, weights_BTK, logits_BTE, shares_BTE)
+        return RouterOutput(choices_BTK, weights_BTK, logits_BTE, probabilities_BTE)
 
 
 @ROUTERS.register("deepseek_v3")
 class DeepSeekV3Router(Router):
-    """The bias has a say in the choice alone: weights are scores. After each step it rises where less was chosen than
-    the mean, and falls where more was, without a loss (Wang et al. 2024)."""
+    """DeepSeek-V3's router: sigmoid scores, with a bias that affects the choice only, not the weights.
+
+    After each step the bias of experts chosen less often than the mean rises, that of others falls, which balances load
+    without an auxiliary loss (Wang et al. 2024).
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
@@ -365,7 +377,7 @@ class DeepSeekV3Router(Router):
         return RouterOutput(choices_BTK, weights_BTK, logits_BTE, probabilities_BTE)
 
     def _in_best_groups(self, scores_BTE: Tensor) -> Tensor:
-        """Without the experts of all but the groups whose two best scores together are highest."""
+        """Mask the experts outside the `topk_group` groups with the highest sum of their two best scores."""
         n, best = self.options.n_group, self.options.topk_group
         if best == n:
             return scores_BTE

@@ -95,8 +95,8 @@ def _only(allowed: list[SDPBackend]) -> AbstractContextManager[None]:
 def log_once(dtype: str, k_width: int, v_width: int) -> None:
     """Warn, once for each kind of heads, that no fused kernel takes them."""
     kind = dtype, k_width, v_width
-    if kind not in _TOLD:
-        _TOLD.add(kind)
+    if kind not in _LOGGED:
+        _LOGGED.add(kind)
         log.warning(
             "attention in %s with heads of %d channels (values: %d): no fused kernel of a GPU takes that, so all "
             "scores are held at once; take bf16, and heads of a multiple of 8",
@@ -104,7 +104,7 @@ def log_once(dtype: str, k_width: int, v_width: int) -> None:
         )  # fmt: skip
 
 
-_TOLD: set[tuple[str, int, int]] = set()
+_LOGGED: set[tuple[str, int, int]] = set()
 
 
 def _masked_bias(bias_BNTS: Tensor, mask_B1TS: Tensor | None, causal: bool) -> Tensor:

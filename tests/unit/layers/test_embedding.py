@@ -95,7 +95,7 @@ def test_packed_documents_count_from_their_own_start() -> None:
 
 def test_a_sequence_longer_than_the_table_is_refused() -> None:
     embedding = InputEmbedding(ModelConfig.from_dotted(**SMALL), "encoder")
-    with pytest.raises(UsageError, match=r"a sequence of 10 tokens, but model\.position\.max_positions = 9"):
+    with pytest.raises(UsageError, match=r"a sequence has 10 tokens, but model\.position\.max_positions = 9"):
         embedding(torch.zeros(1, 10, dtype=torch.int64), SequenceMetadata(torch.arange(10)[None]))
 
 

@@ -135,7 +135,7 @@ def test_parts_that_do_not_go_together(changes: dict[str, Any], message: str) ->
 def test_a_batch_without_a_grid_is_refused() -> None:
     batch = to_batch([pixels(16, 16, seed=0)], 4, 1, [[0]])
     del batch["grid"]
-    with pytest.raises(TypeError, match="needs grid"):
+    with pytest.raises(TypeError, match=r"needs the field 'grid'"):
         make_model({})(**batch)
 
 

@@ -10,8 +10,8 @@ import torch
 from megatfm import rng
 from megatfm.layers import initialisation as initial_module
 from megatfm.layers.initialisation import (
+    MIN_ELEMENTS_FOR_THREADS,
     ROW_BLOCK,
-    WORTH_THREADS,
     Constant,
     InitDistribution,
     Normal,
@@ -74,7 +74,7 @@ def test_rows_drawn_in_pieces_have_the_same_bits(
     initial: InitDistribution, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers of odd count, so that generators have half a draw left between pieces."""
-    monkeypatch.setattr("megatfm.layers.initialisation.PIECE", piece)
+    monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", piece)
     shape = (ROW_BLOCK + 5, 3, 7)
     full = np.concatenate([at_once(initial, rows, shape[1:], block) for block, rows in enumerate((128, 5))])
     for offsets, sizes in (
@@ -90,9 +90,11 @@ def test_rows_drawn_in_pieces_have_the_same_bits(
 def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64: nothing after it is drawn, and nothing before it is kept."""
     shape, drawn = (64, 16, 8), []
-    monkeypatch.setattr("megatfm.layers.initialisation.PIECE", 2 * 16 * 8)
-    real = initial_module._next
-    monkeypatch.setattr(initial_module, "_next", lambda *inputs: (drawn.append(inputs[-1]), real(*inputs))[1])
+    monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", 2 * 16 * 8)
+    real = initial_module._draw_values
+    monkeypatch.setattr(
+        initial_module, "_draw_values", lambda *inputs: (drawn.append(inputs[-1]), real(*inputs))[1]
+    )
     draw(Normal(1.0), 7, NAME, shape, (9, 0, 0), (1, 16, 8))
     assert drawn == [(2, 16, 8)] * 5
 
@@ -130,7 +132,7 @@ def test_threads_draw_the_same_bits_on_threads_of_their_own(
     initial: InitDistribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, offsets, sizes = (6 * ROW_BLOCK + 7, 501), (100, 1), (4 * ROW_BLOCK + 90, 499)
-    assert math.prod(sizes) >= WORTH_THREADS
+    assert math.prod(sizes) >= MIN_ELEMENTS_FOR_THREADS
     alone = draw(initial, 7, NAME, shape, offsets, sizes)
     drew: set[int] = set()
     together = threading.Barrier(2, timeout=30)  # passed only by two threads at a time

@@ -90,14 +90,14 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
     random = torch.Generator().manual_seed(0)
     heads = [torch.randn(2, HEADS, n, 4, generator=random, dtype=torch.float64) for n in (LENGTH, RANK, RANK)]
     keys = torch.randint(2**60, (2, HEADS, LENGTH), generator=random)
-    attended = layer._looked(*heads, keys)
-    assert not torch.allclose(attended, layer._looked(*heads, None)), "nothing was dropped"
+    attended = layer._attend(*heads, keys)
+    assert not torch.allclose(attended, layer._attend(*heads, None)), "nothing was dropped"
     monkeypatch.setattr(linformer, "MAX_QUERIES_PER_CHUNK", 4)
-    torch.testing.assert_close(layer._looked(*heads, keys), attended, rtol=0, atol=1e-15)
+    torch.testing.assert_close(layer._attend(*heads, keys), attended, rtol=0, atol=1e-15)
 
 
 def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dot_product, "_TOLD", set())
+    monkeypatch.setattr(dot_product, "_LOGGED", set())
     layer = Block(config_of("headwise"), "encoder").attn
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
         for _ in range(2):
@@ -124,11 +124,11 @@ def test_counts_on_roberta(share: str, more: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "decoder"}, "it leaks the future in family = 'decoder'"),
+        ({"family": "decoder"}, "it would leak the future in family = 'decoder'"),
         ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
         (
             {"attention.pattern": {"name": "window", "width": 3}},
-            "'linformer' looks at all tokens: leave the pattern",
+            "'linformer' supports full attention only: leave the pattern",
         ),
     ],
 )
@@ -140,7 +140,9 @@ def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
 def test_rows_beyond_its_length() -> None:
     layer = Block(config_of("none"), "encoder").attn
     long = LENGTH + 3
-    with pytest.raises(UsageError, match=r"rows of 16 tokens, but model\.attention\.max_length = 15: make"):
+    with pytest.raises(
+        UsageError, match=r"rows have 16 tokens, but model\.attention\.max_length = 15: shorten"
+    ):
         layer(torch.zeros(1, long, WIDTH), SequenceMetadata(torch.arange(long)[None]))
 
 
@@ -160,7 +162,8 @@ def test_layers_that_share_have_the_same_sizes() -> None:
         "layer_type.b.attention.projected_length": RANK + 1,
     }
     with pytest.raises(
-        UsageError, match=r"model\.layer_type has other lengths or ranks: give all the same, or choose"
+        UsageError,
+        match=r"model\.layer_type changes max_length or projected_length: give all layers the same, or choose",
     ):
         build(config_of("layerwise", **kinds))
 

@@ -105,11 +105,14 @@ def test_what_a_query_sees_is_counted_and_drawn() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "encoder"}, "not in family = 'encoder'"),
-        ({"family": "encoder_decoder"}, "not in family = 'encoder_decoder'"),
+        ({"family": "encoder"}, "does not work in family = 'encoder'"),
+        ({"family": "encoder_decoder"}, "does not work in family = 'encoder_decoder'"),
         ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
         ({"position.name": "alibi"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
-        ({"attention.pattern": {"name": "window", "width": 3}}, "looks at all tokens: leave the pattern out"),
+        (
+            {"attention.pattern": {"name": "window", "width": 3}},
+            "supports full attention only: leave the pattern out",
+        ),
     ],
 )
 def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
@@ -131,6 +134,6 @@ def test_prefixes_are_refused() -> None:
     layer = Block(config_of(3), "decoder").attn
     sequence = SequenceMetadata(torch.arange(5)[None], prefix=torch.arange(5)[None] < 2)
     with pytest.raises(
-        UsageError, match=r"a prefix is seen by earlier ones too: use objective\.name = 'causal'"
+        UsageError, match=r"all tokens of a document see its prefix: use objective\.name = 'causal'"
     ):
         layer(torch.zeros(1, 5, WIDTH), sequence)

@@ -54,7 +54,7 @@ def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) ->
 
 
 def test_a_capacity_that_shows_the_future_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    experts._warn_of_future.cache_clear()
+    experts._warn_noncausal_capacity.cache_clear()
     for keys in (
         {},
         {"capacity_factor": 1.0, "drop_policy": "position"},

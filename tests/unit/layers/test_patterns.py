@@ -23,7 +23,7 @@ from megatfm.layers.attention.patterns.local import (
     Window,
 )
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.attention.patterns.pattern import PAIRS_CACHED, _pairs
+from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _pairs
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from tests.support.plain_patterns import Chunks, Near
@@ -195,9 +195,9 @@ def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: 
         (
             {"name": "window", "width": 4, "initial_tokens": 2},
             False,
-            "pattern.initial_tokens = 2: an encoder's first tokens",
+            "pattern.initial_tokens = 2: in an encoder, initial tokens",
         ),
-        ({"name": "longformer", "width": 4}, True, "'longformer' has tokens that see all, later ones too"),
+        ({"name": "longformer", "width": 4}, True, "'longformer' has global tokens, which see later tokens"),
         (
             {"name": "bigbird", "n_random_blocks": 65},
             False,
@@ -206,7 +206,7 @@ def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: 
         (
             {"name": "fixed", "stride": 4, "n_summary_tokens": 4},
             True,
-            "n_summary_tokens = 4 is all of stride = 4",
+            "n_summary_tokens = 4 with stride = 4 is full attention",
         ),
     ],
 )
@@ -247,7 +247,7 @@ def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"BLOCK": 2, "COUNTED": 3}.items():
+    for name, value in {"DEFAULT_BLOCK": 2, "BLOCKS_AT_ONCE": 3}.items():
         monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
     expected = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
     assert pattern.pairs(T, N) == expected
@@ -256,9 +256,9 @@ def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.Monkey
 def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
     """A pattern, and its count for a length, aren't kept for ever."""
     window = Window(2, 0)
-    for heads in range(1, PAIRS_CACHED + 9):
+    for heads in range(1, MAX_CACHED_COUNTS + 9):
         assert _pairs(window, 4, heads) == 3 + 3 + 2 + 1
-    assert _pairs.cache_info().currsize <= PAIRS_CACHED
+    assert _pairs.cache_info().currsize <= MAX_CACHED_COUNTS
 
 
 def test_heads_of_a_part_are_those_of_the_whole() -> None:
@@ -286,7 +286,7 @@ def test_a_memory_is_seen_by_document() -> None:
 def test_the_kernel_of_a_kind_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dot_product, "_TOLD", set())
+    monkeypatch.setattr(dot_product, "_LOGGED", set())
     model = build(ModelConfig(vocab_size=7, d_model=8, n_layers=2, attention={"n_heads": 2}, ffn={"d_ff": 8}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

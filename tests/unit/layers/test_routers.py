@@ -280,7 +280,7 @@ def test_soft_mixtures_are_not_cut_over_tensor_parallel_ranks() -> None:
 
 def test_a_hash_needs_tokens() -> None:
     module: MoE = make(router={"name": "hash"})
-    with pytest.raises(Exception, match="chooses by tokens, and the model reads none"):
+    with pytest.raises(Exception, match="hashes token ids, but the model's input has none"):
         module(torch.zeros(B, T, D).double(), SequenceMetadata(torch.arange(T).expand(B, T)))
 
 

@@ -73,7 +73,9 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
     module = make(window, shifted)
     x = torch.randn(2, 3 * height * width, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(3 * height * width).expand(2, -1)
-    actual = module(x.requires_grad_(), MapSequence.of(SequenceMetadata(positions), (height, width)))
+    actual = module(
+        x.requires_grad_(), MapSequence.from_sequence(SequenceMetadata(positions), (height, width))
+    )
     maps = x.unflatten(1, (3, height, width)).flatten(0, 1)
     expected = torch.stack([by_definition(module, one, window, shifted) for one in maps]).reshape(
         actual.shape
@@ -104,7 +106,7 @@ def test_attention_drops_each_image_s_probabilities_otherwise() -> None:
 
     def outputs(keys: int) -> Tensor:
         sequence = SequenceMetadata(positions, rng_keys=torch.tensor([keys]))
-        return module(row, MapSequence.of(sequence, (5, 4)))
+        return module(row, MapSequence.from_sequence(sequence, (5, 4)))
 
     first, second = outputs(1).chunk(2, 1)
     assert (first - second).abs().max() > 1e-3

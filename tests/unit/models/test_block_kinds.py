@@ -69,6 +69,6 @@ def test_some_blocks_without_a_shared_bias() -> None:
 
 def test_a_stack_s_encoding_for_one_kind_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"^model.layer_type.a.position: t5 is made once for all blocks of a stack"
+        UsageError, match=r"^model.layer_type.a.position: t5 is shared by all blocks of a stack"
     ):
         build(ModelConfig.from_dotted({**SMALL, "layer_types": ["a"], "layer_type.a.position.name": "t5"}))

@@ -169,7 +169,5 @@ def test_head_dim_is_free_of_d_model() -> None:
 
 
 def test_a_vocabulary_is_needed() -> None:
-    with pytest.raises(
-        UsageError, match=r"model\.vocab_size is not known: set it, or give the tokenizer's size"
-    ):
+    with pytest.raises(UsageError, match=r"model\.vocab_size is unknown: set it, or choose a tokenizer"):
         build(CONFIG.model_copy(update={"vocab_size": None}))

@@ -30,7 +30,7 @@ def pieces_of(family: str, inputs: dict[str, Tensor]) -> int:
 KINDS = {
     "shaw": "Full(causal=True) with Shaw's positions",
     "deberta": "disentangled",
-    "xlnet": "of two streams",
+    "xlnet": "two-stream",
 }
 
 

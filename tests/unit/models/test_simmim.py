@@ -160,7 +160,7 @@ def vit_name(name: str) -> str:
 def test_a_batch_without_masks_is_refused() -> None:
     model = build(ModelConfig.from_dotted(**SWIN)).double()
     images, _ = images_of((SIZE, SIZE), 1)
-    with pytest.raises(TypeError, match="needs masked"):
+    with pytest.raises(TypeError, match=r"needs the field 'masked'"):
         model(**to_batch(images, PATCH, 0, [[0]]))
 
 

@@ -77,7 +77,7 @@ def heads() -> tuple[Tensor, Tensor, Tensor]:
 
 def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
     starts = None if documents is None else torch.from_numpy(cu_seqlens_from_documents(documents.numpy()))
-    return SequenceMetadata(torch.arange(T).expand(B, T), documents, starts=starts, **options)
+    return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
 def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:

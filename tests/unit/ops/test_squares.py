@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatfm.ops.squares import PIECE, sum_of_squares
+from megatfm.ops.squares import CHUNK_ELEMENTS, sum_of_squares
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from megatfm.ops.squares import PIECE, sum_of_squares
 )
 def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     torch.manual_seed(0)
-    shapes = [(), (0,), (3, 7), (PIECE,), (PIECE + 1,), (5, PIECE // 2)]
+    shapes = [(), (0,), (3, 7), (CHUNK_ELEMENTS,), (CHUNK_ELEMENTS + 1,), (5, CHUNK_ELEMENTS // 2)]
     tensors = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
     tensors.append(torch.randn(40, 30, dtype=torch.float64).to(dtype).t())
     actual = sum_of_squares(tensors)

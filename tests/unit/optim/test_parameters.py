@@ -156,7 +156,8 @@ def test_mup_s_rates_multiply_those_of_the_layers() -> None:
         assert ratio == plain[name] * (0.25 if hidden else 1.0), name
     assert group.lr_ratios["decoder.layers.1.attn.wq.weight"] == 0.25 * 0.25
     with pytest.raises(
-        MegatfmError, match=r"a rate is given for 'nothing', which is no parameter of the model"
+        MegatfmError,
+        match=r"there is a learning rate factor for 'nothing', but the model has no such parameter",
     ):
         parameter_table(model(), ADAMW, {"nothing": 0.5})
 

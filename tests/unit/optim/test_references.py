@@ -358,7 +358,9 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
 
 def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        matrix_optimizers, "split_batches", lambda moves, _: split_batches(moves, matrix_optimizers.BATCH)
+        matrix_optimizers,
+        "split_batches",
+        lambda moves, _: split_batches(moves, matrix_optimizers.MAX_BATCH_ELEMENTS),
     )
 
     def asked(n: int) -> int:

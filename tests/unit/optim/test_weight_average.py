@@ -71,8 +71,8 @@ def test_the_average_is_its_formula(config: OptimizerSection) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MuonConfig(lr=0.1, ema_decay=DECAY), "looks at whole tensors"),
-        (ScheduleFreeConfig(lr=0.1, ema_decay=DECAY), "averages weights by itself"),
+        (MuonConfig(lr=0.1, ema_decay=DECAY), "needs full tensors"),
+        (ScheduleFreeConfig(lr=0.1, ema_decay=DECAY), "averages weights itself"),
         (AdamWConfig(lr=0.1, ema_decay=DECAY, moments_dtype="bf16"), "moments_dtype"),
     ],
 )

@@ -1,4 +1,4 @@
-"""BigBird (Zaheer et al. 2020): blocks around the query's own, global ones, and random ones."""
+"""BigBird (Zaheer et al. 2020): neighbouring, global and random blocks of keys."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,22 +14,21 @@ from megatfm.layers.attention.patterns.pattern import PATTERNS, AttentionPattern
 from megatfm.ops.log_once import constant_when_compiled
 from megatfm.ops.transfer import moved
 
-TABLES = 2**10
-"""Number of cached tables of random blocks, one for each layer and length."""
+MAX_CACHED_TABLES = 2**10
+"""Cached tables of random blocks, one for each layer and length."""
 
 MAX_BLOCKS_CHECKED = 9
-"""A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""
+"""Kernel blocks that overlap more pattern blocks than this count as seeing all keys."""
 
 
 @dataclass(frozen=True)
 class BigBird(AttentionPattern):
-    """Keys of the blocks before, of and after the query's; of `n_random` random blocks; of the first and last block.
+    """Queries see their own and both neighbouring blocks, `n_random` random blocks, and the first and last block.
 
-    The first and last block's queries see all. With `extra` (the paper's ETC) that many first tokens take the place of
-    those blocks. A document of no more than 5 + 2 n_random blocks is seen whole, as in the released code. causal, which
-    is not in the paper: no later keys, no last block, and short documents are as all others. layer: another draw for
-    each. rows, rng_keys: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked
-    for.
+    Queries of the first and last block see all keys. extra: this many first tokens are global instead of those blocks
+    (the paper's ETC). Documents of at most 5 + 2 n_random blocks have full attention, as in the released code. causal
+    (not in the paper): no later keys, no global last block, no exception for short documents. layer: seed of the
+    random blocks. rows, random_table: number of query blocks and their random key blocks; rows = 0: drawn on demand.
     """
 
     block: int
@@ -39,7 +38,7 @@ class BigBird(AttentionPattern):
     causal: bool = False
     layer: int = 0
     rows: int = 0
-    rng_keys: Tensor | None = field(default=None, compare=False, repr=False)
+    random_table: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def differs_by_head(self) -> bool:
@@ -73,7 +72,9 @@ class BigBird(AttentionPattern):
         rows = -(-length // self.block)
         if not self.n_random or rows == self.rows:
             return self
-        return replace(self, rows=rows, rng_keys=random_blocks(rows, self.n_heads, self.n_random, self.layer))
+        return replace(
+            self, rows=rows, random_table=random_blocks(rows, self.n_heads, self.n_random, self.layer)
+        )
 
     def at_depth(self, depth: int) -> Self:
         return replace(self, layer=depth)
@@ -114,11 +115,11 @@ class BigBird(AttentionPattern):
 
     @property
     def _full_below_blocks(self) -> int:
-        """Blocks of documents that are seen whole."""
+        """Documents of up to this many blocks have full attention."""
         return 5 + 2 * self.n_random
 
     def _blocks_see(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
-        """Return which blocks see which, by their numbers q and k in documents of these lengths."""
+        """Return whether query blocks q see key blocks k (block indices) in documents of these lengths."""
         is_visible, count = (q - k).abs() <= 1, -(-lengths // self.block)
         if not self.extra:
             is_visible = is_visible | (k == 0)
@@ -129,10 +130,10 @@ class BigBird(AttentionPattern):
         return is_visible if self.causal else is_visible | (count <= self._full_below_blocks)
 
     def _random_blocks_of(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
-        """The random blocks of these blocks, one by one."""
+        """Return the random key blocks of query blocks q, one tensor for each of `n_random`."""
         if not self.n_random:
             return ()
-        table = self.rng_keys
+        table = self.random_table
         if table is None:
             table = random_blocks(int(q.max()) + 1, self.n_heads, self.n_random, self.layer)
         return moved(table, q.device)[heads, q].unbind(-1)
@@ -140,36 +141,35 @@ class BigBird(AttentionPattern):
 
 @constant_when_compiled
 def random_blocks(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
-    """The random blocks int64 [heads, rows, n_random] of each block, −1 for the first, as transformers draws them.
+    """Draw the random key blocks of each query block, int64 [heads, rows, n_random], as transformers does.
 
-    They are among the first 5 + 2 n_random blocks, and neither around the block nor the first or last of those. The
-    draw goes by row, so that more rows leave the earlier ones as they are.
+    Candidates are the first 5 + 2 n_random blocks, except the first and last of these and the neighbours of the query
+    block. The first query block has −1. Blocks are drawn in order, so that longer rows keep the draws of shorter ones.
     """
     return _draw(rows, n_heads, n_random, seed)
 
 
-@lru_cache(TABLES)
+@lru_cache(MAX_CACHED_TABLES)
 def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
-    generator, choice = np.random.RandomState(seed), 5 + 2 * n_random
+    generator, n_candidates = np.random.RandomState(seed), 5 + 2 * n_random
     table = np.full((n_heads, rows, n_random), -1)
     for row in range(1, rows):
-        not_these = {row - 1, row, row + 1, 0, choice - 1}
-        not_these |= {choice - 2} if row == 1 else {1} if row == choice - 2 else set()
+        excluded = {row - 1, row, row + 1, 0, n_candidates - 1}
+        excluded |= {n_candidates - 2} if row == 1 else {1} if row == n_candidates - 2 else set()
         for head in range(n_heads):
-            random_blocks = [block for block in generator.permutation(choice) if block not in not_these]
+            random_blocks = [block for block in generator.permutation(n_candidates) if block not in excluded]
             table[head, row] = random_blocks[:n_random]
     return torch.from_numpy(table)
 
 
 @PATTERNS.register("bigbird")
 def bigbird(config: ModelConfig, causal: bool) -> BigBird:
-    """ITC, the paper's form without additional tokens; with `extra`, ETC."""
+    """Make the paper's ITC (global blocks), or with `n_global_tokens` its ETC (global first tokens)."""
     options = require_variant(config.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
     if options.n_random_blocks > 64:
         raise UsageError(
             f"model.attention.pattern.n_random_blocks = {options.n_random_blocks}: more than 64 random blocks "
-            f"are no sparse pattern: "
-            "choose fewer (the paper: 3), or pattern = 'full'"
+            "are no sparse pattern: choose fewer (the paper: 3), or pattern = 'full'"
         )
     return BigBird(
         options.block_size, options.n_random_blocks, options.n_global_tokens, config.attention.n_heads, causal

@@ -21,7 +21,7 @@ from megatfm.ops.attention.mask import BandLimits, BuiltinMask
 
 @dataclass(frozen=True)
 class Full(AttentionPattern):
-    """All keys, or no later ones."""
+    """Full attention; causal: to the query itself and earlier keys only."""
 
     causal: bool = False
 
@@ -55,12 +55,12 @@ class Full(AttentionPattern):
 
 
 def require_full(config: ModelConfig) -> None:
-    """Raises UsageError for another pattern, with attention that has to see all."""
+    """Raise UsageError for a sparse pattern, for attention layers that support full attention only."""
     pattern = config.attention.pattern.name
     if pattern != "full":
         raise UsageError(
-            f"model.attention.pattern = {pattern!r}: attention.name = {config.attention.name!r} looks at all tokens: "
-            "leave the pattern out, or set model.attention.name = 'gqa'"
+            f"model.attention.pattern = {pattern!r}: attention.name = {config.attention.name!r} supports full "
+            "attention only: leave the pattern out, or set model.attention.name = 'gqa'"
         )
 
 
@@ -72,7 +72,7 @@ def full(config: ModelConfig, causal: bool) -> Full:
 
 @dataclass(frozen=True)
 class CrossAttentionPattern(AttentionPattern):
-    """The whole memory."""
+    """Every query sees all of the encoder's document of the same id."""
 
     @property
     def builtin_mask(self) -> BuiltinMask:
@@ -88,9 +88,10 @@ class CrossAttentionPattern(AttentionPattern):
 
 @dataclass(frozen=True)
 class Window(AttentionPattern):
-    """Every `step`-th key from `left` tokens before the query to `right` after it, and the document's `first` ones.
+    """A sliding window from `left` tokens before the query to `right` after it, with dilation `step`.
 
-    first: of causal windows only. Two sides, left and right, are multiples of `step`.
+    first: number of the document's first tokens that all queries see too (attention sinks); causal windows only.
+    left and right are multiples of `step`.
     """
 
     left: int
@@ -133,7 +134,7 @@ class Window(AttentionPattern):
         return in_window | ((k < self.first) & (k <= q)) if self.first else in_window
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        # Distances of the nearest and the farthest pair, and whether a multiple of the dilation lies between.
+        # Is there a multiple of the dilation between the distances of the nearest and the farthest pair?
         min_distance, max_distance = (
             (q.first - k.last).clamp(min=-self.right),
             (q.last - k.first).clamp(max=self.left),
@@ -148,28 +149,27 @@ class Window(AttentionPattern):
         return in_window | ((k.last < self.first) & (k.last <= q.first)) if self.first else in_window
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
-        places = torch.arange(length)
-        n_before = places.clamp(max=self.left) // self.step
-        n_after = (length - 1 - places).clamp(max=self.right) // self.step
+        positions = torch.arange(length)
+        n_before = positions.clamp(max=self.left) // self.step
+        n_after = (length - 1 - positions).clamp(max=self.right) // self.step
         n_pairs = length + int(n_before.sum()) + int(n_after.sum())
-        if self.first:  # those that lie before the window, or between its steps
+        if self.first:  # initial tokens before the window, or between its dilated keys
             k = torch.arange(min(self.first, length))[:, None]
-            in_window = (k >= places - self.left) & ((places - k) % self.step == 0)
-            n_pairs += int(((k <= places) & ~in_window).sum())
+            in_window = (k >= positions - self.left) & ((positions - k) % self.step == 0)
+            n_pairs += int(((k <= positions) & ~in_window).sum())
         return n_pairs
 
 
 @PATTERNS.register("window")
 def window(config: ModelConfig, causal: bool) -> Window:
-    """`width` tokens up to the query in decoders; in encoders the query and half of `width` on each side."""
+    """Make a window: `width` tokens up to the query in decoders, half of `width` on each side in encoders."""
     options = require_variant(config.attention.pattern, WindowPatternConfig, "model.attention.pattern")
     if causal:
         return Window((options.width - 1) * options.dilation, 0, options.dilation, options.initial_tokens)
     if options.initial_tokens:
         raise UsageError(
-            f"model.attention.pattern.initial_tokens = {options.initial_tokens}: an encoder's first tokens "
-            f"would see no more than others "
-            "do: leave it out, or choose a pattern with global tokens"
+            f"model.attention.pattern.initial_tokens = {options.initial_tokens}: in an encoder, initial "
+            "tokens would not see the whole document: leave it out, or choose a pattern with global tokens"
         )
     side = options.width // 2 * options.dilation
     return Window(side, side, options.dilation)
@@ -177,7 +177,7 @@ def window(config: ModelConfig, causal: bool) -> Window:
 
 @dataclass(frozen=True)
 class Chunked(AttentionPattern):
-    """Keys of the query's chunk of `size` tokens; causal: no later ones."""
+    """Chunked attention: a query sees the keys of its chunk of `size` tokens; causal: no later ones."""
 
     size: int
     causal: bool
@@ -208,31 +208,31 @@ class Chunked(AttentionPattern):
         return may_share_block & (k.first <= q.last) if self.causal else may_share_block
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        is_same_block = _in_one_stretch(q, k, self.size)
+        is_same_block = _in_same_chunk(q, k, self.size)
         return is_same_block & (k.last <= q.first) if self.causal else is_same_block
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
-        def of(tokens: int) -> float:
+        def count_pairs(tokens: int) -> float:
             return tokens * (tokens + 1) / 2 if self.causal else tokens * tokens
 
-        return length // self.size * of(self.size) + of(length % self.size)
+        return length // self.size * count_pairs(self.size) + count_pairs(length % self.size)
 
 
-def _in_one_stretch(q: BlockBounds, k: BlockBounds, size: int) -> Tensor:
-    """Whether both blocks lie in the same stretch of `size` tokens."""
-    stretch = q.first // size
-    return (q.last // size == stretch) & (k.first // size == stretch) & (k.last // size == stretch)
+def _in_same_chunk(q: BlockBounds, k: BlockBounds, size: int) -> Tensor:
+    """Whether both blocks lie in the same chunk of `size` tokens."""
+    chunk = q.first // size
+    return (q.last // size == chunk) & (k.first // size == chunk) & (k.last // size == chunk)
 
 
 @PATTERNS.register("chunked")
 def chunked(config: ModelConfig, causal: bool) -> Chunked:
-    """Chunks count from the beginning of each document."""
+    """Make chunked attention; chunks begin at the start of each document."""
     options = require_variant(config.attention.pattern, ChunkedPatternConfig, "model.attention.pattern")
     return Chunked(options.size, causal)
 
 
 class _CausalByOption(AttentionPattern):
-    """The base of patterns that see later keys unless `causal`, and more keys the later the query is if it is set."""
+    """Base of patterns with an option `causal`."""
 
     causal: bool
 
@@ -247,7 +247,10 @@ class _CausalByOption(AttentionPattern):
 
 @dataclass(frozen=True)
 class Strided(_CausalByOption):
-    """Keys fewer than `stride` tokens away, and those a multiple of it away; causal: no later ones."""
+    """Sparse Transformer's strided pattern (Child et al. 2019): keys less than `stride` or a multiple of it away.
+
+    causal: no later keys.
+    """
 
     stride: int
     causal: bool
@@ -257,12 +260,12 @@ class Strided(_CausalByOption):
         return True
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        away = q - k
-        is_visible = (away.abs() < self.stride) | (away % self.stride == 0)
-        return is_visible & (away >= 0) if self.causal else is_visible
+        distance = q - k
+        is_visible = (distance.abs() < self.stride) | (distance % self.stride == 0)
+        return is_visible & (distance >= 0) if self.causal else is_visible
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        # The nearest and the farthest pair of two blocks, and whether a multiple lies between.
+        # Is there a multiple of the stride between the distances of the nearest and the farthest pair?
         min_distance, max_distance = q.first - k.last, q.last - k.first
         may_see = (max_distance // self.stride * self.stride >= min_distance) | (
             (min_distance < self.stride) & (max_distance > -self.stride)
@@ -285,7 +288,10 @@ def strided(config: ModelConfig, causal: bool) -> Strided:
 
 @dataclass(frozen=True)
 class Fixed(_CausalByOption):
-    """Keys of the query's stretch of `stride` tokens, and the last `summary` of each; causal: no later ones."""
+    """Sparse Transformer's fixed pattern (Child et al. 2019): keys of the query's chunk of `stride` tokens.
+
+    Queries also see the last `summary` keys of every chunk. causal: no later keys.
+    """
 
     stride: int
     summary: int
@@ -302,7 +308,7 @@ class Fixed(_CausalByOption):
         return may_see & (k.first <= q.last) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        is_full = _in_one_stretch(q, k, self.stride)
+        is_full = _in_same_chunk(q, k, self.stride)
         return is_full & (k.last <= q.first) if self.causal else is_full
 
 
@@ -312,16 +318,15 @@ def fixed(config: ModelConfig, causal: bool) -> Fixed:
     options = require_variant(config.attention.pattern, FixedPatternConfig, "model.attention.pattern")
     if options.n_summary_tokens >= options.stride:
         raise UsageError(
-            f"model.attention.pattern.n_summary_tokens = {options.n_summary_tokens} is all of stride = "
-            f"{options.stride}: that is full "
-            "attention: choose fewer, or pattern = 'full'"
+            f"model.attention.pattern.n_summary_tokens = {options.n_summary_tokens} with stride = "
+            f"{options.stride} is full attention: choose fewer, or pattern = 'full'"
         )
     return Fixed(options.stride, options.n_summary_tokens, causal)
 
 
 @dataclass(frozen=True)
 class Longformer(AttentionPattern):
-    """Keys up to `side` tokens away, and those at the places `tokens`, whose queries see all."""
+    """Keys up to `side` tokens away, and global tokens at the positions `tokens`, which see all and are seen by all."""
 
     side: int
     tokens: tuple[int, ...]
@@ -355,17 +360,17 @@ class Longformer(AttentionPattern):
 
 @PATTERNS.register("longformer")
 def longformer(config: ModelConfig, causal: bool) -> Longformer:
-    """Raises UsageError in decoders: global tokens would leak later ones."""
+    """Make Longformer's pattern. Raises UsageError in decoders, where global tokens would leak later tokens."""
     options = require_variant(config.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
     if causal:
         raise UsageError(
-            "model.attention.pattern.name = 'longformer' has tokens that see all, later ones too: a decoder can't "
-            "learn from that: choose family = 'encoder', or a window with `first`"
+            "model.attention.pattern.name = 'longformer' has global tokens, which see later tokens: a decoder "
+            "can't use it: choose family = 'encoder', or pattern = 'window' with initial_tokens"
         )
     limit = config.position.limit
     if options.global_tokens and limit is not None and max(options.global_tokens) >= limit:
         raise UsageError(
-            f"model.attention.pattern.global_tokens has the place {max(options.global_tokens)}, but model.position has "
-            f"{limit} positions: name places below {limit}"
+            f"model.attention.pattern.global_tokens contains {max(options.global_tokens)}, but model.position has "
+            f"{limit} positions: choose positions below {limit}"
         )
     return Longformer(options.width // 2, options.global_tokens)

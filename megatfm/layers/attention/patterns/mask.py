@@ -1,4 +1,4 @@
-"""Masks of a pattern over a sequence, in every form that kernels need, and the keys that some queries see."""
+"""Masks of a pattern over a sequence in all forms that kernels need, and the keys that given queries can reach."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class PatternMask:
-    """An `ops.attention.mask.AttentionMask`: a pattern over a sequence, for heads from `first_head` on."""
+    """The `AttentionMask` of a pattern over a sequence, for `n_heads` heads from `first_head` on."""
 
     def __init__(
         self, pattern: AttentionPattern, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1
@@ -59,34 +59,34 @@ class PatternMask:
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         pattern, sequence = self._pattern, self._sequence
-        places_q, places_k = pattern.places(sequence)
-        row = b if len(places_q) > 1 else b * 0
-        lengths = pattern.lengths(sequence).expand(len(places_q), places_q.shape[1])[row, q]
+        positions_q, positions_k = pattern.positions(sequence)
+        row = b if len(positions_q) > 1 else b * 0
+        lengths = pattern.lengths(sequence).expand(len(positions_q), positions_q.shape[1])[row, q]
         is_visible = pattern.mask_mod_for_lengths(
-            places_q[row, q], places_k[row, k], n + self._heads[0], lengths
+            positions_q[row, q], positions_k[row, k], n + self._heads[0], lengths
         )
         if sequence.prefix_mask is not None:
             is_visible = is_visible | sequence.prefix_mask[b, k]
-        numbers = sequence.document_ids(of_memory=pattern.is_cross_attention)
-        return is_visible if numbers is None else is_visible & (numbers[0][b, q] == numbers[1][b, k])
+        documents = sequence.document_ids(of_memory=pattern.is_cross_attention)
+        return is_visible if documents is None else is_visible & (documents[0][b, q] == documents[1][b, k])
 
     def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
-        """Blocks of one document, in a pattern that distances say all of."""
+        """Blocks inside one document, for patterns that depend on key − query only; None for other patterns."""
         if (
             not (self._pattern.is_relative and self._sequence.is_full_sequence)
             or self._sequence.prefix_mask is not None
         ):
             return None
-        numbers = self._sequence.document_ids(of_memory=self._pattern.is_cross_attention)
-        if numbers is None:
+        documents = self._sequence.document_ids(of_memory=self._pattern.is_cross_attention)
+        if documents is None:
             is_visible = self._sequence.indices.new_ones(1, 1).bool()
             q, k = len(self._sequence.indices), len(self._sequence.key_indices)
             return is_visible.expand(1, -(-q // size)), is_visible.expand(1, -(-k // size))
-        bounds_q, bounds_k = (block_bounds(of, size, -1) for of in numbers)
+        bounds_q, bounds_k = (block_bounds(of, size, -1) for of in documents)
         return (bounds_q.first == bounds_q.last)[:, 0, :, 0], (bounds_k.first == bounds_k.last)[:, 0, :, 0]
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
-        """Bands of full rows without a prefix: one tile after the other in each document."""
+        """Bands of tiles along each document; None for shards, cached keys, a prefix or a pattern that is no band."""
         sides, sequence = self._pattern.band, self._sequence
         is_plain = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
         if sides is None or not is_plain or self._pattern.is_cross_attention:
@@ -97,53 +97,55 @@ class PatternMask:
         return self._sequence.cached((key, self._pattern, self._heads), make)
 
 
-def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, places: Tensor) -> Tensor:
-    """The places that queries at `places` may look at in any of the rows, ascending, these among them.
+def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_indices: Tensor) -> Tensor:
+    """Return the key indices that queries at `query_indices` see in any row, ascending, with the queries' own.
 
-    All of them in the host's memory (`SequenceMetadata.on_host`). Padding, which only padding sees, is not looked for
-    beyond `places`.
+    row and query_indices: in host memory (`SequenceMetadata.on_host`). Padding keys are not searched, because only
+    padding sees them.
     """
     is_needed = np.zeros(row.length, np.bool_)
     in_prefix = None if row.prefix_mask is None else row.prefix_mask.numpy()
-    at = places.numpy()
-    is_needed[at] = True
-    for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
+    indices = query_indices.numpy()
+    is_needed[indices] = True
+    for run in np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1):
         first, last = int(run[0]), int(run[-1]) + 1
-        for number, start, end in _cut_documents(row, first, last):
+        for row_index, start, end in _split_documents(row, first, last):
             length = end - start
-            for begin, beyond in _runs(pattern, max(first - start, 0), min(last - start, length), length):
-                is_needed[start + max(begin, 0) : start + min(beyond, length)] = True
+            for begin, stop in _key_ranges(pattern, max(first - start, 0), min(last - start, length), length):
+                is_needed[start + max(begin, 0) : start + min(stop, length)] = True
             if in_prefix is not None:
-                is_needed[start:end] |= in_prefix[number % len(in_prefix), start:end]
+                is_needed[start:end] |= in_prefix[row_index % len(in_prefix), start:end]
     return torch.from_numpy(np.flatnonzero(is_needed))
 
 
-def _runs(pattern: AttentionPattern, first: int, last: int, length: int) -> Ranges:
-    """Ranges of keys that a pattern's queries see; all keys for patterns that look anywhere."""
-    runs = pattern.key_ranges(first, last, length)
-    if runs is not None:
-        return runs
+def _key_ranges(pattern: AttentionPattern, first: int, last: int, length: int) -> Ranges:
+    """Return the ranges of keys that queries `first` to `last` − 1 of a document see; all keys without a bound."""
+    ranges = pattern.key_ranges(first, last, length)
+    if ranges is not None:
+        return ranges
     return ((0, length if pattern.sees_later else last),)
 
 
 def global_query_indices(
     pattern: AttentionPattern, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]
 ) -> Tensor:
-    """The places of wide queries in any of the rows, ascending, of documents that lie on several ranks.
-    indices_by_rank: places by rank, in the host's memory as the row."""
+    """Return the token indices, ascending, of global queries in documents that span several ranks.
+
+    row and indices_by_rank (the token indices of each rank): in host memory.
+    """
     is_needed, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
-    for rank, places in enumerate(indices_by_rank):
-        rank_of[places.numpy()] = rank
+    for rank, indices in enumerate(indices_by_rank):
+        rank_of[indices.numpy()] = rank
     for bounds, padding in _documents(row) if pattern.global_queries(row.length) else ():
         for (start, end), is_padding in zip(pairwise(bounds.tolist()), padding, strict=True):
             if not is_padding and (rank_of[start:end] != rank_of[start]).any():
-                for begin, beyond in pattern.global_queries(end - start):
-                    is_needed[start + begin : min(start + beyond, end)] = True
+                for begin, stop in pattern.global_queries(end - start):
+                    is_needed[start + begin : min(start + stop, end)] = True
     return torch.from_numpy(np.flatnonzero(is_needed))
 
 
 Documents = list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
-"""Per row: bounds of its documents [C + 1], ascending, and which of them are padding [C]."""
+"""For each row: boundaries of its documents [C + 1], ascending, and which of them are padding [C]."""
 
 
 def _documents(row: SequenceMetadata) -> Documents:
@@ -151,22 +153,24 @@ def _documents(row: SequenceMetadata) -> Documents:
 
 
 def _find_documents(row: SequenceMetadata) -> Documents:
-    numbers = row.document_ids()
-    if numbers is None:
+    documents = row.document_ids()
+    if documents is None:
         return [(np.array([0, row.length]), np.zeros(1, np.bool_))] * len(row.positions)
     boundaries_by_row = []
-    for documents in numbers[0].numpy():
-        starts = np.concatenate([[0], np.flatnonzero(np.diff(documents)) + 1])
-        boundaries_by_row.append((np.append(starts, len(documents)), documents[starts] < 0))
+    for document_ids in documents[0].numpy():
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(document_ids)) + 1])
+        boundaries_by_row.append((np.append(starts, len(document_ids)), document_ids[starts] < 0))
     return boundaries_by_row
 
 
-def _cut_documents(row: SequenceMetadata, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Row, begin and end of the documents, but for padding, that lie partly in a run of tokens: at most the one in
-    which it begins and the one in which it ends. Those that it has whole see no others."""
+def _split_documents(row: SequenceMetadata, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Yield row, start and end of documents that lie partly inside tokens `first` to `last` − 1; padding excepted.
+
+    These are at most the first and the last document of the run: those fully inside see no keys outside.
+    """
     ends: Any = (first, last - 1)
-    for number, (bounds, padding) in enumerate(_documents(row)):
-        for at in np.unique(np.searchsorted(bounds, ends, "right") - 1).tolist():
-            start, end = int(bounds[at]), int(bounds[at + 1])
-            if not padding[at] and (start < first or end > last):
-                yield number, start, end
+    for row_index, (bounds, padding) in enumerate(_documents(row)):
+        for document in np.unique(np.searchsorted(bounds, ends, "right") - 1).tolist():
+            start, end = int(bounds[document]), int(bounds[document + 1])
+            if not padding[document] and (start < first or end > last):
+                yield row_index, start, end

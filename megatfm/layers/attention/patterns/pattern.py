@@ -1,4 +1,4 @@
-"""The base of attention patterns: from `mask_mod` alone follow masks, tables of blocks, costs and sizes of caches."""
+"""Base class of attention patterns. A pattern defines `mask_mod`; masks, block tables and costs follow from it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from megatfm.registry import Registry
 
 Ranges = Sequence[tuple[int, int]]
 
-BLOCK = 64
-"""Tokens of a block in which pairs are counted, unless a pattern has a grain."""
-COUNTED = 512
-"""Number of partly visible blocks whose pairs are examined together."""
-PAIRS_CACHED = 1024
-"""Counts of pairs that are remembered, by pattern, row length and heads: more than a model's layers need."""
+DEFAULT_BLOCK = 64
+"""Block size for counting pairs, for patterns without a `block_size`."""
+BLOCKS_AT_ONCE = 512
+"""Partly visible blocks whose pairs are evaluated together."""
+MAX_CACHED_COUNTS = 1024
+"""Cached pair counts, by pattern, row length and heads; more than the layers of a model need."""
 
 
 @dataclass(frozen=True)
 class BlockBounds:
-    """The first and the last place of each block, int64 that broadcast to [B or 1, 1, Q, J].
+    """The first and last position in each block, int64, broadcastable to [B or 1, 1, Q, J].
 
-    shortest, longest: of the documents that its tokens belong to, for patterns of a length.
+    shortest, longest: lengths of the shortest and longest document in the block, for patterns that depend on them.
     """
 
     first: Tensor
@@ -41,40 +41,40 @@ class BlockBounds:
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """The tokens of its document that a query sees. Frozen: its fields are its options, and equal ones share a mask.
+    """Which tokens of its document a query sees. The fields are the options; equal patterns share cached masks.
 
-    A new pattern defines `mask_mod`; one that leaves full blocks out defines `block_mask` too, so that kernels skip
-    those. Tokens of a prefix are seen by all of their document under any pattern.
+    A new pattern defines `mask_mod`. A sparse one also defines `block_mask`, so that kernels skip invisible blocks.
+    Under any pattern, all tokens of a document see its prefix.
     """
 
     @property
     def builtin_mask(self) -> BuiltinMask | None:
-        """The kernels' name for it, if there is one."""
+        """The equivalent built-in mask of kernels, if there is one."""
         return None
 
     @property
     def has_uneven_work(self) -> bool:
-        """Whether later queries see more than earlier ones, so that parts of a row are unequal work."""
+        """Whether later queries see more keys than earlier ones, so that context parallelism must balance the load."""
         return self.builtin_mask == "causal"
 
     @property
     def sees_later(self) -> bool:
-        """Whether a query may see later keys, apart from tokens of a prefix."""
+        """Whether a query may see later keys, prefix tokens excepted."""
         return self.builtin_mask != "causal"
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """Tokens before and after itself that a query sees, −1: all; None: no window says it all."""
+        """Number of visible tokens before and after the query (−1: all), if the pattern is a plain window."""
         return None
 
     @property
     def is_relative(self) -> bool:
-        """Whether key − query says it all: then places may be counted from anywhere."""
+        """Whether visibility depends on key − query only, so that positions in rows serve as well as in documents."""
         return False
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of the blocks that it is made of, where it is: kernels then look at blocks of this size."""
+        """Block size of a pattern made of blocks, which kernels then use too; None for other patterns."""
         return None
 
     @property
@@ -84,43 +84,45 @@ class AttentionPattern:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether it depends on the document's length: `mask_mod_for_lengths` then takes the place of `mask_mod`."""
+        """Whether visibility depends on the document's length; such patterns define `mask_mod_for_lengths`."""
         return False
 
     @property
     def band(self) -> BandLimits | None:
-        """Limits of a band that says all of the pattern, if one does: kernels then need no table of blocks."""
+        """The equivalent band, if there is one; kernels then need no block table."""
         return None
 
     @property
     def is_cross_attention(self) -> bool:
-        """Whether keys are a memory's tokens and not those of the queries' own row."""
+        """Whether keys are the encoder's tokens, not those of the query's row."""
         return False
 
     @property
     def cache_window(self) -> int | None:
-        """Number of tokens before a new one whose keys and values a cache keeps; None: all."""
+        """Number of most recent tokens that a key-value cache keeps for the next token; None: all."""
         return None
 
     @property
     def n_initial_kept(self) -> int:
-        """And of how many of its document's first tokens."""
+        """Number of each document's first tokens that a cache keeps besides `cache_window`."""
         return 0
 
     def key_ranges(self, first: int, last: int, length: int) -> Ranges | None:
-        """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
-        runs (begin, end), which may lie beyond its ends; None: they may be anywhere in it, or before `last` where no
-        later keys are seen (`sees_later`). `global_queries` are left out."""
+        """Return ranges (begin, end) of keys that queries `first` to `last` − 1 of a document may see.
+
+        Ranges may extend beyond the document's `length` tokens. None: no bound but causality (`sees_later`). Global
+        queries are not included.
+        """
         return None
 
     def global_queries(self, length: int) -> Ranges:
-        """The few queries of a document of `length` tokens that may see all of it: runs (begin, end)."""
+        """Return ranges (begin, end) of the few queries that see all of a document of `length` tokens."""
         return ()
 
     def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
-        """Whether the query at place q of a document sees the key at its place k; boolean [B or 1, n or 1, T, S].
+        """Return whether the query at position q of a document sees the key at position k, [B or 1, n or 1, T, S].
 
-        int64 that broadcast to that; heads [1, n, 1, 1]: their numbers. Places count from 0.
+        q, k: int64, broadcastable to that shape, from 0. heads: int64 [1, n, 1, 1], head indices.
         """
         raise NotImplementedError
 
@@ -129,12 +131,17 @@ class AttentionPattern:
         return self.mask_mod(q, k, heads)
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may have false
-        positives."""
+        """Return whether a query block may see any key of a key block, [B or 1, n or 1, Q, J].
+
+        May return true for invisible blocks, never false for visible ones.
+        """
         return (q.first <= q.last) & (k.first <= k.last)
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        """Whether all queries of one block see all keys of another, as `block_mask`; may have false negatives."""
+        """Return whether all queries of a block see all keys of a block, [B or 1, n or 1, Q, J].
+
+        May return false for full blocks, never true for others.
+        """
         return (q.first > q.last) & (k.first > k.last)
 
     def simplify(self, length: int) -> "AttentionPattern":
@@ -142,13 +149,13 @@ class AttentionPattern:
         return self
 
     def at_depth(self, depth: int) -> Self:
-        """Return the pattern of one layer: another one, if layers draw random blocks of their own."""
+        """Return the pattern of the layer at `depth`; it differs for patterns with random blocks or shifts by layer."""
         return self
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
-        """Pairs of query and key that are seen in a document of `length` tokens, on average over the heads."""
+        """Count visible query-key pairs in a document of `length` tokens, averaged over heads."""
         n_heads = n_heads if self.differs_by_head else 1
-        size, lengths = self.block_size or BLOCK, torch.tensor(length)
+        size, lengths = self.block_size or DEFAULT_BLOCK, torch.tensor(length)
         starts, within, heads = (
             torch.arange(0, length, size),
             torch.arange(size),
@@ -156,7 +163,7 @@ class AttentionPattern:
         )
         ends = (starts + size).clamp(max=length) - 1
         bounds_k, n_pairs = BlockBounds(starts, ends, lengths, lengths), 0
-        for first, last in zip(starts.split(BLOCK), ends.split(BLOCK), strict=True):
+        for first, last in zip(starts.split(DEFAULT_BLOCK), ends.split(DEFAULT_BLOCK), strict=True):
             bounds_q, shape = (
                 BlockBounds(first[:, None], last[:, None], lengths, lengths),
                 (1, n_heads, len(first), len(starts)),
@@ -165,18 +172,18 @@ class AttentionPattern:
             fully_visible = partly_visible & self.full_block_mask(bounds_q, bounds_k, heads).expand(shape)
             n_pairs += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
             partly = (partly_visible & ~fully_visible).nonzero()[:, 1:, None, None]
-            for part in partly.split(COUNTED) if len(partly) else ():
-                head, q, k = part.unbind(1)
-                at_q, at_k = first[q] + within[:, None], starts[k] + within
-                is_visible = self.mask_mod_for_lengths(at_q, at_k, head, lengths)
-                n_pairs += int((is_visible & (at_q < length) & (at_k < length)).sum())
+            for chunk in partly.split(BLOCKS_AT_ONCE) if len(partly) else ():
+                head, q, k = chunk.unbind(1)
+                q_positions, k_positions = first[q] + within[:, None], starts[k] + within
+                is_visible = self.mask_mod_for_lengths(q_positions, k_positions, head, lengths)
+                n_pairs += int((is_visible & (q_positions < length) & (k_positions < length)).sum())
         return n_pairs / n_heads
 
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
-        """Cost of the scores and of the sums of values. channels: of both, over all heads.
+        """Cost of the scores and of the weighted sums of values. channels: query plus value channels, all heads.
 
-        It follows from `pairs`; but of attention that kernels have a word for, all pairs count, and of causal ones half
-        of them are seen, as is usual.
+        Sparse patterns count `pairs`. Built-in masks count all pairs as computed and, if causal, half as visible, as
+        is the convention.
         """
         if self.builtin_mask is None:
             pairs = n_visible = _pairs(self, round(tokens.n), n_heads)
@@ -186,9 +193,9 @@ class AttentionPattern:
         return Cost(attention_macs=channels * pairs, visible_attention_macs=channels * n_visible)
 
     def is_builtin(self, sequence: SequenceMetadata) -> bool:
-        """Whether `plain` says all of it for a sequence."""
-        alone = sequence.document_ids(of_memory=self.is_cross_attention) is None
-        return alone and (
+        """Whether `builtin_mask` is the exact mask of this sequence."""
+        is_one_document = sequence.document_ids(of_memory=self.is_cross_attention) is None
+        return is_one_document and (
             self.builtin_mask == "all"
             or (
                 self.builtin_mask == "causal"
@@ -201,16 +208,16 @@ class AttentionPattern:
     def mask(
         self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1, rows: slice = ALL_QUERIES
     ) -> Tensor | None:
-        """Boolean [B or 1, n or 1, T, S], true where a query looks; None where `plain` says the same.
+        """Return the boolean mask [B or 1, n or 1, T, S], true where visible; None where `builtin_mask` is exact.
 
-        `sequence.mask(pattern)` makes it once for all layers. rows: of some of the queries alone.
+        `sequence.mask(pattern)` caches it for all layers. rows: a slice of the queries.
         """
         if self.is_builtin(sequence):
             return None
         same_B1TS = sequence.same_document(of_memory=self.is_cross_attention, rows=rows)
         if self.builtin_mask == "all":
             return same_B1TS
-        q, k = self.places(sequence)
+        q, k = self.positions(sequence)
         heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)
         lengths = (lengths[:, rows] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
         is_visible = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
@@ -227,11 +234,11 @@ class AttentionPattern:
         *,
         full: bool = False,
     ) -> Tensor:
-        """Boolean [B or 1, n or 1, Q, J], true where a query of a block of `size` tokens may see a key of a block.
+        """Return a boolean table [B or 1, n or 1, Q, J] of blocks of `size` tokens, true where blocks may see keys.
 
-        full: true where all of its queries surely see all keys of a block.
+        full: true only where all queries of a block see all keys of the other.
         """
-        q, k = self.places(sequence)
+        q, k = self.positions(sequence)
         lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
         bounds_q, bounds_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
         block_mask = (
@@ -242,10 +249,10 @@ class AttentionPattern:
         if sequence.prefix_mask is not None:
             prefix_bounds = block_bounds(sequence.prefix_mask.long(), size, -2)
             block_mask = block_mask | (prefix_bounds.first if full else prefix_bounds.last).bool()
-        numbers = sequence.document_ids(of_memory=self.is_cross_attention)
-        if numbers is None:
+        documents = sequence.document_ids(of_memory=self.is_cross_attention)
+        if documents is None:
             return block_mask
-        bounds_q, bounds_k = block_bounds(numbers[0], size, -1), block_bounds(numbers[1], size, -2)
+        bounds_q, bounds_k = block_bounds(documents[0], size, -1), block_bounds(documents[1], size, -2)
         if full:
             return (
                 block_mask
@@ -256,13 +263,13 @@ class AttentionPattern:
         return block_mask & (bounds_k.first <= bounds_q.last) & (bounds_k.last >= bounds_q.first)
 
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
-        """Lengths of the queries' documents [B or 1, T or 1]; any number where they make no difference."""
+        """Return the lengths of the queries' documents [B or 1, T or 1]; row lengths where the pattern ignores them."""
         if not self.depends_on_length or sequence.document_ids() is None:
             return torch.full((1, 1), sequence.length, device=sequence.indices.device)
         return sequence.document_lengths()
 
-    def places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
-        """Positions of queries [B or 1, T] and keys [B or 1, S]: in the row if that is the same, else the document."""
+    def positions(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
+        """Return positions of queries [B or 1, T] and keys [B or 1, S]: in the row if equivalent, else in documents."""
         if self.is_cross_attention and sequence.memory is not None:
             return sequence.indices[None], sequence.memory.key_indices[None]
         if self.is_relative or sequence.document_ids() is None:
@@ -270,9 +277,9 @@ class AttentionPattern:
         return sequence.positions_in_document()
 
 
-@lru_cache(PAIRS_CACHED)
+@lru_cache(MAX_CACHED_COUNTS)
 def _pairs(pattern: AttentionPattern, length: int, n_heads: int) -> float:
-    """`pairs`, which may look at each of them, once for all layers."""
+    """Count pairs once for all layers; counting may evaluate every pair."""
     return pattern.pairs(length, n_heads)
 
 
@@ -281,7 +288,7 @@ def _heads(first: int, n: int, device: torch.device) -> Tensor:
 
 
 def block_bounds(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> BlockBounds:
-    """The least and the greatest value [B or 1, L] of each block, with the other side's dim beside it."""
+    """Return the smallest and largest value of each block of `values` [B or 1, L], with a new dim at `dim`."""
     first, last = _bounds(values, size, dim)
     if lengths is None:
         return BlockBounds(first, last, first, last)
@@ -295,4 +302,4 @@ def _bounds(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 PATTERNS: Registry[Callable[[ModelConfig, bool], AttentionPattern]] = Registry("attention pattern")
-"""Made as `PATTERNS.get(name)(config, causal)`; causal: in a decoder, whose queries must not see later tokens."""
+"""Attention patterns by name, made as `PATTERNS.get(name)(config, causal)`. causal: queries see no later tokens."""

@@ -1,7 +1,7 @@
-"""Windows of an image's map (Liu et al. 2021, section 3.2): two tokens see one another if they are in the same cell.
+"""Windows of an image's map (Liu et al. 2021, section 3.2): tokens of the same cell see each other.
 
-Cells are the squares of a grid that is shifted by half a window in every other block. A shifted map is rolled, so that
-it still consists of whole windows; those at the seam hold several cells, which don't see one another.
+Cells are the squares of a grid, which is shifted by half a window in every other block. A shifted map is rolled, so
+that it still consists of whole windows. Windows at the wrapped edge hold several cells, which a mask separates.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from megatfm.layers.maps import MapSize
 
 @dataclass(frozen=True)
 class Windows2d(AttentionPattern):
-    """Windows of a side; shifted: by half of it, unless the map is no larger than a window."""
+    """Square windows of `side` patches. shifted: by half a side, unless the map is no larger than a window."""
 
     side: int
     shifted: bool = False
@@ -40,7 +40,7 @@ class Windows2d(AttentionPattern):
 
 @dataclass(frozen=True)
 class MapWindows:
-    """Windows of maps of one size. Maps are padded at the bottom and on the right to whole windows."""
+    """Windows of maps of one size. Maps are padded at the bottom and right to whole windows."""
 
     size: MapSize
     window: int
@@ -48,31 +48,31 @@ class MapWindows:
 
     @property
     def padded_size(self) -> MapSize:
-        """Rows and columns with padding."""
+        """Rows and columns after padding."""
         rows, columns = (-(-side // self.window) * self.window for side in self.size)
         return rows, columns
 
     @property
     def count(self) -> int:
-        """Windows of a map."""
+        """Number of windows of a map."""
         rows, columns = self.padded_size
         return rows * columns // self.window**2
 
     def pad_and_roll(self, x_IHWD: Tensor) -> Tensor:
-        """Return maps with zeros as padding, rolled so that the first window begins where the grid of cells does."""
+        """Pad maps with zeros, and roll them so that windows align with the shifted cells."""
         rows, columns = self.padded_size
         if (rows, columns) != self.size:
             x_IHWD = F.pad(x_IHWD, (0, 0, 0, columns - self.size[1], 0, rows - self.size[0]))
         return x_IHWD.roll((-self.shift, -self.shift), (1, 2)) if self.shift else x_IHWD
 
     def split(self, x_IHWD: Tensor, head_width: int) -> Tensor:
-        """Return the windows of rolled maps, [I, N · G, S, C]: all of the first head come first."""
+        """Divide rolled maps into windows [I, N · G, S, C], ordered by head, then window."""
         m = self.window
         windows = x_IHWD.unflatten(3, (-1, head_width)).unflatten(2, (-1, m)).unflatten(1, (-1, m))
         return windows.permute(0, 5, 1, 3, 2, 4, 6).flatten(4, 5).flatten(1, 3)
 
     def join(self, windows_INSC: Tensor) -> Tensor:
-        """Return the maps of windows as `split` makes them, without roll and padding, [I, H, W, D]."""
+        """Invert `split` and `pad_and_roll`; return maps [I, H, W, D]."""
         m, (rows, columns) = self.window, self.padded_size
         x = windows_INSC.unflatten(2, (m, m)).unflatten(1, (-1, rows // m, columns // m))
         x_IHWD = x.permute(0, 2, 4, 3, 5, 1, 6).flatten(5, 6).flatten(3, 4).flatten(1, 2)
@@ -81,7 +81,7 @@ class MapWindows:
         return x_IHWD[:, : self.size[0], : self.size[1]]
 
     def mask(self, device: torch.device) -> Tensor | None:
-        """Return whether a window's tokens are in the same cell, bool [G, S, S]; None where all are."""
+        """Return whether two tokens of a window are in the same cell, bool [G, S, S]; None if all always are."""
         if not self.shift:
             return None
         sides = (torch.arange(side, device=device) for side in self.padded_size)
@@ -92,15 +92,15 @@ class MapWindows:
         return cells_GS[:, :, None] == cells_GS[:, None, :]
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Return rows and columns of each query of a window less those of each key, int64 [S, S, 2]."""
+        """Return row and column offsets, query − key, of all token pairs of a window, int64 [S, S, 2]."""
         side = torch.arange(self.window, device=device)
-        places_S2 = torch.cartesian_prod(side, side)
-        return places_S2[:, None] - places_S2[None]
+        positions_S2 = torch.cartesian_prod(side, side)
+        return positions_S2[:, None] - positions_S2[None]
 
 
 @PATTERNS.register("windows_2d")
 def windows_2d(config: ModelConfig, causal: bool) -> Windows2d:
-    """Raises UsageError for attention that doesn't work on maps."""
+    """Make the window pattern. Raises UsageError for attention other than 'windowed'."""
     options = require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern")
     if config.attention.name != "windowed":
         raise UsageError(
