@@ -100,7 +100,7 @@ def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def _shard_experts(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
     """Shard by expert over the expert axis first; tensor parallelism shards the remaining weights.
 
-    If the data ranks do not divide the number of experts, ZeRO shards within each expert. Otherwise 2 experts on 8 ranks
+    If the data ranks don't divide the number of experts, ZeRO shards within each expert. Otherwise 2 experts on 8 ranks
     would leave 6 ranks with padding.
     """
     if (parts := mesh.size(EXPERT)) > 1:
@@ -181,7 +181,7 @@ register_style(replace(LOCAL_TOKENS, name="split_choices", expert_tp_overrides={
 
 
 MODULES_WITH_ROW_HOOKS = ("experts", "router")
-"""Submodules of a mixture that may have `gather_row`, which gathers values of the full row, and its inverse `split_row`."""
+"""Submodules of a mixture that may have `gather_row`, which gathers a full row, and its inverse `split_row`."""
 
 
 def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:

@@ -1,8 +1,8 @@
-"""The layout of a model on its ranks: where each parameter's elements are, and over which axes gradients are summed.
+"""The layout of a model: which block of each parameter a rank holds, and over which axes gradients are summed.
 
-What the axes of a model cut off are plain local tensors. The data axes may cut these once more (ZeRO); what a rank
-holds in the end is always one box of the global tensor. At the end stands how other rooms reach into a laid-out model:
-its blocks, and a module's replaced forward.
+Model axes (tp, ep) leave each rank a plain local tensor. ZeRO may shard it once more over the data axes. In the end a
+rank always holds one box of the global tensor. Two helpers follow: one iterates over a model's blocks, the other
+replaces a module's forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,10 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shard:
-    """A dim of a tensor, divided over the ranks of an axis. index: this rank's. uneven: the last may be smaller."""
+    """A dim of a tensor, divided over the ranks of an axis.
+
+    index: index of this rank's shard. count: number of shards. uneven: the last shard may be smaller.
+    """
 
     axis: str
     dim: int
@@ -34,9 +37,9 @@ class Shard:
 class TensorLayout:
     """Layout of one parameter or buffer.
 
-    shape: global. shards: by the axes of the model, in the order in which they are applied; empty: on every rank whole.
-    partial_axes: axes whose ranks have only their share of the gradient each, to be summed after the backward pass.
-    data_axes: the axes over which ranks hold the same block and see other rows. fsdp_dim: where ZeRO 2 and 3 cut it.
+    shape: global shape. shards: over model axes, in the order of application; empty: every rank has the full tensor.
+    partial_axes: axes over which the gradient is partial and must be summed after the backward pass.
+    data_axes: axes whose ranks hold the same block and process other rows. fsdp_dim: the dim that ZeRO 2 and 3 shard.
     """
 
     name: str
@@ -65,24 +68,24 @@ class TensorLayout:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Axes whose ranks hold different blocks, before the data axes cut them."""
+        """Model axes whose ranks hold different blocks (ZeRO not counted)."""
         return frozenset(cut.axis for cut in self.shards)
 
     def has_same_shards(self, other: "TensorLayout") -> bool:
-        """Whether the same axes cut the same dims."""
+        """Whether both shard the same dims over the same axes."""
         return [(cut.axis, cut.dim) for cut in self.shards] == [(cut.axis, cut.dim) for cut in other.shards]
 
     @property
     def region(self) -> Chunk:
-        """The block on this rank, before the data axes cut it."""
+        """Offsets and sizes of this rank's block, before ZeRO shards it."""
         return self._narrowed(len(self.shards))
 
     def subregion(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        """The global box of a block within `region` (ZeRO's part of it)."""
+        """Convert a block given relative to `region` (ZeRO's shard) to global offsets and sizes."""
         return tuple(a + b for a, b in zip(self.region[0], offsets, strict=True)), sizes
 
     def _narrowed(self, cuts: int) -> Chunk:
-        """The block that the first `cuts` shards leave."""
+        """The block that remains after the first `cuts` shards."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.shards[:cuts]:
             per_rank = -(-sizes[cut.dim] // cut.count)
@@ -105,13 +108,13 @@ class ModelLayout(Mapping[str, TensorLayout]):
     ) -> None:
         self._placements = dict(placements)
         self.buffers = dict(buffers or {})
-        """Layouts of the buffers, which are not trained."""
+        """Layouts of buffers (not trained)."""
         self.state = {name: self.buffers[name] for name in state}
-        """Layouts of the buffers that a checkpoint holds: state of modules, which doesn't follow from the config."""
+        """Layouts of persistent buffers: state of modules that a checkpoint must hold."""
         self.context_parallel = contexts
         """Split of rows over ranks; None if they are not split."""
         self.table = table
-        """The plan as it was applied, for people."""
+        """The applied plan as a table, for plan.txt."""
 
     def __getitem__(self, name: str) -> TensorLayout:
         return self._placements[name]
@@ -124,12 +127,12 @@ class ModelLayout(Mapping[str, TensorLayout]):
 
 
 def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of all stacks: what is compiled, gathered and recomputed as one."""
+    """Yield the blocks of all stacks, the units of compilation, FSDP gathering and recomputation."""
     for path, module in model.named_modules():
         if path.rpartition(".")[0].rpartition(".")[2] == "layers":
             yield module
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Have `module(*inputs)` run `forward(*inputs)`, with the module's hooks around it; no other module changes."""
+    """Replace the forward of one module instance; its hooks still run around it."""
     vars(module)["forward"] = forward

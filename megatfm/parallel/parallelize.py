@@ -1,26 +1,25 @@
-"""Laying parallelism over a model: tensor and expert parallelism by its plan, context parallelism by what parts say.
+"""Apply tensor, expert and context parallelism to a model, as the plans of its modules' classes say.
 
-**`tp_plan`**: a module's class says how it and the modules in it are cut, in rows of (pattern relative to the module,
-"" for itself; name of a style), such as `tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo",
-"rowwise"))`. They are
-strings, so that layers know nothing of parallelism. A pattern matches names segment by segment: `*` matches within one
-segment, `**` matches any number of segments. A row that matches nothing is for a part that not every model has.
+**`tp_plan`**: how a module and its submodules are sharded, as rows (pattern relative to the module, "" for itself; name
+of a style): `tp_plan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "rowwise"))`. Both are strings, so that
+layers know nothing of parallelism. A pattern matches names segment by segment: `*` matches within one segment, `**`
+matches any number of segments. A row may match nothing: not every model has every submodule.
 
-**`cp_plan`**: a module's class says how it computes on some tokens of rows. A module without it is refused.
+**`cp_plan`**: how a module computes when a rank has only some tokens of each row. A module without one is refused.
 
 | `cp_plan` | The module | Under context parallelism |
 |---|---|---|
-| alone | takes each token by itself, or consists of parts that say it themselves | runs as it is |
-| core | attends with queries to keys and values | fetches keys, sends them round a ring, or divides heads |
-| latents | attends to keys and values that are made of something narrower | the same, of what is narrower |
-| wide | attends with the few queries that see all keys | the queries go to the keys |
-| keys | is given keys and values that its own attention needs whole | gathers them |
-| around | looks up the tokens around spans | fetches them |
-| sums | gives `summed` sums over tokens | adds them up over ranks |
-| experts | takes capacity, expert choice or balance by whole rows | gathers the numbers that these follow from |
-| slots | makes means of all tokens, which go to experts | adds means up, and divides slots among ranks |
+| local | treats tokens independently, or leaves it to submodules with a plan | runs unchanged |
+| attention | attends with queries to keys and values | fetches keys, rotates them around a ring, or shards heads |
+| latent_attention | projects latents to keys and values (MLA) | the same, with latents on the wire |
+| global_queries | attends with the few queries that see all keys | sends the queries to the keys |
+| gather_kv | needs the keys and values of the full row | gathers them |
+| span_boundary | looks up the tokens around masked spans | fetches them |
+| all_reduce | passes sums over tokens through its submodule `summed` | all-reduces the sums |
+| moe | computes capacity, expert choice or balance over full rows | gathers router outputs |
+| soft_moe | mixes all tokens of a row into slots for experts | merges the slots, and divides them among ranks |
 
-**`dp_plan = "ring"`**: a module compares all samples of a global batch, those of other data ranks block by block.
+**`dp_plan = "ring"`**: the module compares all samples of a global batch; samples rotate around the data ranks.
 """
 
 import re
@@ -55,7 +54,7 @@ from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
 UNPLANNED = ParallelStyle("no row")
-"""Style of a module that no row names, in a model that nothing cuts."""
+"""Style of a module that no row names, without tensor parallelism."""
 GENERIC_PACKAGES = (
     "torch.",
     "megatfm.layers.linear",
@@ -63,16 +62,16 @@ GENERIC_PACKAGES = (
     "megatfm.layers.norm",
     "megatfm.layers.dropout",
 )
-"""Packages whose modules are used in many roles: the module around them says how they are cut."""
+"""Packages of general-purpose modules, whose style the plan of an enclosing module must give."""
 
 
 def parallelize(
     model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto"
 ) -> ModelLayout:
-    """Cut the model's parameters (still on the meta device) and install the communication. Returns the layout table.
+    """Shard the model's parameters (on the meta device), install the communication, and return the layout.
 
-    Raises UsageError when a module has two styles, when one has none and there are several tensor-parallel ranks, or
-    when these do not divide a dim.
+    Raises UsageError if a module has two styles, if one has none under tensor parallelism, or if the ranks don't divide
+    a dim.
     """
     parts = mesh.size(TENSOR)
     ranks = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
@@ -121,9 +120,9 @@ def parallelize(
 def _place(
     name: str, tensor: Tensor, style: ParallelStyle, mesh: Mesh, sequence_parallel: bool
 ) -> TensorLayout:
-    """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole.
+    """Lay out one tensor. It is replicated if it has too few dims for the style, like a row-parallel bias.
 
-    Raises UsageError where its gradient would then be each rank's own share and the style takes it for complete.
+    Raises UsageError if its gradient would then be partial although the style says that it is complete.
     """
     shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
     shard_experts = style.shard_experts or _unchanged
@@ -137,7 +136,7 @@ def _place(
         raise UsageError(
             f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to cut over parallel.tp = "
             f"{parts}: its gradient would be each rank's own share. Move it to a module with a style such as "
-            "'shared by heads', which adds these shares up"
+            "'replicated_partial_grad', which sums these shares"
         )
     partial = style.gradient == "partial" or (style.gradient == "partial_with_sp" and sequence_parallel)
     return shard_experts(TensorLayout(name, shape, partial_axes=(TENSOR,) if partial else ()), mesh)
@@ -148,12 +147,12 @@ def _unchanged(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
 
 
 MOST_DIMS = 8
-"""More than any parameter has."""
+"""More dims than any parameter has."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Row of a plan, with the module whose class has it. owner_path: that module's path, its numbers as *."""
+    """Row of a plan, and the module whose class declares it. owner_path: that module's path, with * for indices."""
 
     owner_path: str
     owner_class: str
@@ -169,10 +168,10 @@ class _Row:
 
 
 def match(model: nn.Module, *, complete: bool = True) -> dict[str, ParallelStyle]:
-    """Module name → style, in the order of the model's modules, from the rows that their classes bring.
+    """Module name → style, in the order of the model's modules, from the plans of their classes.
 
-    Raises UsageError for a style that there is not, for two styles of one module and, where `complete`, for a module
-    that owns parameters or buffers and has none.
+    Raises UsageError for an unknown style, for two styles of one module and, if `complete`, for a module with
+    parameters or buffers but no style.
     """
     return _match(model, _rows_by_module(model), complete)
 
@@ -204,7 +203,7 @@ def _match(
 
 
 def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
-    """Collect the rows of the plans of a model's modules that match each module."""
+    """Module → the plan rows that match it."""
     rows_by_module: dict[nn.Module, list[_Row]] = {}
     for path, owner in model.named_modules():
         for pattern, style in getattr(type(owner), "tp_plan", ()):
@@ -235,8 +234,8 @@ def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _missing(model: nn.Module, path: str, key: str) -> str:
-    """Say how to give a module a style: by a row in its class, or in the class of the nearest enclosing module that
-    isn't a plain layer."""
+    """Error message: how to give a module a style, by a row in its class or in that of the nearest enclosing module
+    which isn't general-purpose."""
     owner, inner = path, ""
     while owner and type(model.get_submodule(owner)).__module__.startswith(GENERIC_PACKAGES):
         owner, _, last = owner.rpartition(".")
@@ -285,11 +284,11 @@ FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] 
     "gather_kv": make_gather_kv_forward,
     "span_boundary": make_span_boundary_forward,
 }
-"""`cp_plan` → what makes a module's replaced `forward`."""
+"""`cp_plan` → function that builds the module's new `forward`."""
 
 
 def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> None:
-    """Have each module work on this rank's tokens as its `cp_plan` says. Raises UsageError for one that has none."""
+    """Make each module compute on this rank's tokens, by its `cp_plan`. Raises UsageError for a module without one."""
     refuse(model)
     for module in model.modules():
         plan = getattr(module, "cp_plan", None)
@@ -304,20 +303,22 @@ def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> Non
 
 
 def disable_compile_of_attention(block: nn.Module) -> None:
-    """Exclude attention from a block that is compiled: its communication, and the blocks of keys that it visits, depend
-    on the batch. Modules with `attends_in_chunks` are excluded, too."""
+    """Exclude attention from compilation: its communication and its blocks of keys depend on the batch.
+
+    Also excludes modules with `attends_in_chunks`.
+    """
     for module in block.modules():
         if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "attends_in_chunks", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums over this rank's tokens → over all tokens, used otherwise on each rank. Adjoint: the same."""
+    """Sums over this rank's tokens → sums over all tokens, with partial gradients. Self-adjoint."""
     return copy_to_group(reduce_from_group(x, group), group)
 
 
 def refuse(model: nn.Module) -> None:
-    """Raise UsageError that names the first part without a `cp_plan`."""
+    """Raise UsageError that names the first module without a `cp_plan`."""
     for path, module in _parts(model):
         if getattr(module, "cp_plan", None) is None:
             name = f"{type(module).__name__}{f' ({path})' if path else ''}"
@@ -328,8 +329,8 @@ def refuse(model: nn.Module) -> None:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model, modules beside its stacks, and of each block attention, its core, and the feed-forward
-    network."""
+    """Yield the modules that need a `cp_plan`: the model, modules outside its blocks, and in each block attention, its
+    core and the feed-forward network."""
     yield "", model
     in_blocks = {module for block in transformer_blocks(model) for module in block.modules()}
     for path, module in model.named_modules():

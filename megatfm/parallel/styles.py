@@ -1,11 +1,11 @@
-"""Tensor-parallel styles: which dim of a module's weights is cut, and what ranks send around the module.
+"""Tensor-parallel styles: which dim of a module's weights is sharded, and which collectives run at its call.
 
-A style is laid over any module from outside; the plans of layers name styles by the strings registered here. With
-sequence parallelism, activations between the styles are sharded by tokens; without, they are replicated.
+A style is applied to a module from outside; the plans of layers name styles by the strings registered here. Between
+styles, activations are sharded by tokens with sequence parallelism, else replicated.
 
-With sequence parallelism the B·T tokens of a micro-batch are numbered row by row, and each rank holds a contiguous
-1/ranks of them, shaped [B, T/ranks, …]. So gathers and scatters copy nothing. A rank's part may begin or end within a
-row, so modules that run on it must treat tokens independently.
+Sequence parallelism numbers the B·T tokens of a micro-batch row by row, and each rank holds a contiguous 1/ranks of
+them, shaped [B, T/ranks, …]. So gathers and scatters copy nothing. A shard may begin or end within a row, so modules
+that run on it must treat tokens independently.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,21 +31,21 @@ from megatfm.registry import Registry
 # M tokens, D model width, W rows of the vocabulary on this rank
 
 Layouts = Mapping[str, TensorLayout]
-"""A module's own tensors, by their names in it."""
+"""Layouts of a module's own parameters and buffers, by name."""
 
 
 Communication = Literal[
-    "input gathered",  # residual stream to replicated input of cut weights
+    "input gathered",  # residual stream to replicated input of sharded weights
     "output gathered",
-    "output gathered for tokens",  # residual stream to what every rank reads for its part of the tokens
-    "output summed",  # partial output of cut weights to residual stream
-    "input whole",  # for what every rank computes alike
+    "output gathered for tokens",  # residual stream to replicated; each rank then reads what its own tokens need
+    "output summed",  # partial output of sharded weights to residual stream
+    "input whole",  # residual stream to replicated, for computations that all ranks repeat
     "output whole",
-    "parts summed",  # numbers for each token, over cut channels; of their gradient, too
+    "parts summed",  # a sum over sharded channels for each token; also of its gradient
     "loss summed",  # a sum over tokens
-    "loss over the vocabulary",  # in the module's `loss`; of logits, if it gives these, the parts are gathered
+    "loss over the vocabulary",  # in the module's `loss`; if it returns logits, their shards are gathered
 ]
-"""Communication of ranks at a module's call; that of its backward pass follows from it."""
+"""Communication in a module's forward pass, from which that of the backward pass follows."""
 
 
 Install = Callable[[nn.Module, TensorParallelGroup, Layouts], None]
@@ -55,18 +55,18 @@ ShardRule = Callable[[TensorLayout, Mesh], TensorLayout]
 
 @dataclass(frozen=True)
 class ParallelStyle:
-    """dim: the dim of the module's own tensors that is cut; None: every rank has all of them.
+    """How tensor parallelism shards a module's tensors and communicates at its call.
 
-    gradient: of tensors that are not cut. "replicated": every rank computes all of it; "partial_with_sp": from its
-    part of the
-    residual stream, so partial with sequence parallelism; "partial": always its own share, e.g. that of its heads.
-    allows_uneven: the last part may be smaller. apply: adds the communication; called only where there is more than one
-    rank. shard_experts: adds the shards of other axes than tensor parallelism's to a tensor's layout (experts).
-    apply_expert_parallel: adds the communication over these axes, before `apply`; called whatever their sizes are.
-    is_listed: in the table also where it has no tensors. fallback: the style for a module that this one does not fit.
-    communication: in words of `Communication`, so that `megatfm verify` can say how much it should be; None: it can't.
-    dims: the dim by a tensor's name, where it isn't the same for all; tensors without one are not cut.
-    expert_tp_overrides: other styles in its place under some values of `parallel.expert_tp`.
+    dim: the sharded dim of the module's own tensors; None: replicated. dims: the dim by tensor name, if it differs;
+    tensors without an entry are replicated. allows_uneven: the last shard may be smaller.
+    gradient: kind of the gradient of tensors that are not sharded. "replicated": every rank computes all of it;
+    "partial_with_sp": computed from the residual stream, so partial with sequence parallelism; "partial": always
+    partial, e.g. from a rank's own heads.
+    apply: installs the communication; called only for several ranks. shard_experts: adds shards over expert-parallel
+    axes to a tensor's layout. apply_expert_parallel: installs communication over these axes, before `apply`; always
+    called. expert_tp_overrides: value of `parallel.expert_tp` → the style to use instead.
+    fallback: the style for a module with fewer heads than ranks. is_listed: plan.txt lists the module even if it has
+    no tensors. communication: the collectives, from which `megatfm verify` predicts traffic; None: it can't.
     """
 
     name: str
@@ -83,13 +83,13 @@ class ParallelStyle:
     expert_tp_overrides: "Mapping[str, ParallelStyle] | None" = field(default=None, hash=False)
 
     def cut_dim(self, key: str, dims: int) -> int | None:
-        """The dim that is cut of a tensor with `dims` dims; None where none is."""
+        """The sharded dim of tensor `key` with `dims` dims; None if it is replicated."""
         dim = self.dim if self.dims is None else self.dims.get(key)
         return None if dim is None or not -dims <= dim < dims else dim % dims
 
     def resolve(self, module: nn.Module, parts: int, expert_tp: str = "by_expert") -> "ParallelStyle":
-        """This style, or the one in its place: where the module's heads are fewer than the parts and divide them, or by
-        `expert_tp`."""
+        """This style, or its replacement: by `expert_tp`, or the fallback if the module has fewer heads than there are
+        shards (`parts`) and their number divides that of the shards."""
         if self.expert_tp_overrides and parts > 1 and expert_tp in self.expert_tp_overrides:
             return self.expert_tp_overrides[expert_tp]
         heads = getattr(module, "heads", None)
@@ -99,7 +99,7 @@ class ParallelStyle:
 
 
 STYLES: Registry[ParallelStyle] = Registry("style of a plan")
-"""Styles by the names that plans use. A package in `plugins` may add its own."""
+"""Styles by the names that plans use. Plugins may register more."""
 
 
 def register_style(style: ParallelStyle) -> ParallelStyle:
@@ -108,7 +108,7 @@ def register_style(style: ParallelStyle) -> ParallelStyle:
 
 
 def gather_input(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    """Gather a module's first input for weights that are cut."""
+    """All-gather a module's first input, for sharded weights."""
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (ranks.gather_input(inputs[0]), *inputs[1:])
@@ -117,7 +117,7 @@ def gather_input(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts
 
 
 def gather_input_replicated(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    """Gather a module's first input for what every rank computes alike."""
+    """All-gather a module's first input, for a computation that all ranks repeat."""
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (ranks.gather_replicated(inputs[0]), *inputs[1:])
@@ -168,7 +168,7 @@ def _sum_matmul(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts)
 
     def forward(x: Tensor) -> Tensor:
         y = ranks.reduce_output(getattr(module, "product", F.linear)(x, module.weight, None))  # type: ignore[arg-type]
-        # Added once to the sum, not by every rank to its part of it.
+        # Added once to the sum; adding it to each rank's partial output would count it several times.
         return y + module.bias if biased else y  # type: ignore[operator]
 
     replace_forward(module, forward)
@@ -207,21 +207,21 @@ def _vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layouts: Lay
         losses_M: Tensor | None = None,
         weights_M: Tensor | None = None,
     ) -> Tensor:
-        used = variant if loss_module.training else replace(variant, smoothing=0.0)
+        options = variant if loss_module.training else replace(variant, smoothing=0.0)
         return vocab_parallel_cross_entropy(
-            hidden_MD, weight_WD, targets_M, bias_W, used, first, ranks.group, 1024, losses_M, weights_M
+            hidden_MD, weight_WD, targets_M, bias_W, options, first, ranks.group, 1024, losses_M, weights_M
         )
 
-    def whole_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    def gather_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         if output.dim() < 2:  # a loss, or several terms of one
             return output
-        longest = -(-vocabulary // ranks.group.size())
-        padded = F.pad(output, (0, longest - output.shape[-1]))
+        max_shard_size = -(-vocabulary // ranks.group.size())
+        padded = F.pad(output, (0, max_shard_size - output.shape[-1]))
         return all_gather_replicated(padded, output.dim() - 1, ranks.group)[..., :vocabulary]
 
     gather_input(module, ranks, layouts)
     replace_forward(loss_module, loss)
-    module.register_forward_hook(whole_logits)
+    module.register_forward_hook(gather_logits)
 
 
 def _reduce_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
@@ -242,8 +242,10 @@ def _local_channels(module: nn.Module, ranks: TensorParallelGroup, layouts: Layo
 
 
 def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int) -> Tensor:
-    """Rows of the tokens on this rank, from `vocab_start` on, and zeros for the others: a partial [..., D]
-    (Shoeybi et al. 2019, section 3)."""
+    """Look up the tokens whose rows are on this rank, zeros for the others: a partial [..., D].
+
+    vocab_start: vocabulary index of this rank's first row. Source: Shoeybi et al. 2019, section 3.
+    """
     local = tokens - vocab_start
     is_local = (local >= 0) & (local < weight_WD.shape[0])
     rows = F.embedding(local.where(is_local, 0), weight_WD)
@@ -262,7 +264,10 @@ def vocab_parallel_cross_entropy(
     losses_M: Tensor | None = None,
     weights_M: Tensor | None = None,
 ) -> Tensor:
-    """Summed cross-entropy, alike on all ranks; hidden's gradient is partial. vocab_start: first row of this rank."""
+    """Summed cross-entropy over a vocabulary sharded by rows, replicated on all ranks.
+
+    The gradient of `hidden_MD` is partial. vocab_start: vocabulary index of this rank's first row.
+    """
     return cross_entropy(
         hidden_MD,
         weight_WD,
@@ -280,36 +285,36 @@ def vocab_parallel_cross_entropy(
 SLICED_HEADS = register_style(
     ParallelStyle("replicated_kv_heads", gradient="partial", apply=_slice_heads, communication=())
 )
-"""Key or value heads that are fewer than the ranks: all of them on every rank, which uses the one of its queries."""
+"""Key or value heads, fewer than ranks: replicated; each rank uses the head of its queries."""
 
 COLUMN = register_style(ParallelStyle("colwise", dim=0, fallback=SLICED_HEADS, communication=()))
-"""A matrix cut by output features; its input must be replicated (see "gather_input")."""
+"""A matrix sharded by output features; its input must be replicated (see "gather_input")."""
 
 ROW = register_style(
     ParallelStyle(
         "rowwise", dim=1, gradient="partial_with_sp", apply=_sum_matmul, communication=("output summed",)
     )
 )
-"""A matrix cut by input features; its output is partial and goes back to the residual stream, where a bias is added."""
+"""A matrix sharded by input features; its partial output is reduced to the residual stream, then a bias is added."""
 
 register_style(ParallelStyle("shard_last_dim", dim=-1, communication=()))
-"""Numbers for each head, the heads last."""
+"""A tensor with heads in its last dim."""
 
 register_style(ParallelStyle("replicated_partial_grad", gradient="partial", communication=()))
-"""Weights that every rank has and uses for its own heads, or for its own part of the vocabulary."""
+"""Replicated weights that each rank uses for its own heads, or its own shard of the vocabulary."""
 
 ENTER = register_style(
     ParallelStyle("gather_input", apply=gather_input, is_listed=True, communication=("input gathered",))
 )
-"""A module without parameters of its own whose input is gathered once for all the columns in it."""
+"""A module whose input is gathered once for all column-parallel matrices in it."""
 
 register_style(replace(ENTER, name="gather_input_shard_heads", dim=-2))
-"""Style "gather_input" of a module whose input has a vector for each head, with heads in dim -2."""
+"""Style "gather_input" for a module with a tensor of one vector per head, heads in dim -2."""
 
 register_style(
     ParallelStyle("gather_output", apply=_gather_output, is_listed=True, communication=("output gathered",))
 )
-"""A module whose output is gathered once for all the columns that use it."""
+"""A module whose output is gathered once for all column-parallel matrices that use it."""
 
 register_style(
     ParallelStyle(
@@ -319,15 +324,15 @@ register_style(
         communication=("output gathered for tokens",),
     )
 )
-"""A module whose output is gathered once, of which every rank then looks up what its part of the sequence needs."""
+"""A module whose output is gathered once; each rank then looks up what its tokens need."""
 
 SEQUENCE = register_style(ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=()))
-"""Weights on the residual stream that are not cut, e.g. a norm's."""
+"""Replicated weights on the residual stream, e.g. a norm's."""
 
 SPLIT_OUTPUT = register_style(
     ParallelStyle("split_output", gradient="partial_with_sp", apply=_split_output, communication=())
 )
-"""Weights that are not cut and make a replicated output, of which every rank keeps its part of the sequence."""
+"""Replicated weights with a replicated output, of which each rank keeps its shard of the tokens."""
 
 REPLICATED_OUTPUT = register_style(
     ParallelStyle(
@@ -337,36 +342,36 @@ REPLICATED_OUTPUT = register_style(
         communication=("output whole",),
     )
 )
-"""Weights on the residual stream that are not cut, and whose output every rank needs whole."""
+"""Replicated weights on the residual stream, whose output is gathered on every rank."""
 
 register_style(ParallelStyle("sum_output", apply=_sum_loss, is_listed=True, communication=("loss summed",)))
-"""A module whose output is a sum over tokens, e.g. a block's term of the loss: over each rank's part, then over all."""
+"""A module that returns a sum over its tokens, e.g. a block's loss term; it is all-reduced over the ranks."""
 
 register_style(
     ParallelStyle("sum_over_shards", apply=_sum_over_shards, is_listed=True, communication=("parts summed",))
 )
-"""A module whose output is a sum over cut channels, which every rank then uses for its own."""
+"""A module that returns a sum over sharded channels; it is all-reduced, and each rank uses it for its own channels."""
 
 register_style(ParallelStyle("sum_tokens_by_row", apply=_sum_rows, is_listed=True, communication=()))
-"""A module that sums numbers for each token over each row: over this rank's tokens, of rows that ranks share."""
+"""A module that sums over the tokens of each row: over this rank's tokens, as a shard may end within a row."""
 
 register_style(
     ParallelStyle("sum_real_tokens", apply=_sum_real_tokens, is_listed=True, communication=("loss summed",))
 )
-"""A sum over tokens, given the layout that says which tokens are no padding."""
+"""A sum over the tokens that aren't padding."""
 
 PARTIAL_OUTPUT = register_style(
     ParallelStyle("reduce_output", apply=_reduce_output, is_listed=True, communication=("output summed",))
 )
-"""A module whose output is partial and goes back to the residual stream."""
+"""A module whose partial output is reduced to the residual stream."""
 
 WHOLE = register_style(ParallelStyle("replicated", communication=()))
-"""Weights that are not cut, and that every rank uses alike."""
+"""Replicated weights whose computation all ranks repeat."""
 
 WHOLE_INPUT = register_style(
     ParallelStyle("gather_input_replicated", apply=gather_input_replicated, communication=("input whole",))
 )
-"""A module that every rank runs alike, on the whole sequence."""
+"""A module that all ranks run on the full sequence."""
 
 register_style(
     ParallelStyle(
@@ -377,7 +382,7 @@ register_style(
         communication=("output summed",),
     )
 )
-"""A token table cut by tokens."""
+"""An embedding table sharded by vocabulary."""
 
 register_style(
     ParallelStyle(
@@ -388,13 +393,13 @@ register_style(
         communication=("input gathered", "loss over the vocabulary"),
     )
 )
-"""An output head cut by tokens, with its loss, which its sub-module `loss` computes."""
+"""An output head sharded by vocabulary, with its loss, which its submodule `loss` computes."""
 
 register_style(ParallelStyle("local_token_dropout", apply=_local_token_dropout, communication=()))
 """Keyed dropout on the residual stream."""
 
 register_style(ParallelStyle("local_shard_dropout", apply=_local_shard_dropout, communication=()))
-"""Keyed dropout of cut heads or channels."""
+"""Keyed dropout of sharded heads or channels."""
 
 register_style(ParallelStyle("local_channels", apply=_local_channels, communication=()))
-"""A module that passes on the channels which are the input of cut weights, of an input that every rank has whole."""
+"""A module that selects, from a replicated input, the channels that this rank's sharded weights read."""
