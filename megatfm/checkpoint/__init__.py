@@ -1,12 +1,11 @@
-"""The checkpoint store: state dicts in, state dicts out, under any layout; it knows no engine and no model.
+"""Save and load sharded state dicts under any layout, independent of engines and models.
 
-A checkpoint is a folder `step-00000100` with `metadata.json` and safetensors files. The metadata lists the tensors
-(dtype, global shape, and the pieces that make them up: offsets, sizes, files) by groups of those that are cut alike,
-every file (bytes and BLAKE3 hash) and the caller's own JSON `state`, under a hash of its own. No pickle is ever read
-from disk.
+A checkpoint is a folder `step-00000100` with `metadata.json` and safetensors files. The metadata lists tensors (dtype,
+global shape, and pieces: offsets, sizes, files) in groups with the same sharding, files (bytes and BLAKE3 hash) and the
+caller's JSON `state`, all under one hash. Nothing is pickled.
 
-A save writes to `.step-00000100.partial-…`, makes it durable, and becomes real by one rename: a folder under its final
-name is complete. `Saver` does so in the background while training goes on.
+A save writes to `.step-00000100.partial-…`, syncs it, and commits it by one rename: a folder under its final name is
+complete. `Saver` does so in the background while training goes on.
 """
 
 from megatfm.checkpoint.directory import (

@@ -1,4 +1,4 @@
-"""Chunked reads and writes of an open file: hashed by a thread meanwhile, and with O_DIRECT where that helps."""
+"""Chunked reads and writes of an open file, hashed in a parallel thread, with O_DIRECT where that is faster."""
 
 import errno
 import fcntl
@@ -16,15 +16,15 @@ import numpy as np
 from blake3 import blake3
 
 CHUNK_BYTES = 4 * 2**20
-"""Handed to the disk and to the hash at once, so that neither waits long for the other."""
+"""Unit of reads, writes and hashing; small, so that disk and hash rarely wait for each other."""
 BLOCK_BYTES = 4096
-"""Unit of direct writes: the largest block of the disks that there are."""
+"""Unit of direct writes: the largest block size of current disks."""
 MAX_QUEUED_CHUNKS = 4
-"""Chunks that the hash may be behind."""
+"""Chunks that the hash may lag behind."""
 MIN_DIRECT_BYTES = 2**20
-"""Less than this is copied together with what follows: a separate write would take longer."""
+"""Smaller writes are buffered together with the next one: a separate write would take longer."""
 READAHEAD = 2
-"""Direct reads that are under way at once, so that the disk never waits for the copying of what it gave."""
+"""Direct reads in flight, so that the disk never waits while a finished read is copied."""
 
 
 _progress = itertools.count(1)
@@ -32,20 +32,20 @@ _done = 0
 
 
 def note_progress() -> None:
-    """Count a piece of work that may take long between two steps of training."""
+    """Count one more unit of slow work between training steps, so that the hang watchdog sees progress."""
     global _done
     _done = next(_progress)
 
 
 def progress() -> int:
-    """Return a count of the pieces of such work that this process has done."""
+    """Return the number of such units that this process has done."""
     return _done
 
 
 class ThreadedBlake3:
     """A BLAKE3 hash computed in a separate thread, while the caller reads or writes the next chunk.
 
-    Buffers must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
+    Buffers must not change until `hexdigest`. The thread starts only after the first chunk: most files are smaller.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ThreadedBlake3:
         self._join()
 
     def update(self, chunk: memoryview) -> None:
-        """Hash a chunk too, whose memory must stay as it is until `hexdigest`."""
+        """Add a chunk, whose memory must not change until `hexdigest`."""
         self._size += chunk.nbytes
         note_progress()
         if self._thread is None and self._size < CHUNK_BYTES:
@@ -75,7 +75,7 @@ class ThreadedBlake3:
         self._chunks.put(chunk)
 
     def hexdigest(self) -> str:
-        """Hash of all chunks so far, in hexadecimal; waits for the thread, which the next large chunk starts again."""
+        """Wait for the thread and return the hash of all chunks so far, in hexadecimal. More chunks may follow."""
         self._join()
         return self._digest.hexdigest()
 
@@ -97,12 +97,12 @@ class FileWriter:
         self._fd = fd
 
     def write(self, chunk: memoryview) -> None:
-        """Append a chunk whole, however few bytes the kernel takes at a time. Raises OSError on a full disk."""
+        """Append the full chunk, also if the kernel writes it in parts. Raises OSError on a full disk."""
         while chunk.nbytes:
             chunk = chunk[os.write(self._fd, chunk) :]
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
 
 class DirectFileWriter(FileWriter):
@@ -156,21 +156,21 @@ class DirectFileWriter(FileWriter):
 
 
 class FileReader:
-    """Reads a file from its start on."""
+    """Reads a file sequentially."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def read_into(self, target: memoryview) -> int:
-        """Fill the first bytes of `target`; returns how many, 0 at the end."""
+        """Fill the beginning of `target`; returns the number of bytes, 0 at the end of the file."""
         return os.readv(self._fd, [target[:CHUNK_BYTES]])
 
     def close(self) -> None:
-        """Leave the file; the caller closes it."""
+        """Stop reading; the caller closes the file descriptor."""
 
 
 class DirectFileReader(FileReader):
-    """Reads with O_DIRECT by chunks, some ahead of the requests."""
+    """Reads chunks with O_DIRECT, some of them ahead of the requests."""
 
     def __init__(self, fd: int, size: int) -> None:
         super().__init__(fd)
@@ -203,13 +203,13 @@ class DirectFileReader(FileReader):
             self._submitted += CHUNK_BYTES
 
     def _read_chunk(self, buffer: memoryview, offset: int) -> int:
-        """Read a chunk, which is less than the buffer only where the file ends; returns its bytes."""
-        n_read, usual = 0, False
+        """Read a chunk and return its size, which is less than the buffer only at the end of the file."""
+        n_read, is_buffered = 0, False
         while n_read < len(buffer):
             try:
                 n_bytes = os.preadv(self._fd, [buffer[n_read:]], offset + n_read)
             except OSError as error:
-                if error.errno != errno.EINVAL or usual:
+                if error.errno != errno.EINVAL or is_buffered:
                     raise
             else:
                 if not n_bytes:
@@ -219,13 +219,15 @@ class DirectFileReader(FileReader):
                 buffer
             ):  # the remainder may not be full blocks, or the filesystem doesn't support O_DIRECT
                 _disable_direct_io(self._fd)
-                usual = True
+                is_buffered = True
         return n_read
 
 
 def open_reader(fd: int, size: int, direct: bool) -> FileReader:
-    """Return the reader of a file of `size` bytes; direct: past the page cache, where it isn't there and the
-    filesystem can."""
+    """Return a reader of a file of `size` bytes.
+
+    direct: bypass the page cache, unless it holds the file or the filesystem has no O_DIRECT.
+    """
     if not direct or _in_page_cache(fd, size):
         return FileReader(fd)
     try:
@@ -236,7 +238,7 @@ def open_reader(fd: int, size: int, direct: bool) -> FileReader:
 
 
 def _in_page_cache(fd: int, size: int) -> bool:
-    """Return whether the page cache holds a file, judged by three of its bytes."""
+    """Whether the page cache holds a file, sampled at three bytes."""
     try:
         return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
     except OSError:
@@ -244,5 +246,5 @@ def _in_page_cache(fd: int, size: int) -> bool:
 
 
 def _disable_direct_io(fd: int) -> None:
-    """Use the page cache from here on."""
+    """Use the page cache from now on."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)

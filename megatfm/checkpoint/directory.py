@@ -1,4 +1,4 @@
-"""A directory of checkpoints: the newest intact one, retention, and leftovers of killed saves."""
+"""Directories of checkpoints: find the newest intact one, apply retention, remove leftovers of killed saves."""
 
 import logging
 import re
@@ -20,12 +20,12 @@ _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{8}")
 
 
 def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
-    """Return the newest committed and intact checkpoint, or None where there is none at all.
+    """Return the newest committed and intact checkpoint; None if there are no checkpoints.
 
     A checkpoint is intact if its metadata matches its hash and every file has its recorded size; with `hashes`, also
-    its recorded BLAKE3. A damaged one is named in a warning, and the one before it is used. Local: on several ranks,
-    rank 0 decides and tells the others. Raises MegatfmError if there are checkpoints but none is intact, since starting
-    afresh would bury them."""
+    its recorded BLAKE3. Skips damaged ones with a warning. Not a collective: in a run, rank 0 calls it and broadcasts
+    the result. Raises MegatfmError if no checkpoint is intact, as a fresh start would bury them.
+    """
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         if (reason := check_checkpoint(path, hashes=hashes)) is None:
@@ -41,15 +41,17 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest intact one of a run. Raises UsageError."""
+    """Return the checkpoint at a path: the path itself, or the newest intact one of a run directory.
+
+    Raises UsageError if there is none.
+    """
     path = Path(path)
     if (path / "metadata.json").is_file():
         return path
     newest = find_latest(path / "checkpoints") if path.is_dir() else None
     if newest is None and (path / "config.json").is_file():
         raise UsageError(
-            f"{path}: in the Hugging Face format: make a folder of ours of it with `megatfm convert {path} NEW --to "
-            "megatfm`"
+            f"{path} is in the Hugging Face format: convert it with `megatfm convert {path} NEW --to megatfm`"
         )
     if newest is None and not path.exists():
         is_hub_name = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
@@ -65,9 +67,9 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def find_latest_intact(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint by its hashes; each rank reads a part of it. A collective.
+    """Return the newest checkpoint whose files all have their hashes; ranks share the reading. A collective.
 
-    For a run that will save there, too, so links in the place of checkpoints are refused.
+    Refuses symbolic links in place of checkpoints, because the run will also save there.
     """
     paths = object_collectives.run_on_rank_0(f"{folder} not read", lambda: _list_without_links(folder))
     for path in reversed(paths):
@@ -82,7 +84,7 @@ def find_latest_intact(folder: Path) -> Path | None:
 
 
 def check_checkpoint_on_all_ranks(path: Path) -> str | None:
-    """Return the fault of a checkpoint, or None; each rank reads a part. The same on all ranks. A collective."""
+    """Return the fault of a checkpoint, or None, on all ranks; ranks share the reading. A collective."""
 
     def look() -> tuple[bytes, str | None]:
         reason = check_checkpoint(path)
@@ -93,7 +95,7 @@ def check_checkpoint_on_all_ranks(path: Path) -> str | None:
 
 
 def _list_without_links(folder: Path) -> list[Path]:
-    """List the checkpoints. Refuses links, at which a run would fail only when it comes to that step, or saves."""
+    """List the checkpoints. Refuses links now, since a run would fail on them only when it saves."""
     if folder.is_symlink() and not folder.is_dir():
         raise MegatfmError(f"{folder} is a symbolic link to no folder: make that folder, or remove the link")
     paths = list_checkpoints(folder)
@@ -105,7 +107,7 @@ def _list_without_links(folder: Path) -> list[Path]:
 
 
 def _check_share_of_files(path: Path, raw: bytes) -> str | None:
-    """Return the fault of the files that this rank reads, or None."""
+    """Check this rank's share of the files. Return the first fault, or None."""
     try:
         content = parse_metadata(path, raw)
         own_names = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
@@ -127,7 +129,7 @@ def _no_intact_checkpoint(folder: Path, count: int) -> MegatfmError:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the committed checkpoints of a folder, the oldest first; none where the folder doesn't exist."""
+    """Return the committed checkpoints of a folder, oldest first; empty if the folder doesn't exist."""
     if not folder.exists():
         return []
     with file_io.naming("list", folder):
@@ -138,7 +140,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
     """Return the fault of a committed checkpoint, or None if it is intact.
 
-    Raises NewerFormatError for one that a later version wrote.
+    Raises NewerFormatError for a checkpoint of a later version.
     """
     try:
         if path.is_symlink():
@@ -177,9 +179,9 @@ def purge_old_checkpoints(
 ) -> None:
     """Remove checkpoints older than the last `keep` intact ones, counted back from the just committed `newest`.
 
-    every: those whose step it divides stay for ever (0: none do). verified, pinned: these stay, too. A damaged one
-    doesn't count, so that the ones kept can be used. A warning names folders that can't be removed: the new
-    checkpoint stands all the same. Damaged ones that were put aside go once one of their step or later is verified.
+    every: keep for ever the checkpoints whose step it divides (0: none). verified, pinned: kept as well. Damaged ones
+    don't count towards `keep`. A folder that can't be removed is a warning only: the new checkpoint is valid anyway.
+    Damaged checkpoints that were put aside are removed once one of the same or a later step is verified.
     """
     if verified is not None:
         for path, step in put_aside(newest.parent):
@@ -204,7 +206,7 @@ def put_aside(folder: Path) -> list[tuple[Path, int]]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: first out of the way, so that no reader finds half of it under its name."""
+    """Remove a checkpoint. Renames it first, so that no reader finds it half removed."""
     name = path.name.removeprefix(".").partition(".")[0]
     removed = path.with_name(f".{name}.removed-{secrets.token_hex(4)}")
     file_io.rename(path, removed)
@@ -212,28 +214,28 @@ def remove(path: Path) -> None:
 
 
 def try_to_remove(path: Path) -> None:
-    """Remove a checkpoint; if it can't be removed, log a warning: it does no harm."""
+    """Remove a checkpoint; a failure is harmless and only logged."""
     try:
         remove(path)
     except MegatfmError as error:
-        log.warning("an old checkpoint stays: %s", error)
+        log.warning("an old checkpoint could not be removed: %s", error)
 
 
 def step_from_path(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
+    """Return the step of a checkpoint, from its folder name."""
     return int(path.name.removeprefix("step-"))
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what killed saves and removals left in a folder, and return it. No save may be running there.
+    """Remove leftovers of killed saves and removals, and return their paths. No save may be running there.
 
-    A warning names folders that can't be removed: it does no harm.
+    A leftover that can't be removed is harmless and only logged.
     """
     if not folder.exists():
         return []
     for path, _ in put_aside(folder):
         log.warning(
-            "%s: a damaged checkpoint, kept until a later one is verified; delete it if you need the room",
+            "%s is a damaged checkpoint, kept until a later one is verified; delete it if you need the space",
             path,
         )
     with file_io.naming("list", folder):
@@ -244,5 +246,5 @@ def remove_leftovers(folder: Path) -> list[Path]:
             file_io.remove_tree(path)
             removed.append(path)
         except MegatfmError as error:
-            log.warning("what a killed save left stays: %s", error)
+            log.warning("a leftover of a killed save could not be removed: %s", error)
     return removed

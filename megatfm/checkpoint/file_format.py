@@ -1,10 +1,10 @@
-"""The safetensors files of a checkpoint.
+"""Read and write the safetensors files of a checkpoint.
 
-A file is written as a stream and believed only under its hash, which `metadata.json` has. Everything that is read is
-checked before it is used: a hash keeps away accidents, not a forger.
+Files are streamed, and a file is accepted only if it has the hash in `metadata.json`. The header is validated as well,
+because a hash protects against accidents, not against forgery.
 
-The safetensors library would read and write the same files, but it holds a second copy of the tensors while it
-serialises, and it hands out memory maps, in which a file that shrinks kills the process instead of raising.
+The safetensors library reads and writes the same files, but it holds a second copy of the tensors while it serialises,
+and it returns memory maps: if a mapped file shrinks, the process is killed instead of raising.
 Format: https://github.com/huggingface/safetensors#format (u64 header length, JSON header, tensor bytes).
 """
 
@@ -24,7 +24,7 @@ from megatfm.errors import MegatfmError
 from megatfm.ops.transfer import aligned_bytes
 
 DIRECT_BYTES = 32 * 2**20
-"""Files from here on are written, and on demand read, past the page cache."""
+"""Files of at least this size are written, and on request read, with O_DIRECT."""
 
 # Dtypes that can be stored, by their names in safetensors.
 DTYPES: dict[str, torch.dtype] = {
@@ -46,7 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Nothing that a path could hide in.
+# A strict pattern, so that a file name can't contain a path.
 FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,}-[0-9]{3,}\.safetensors$")]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**60)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -69,7 +69,7 @@ Shape = Annotated[tuple[Count, ...], AfterValidator(_check_size)]
 
 
 class StrictModel(BaseModel):
-    """Base of tables read from disk: the declared fields and no others."""
+    """Base of models read from disk: extra fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,7 +82,7 @@ class FileEntry(StrictModel):
 
 
 def first_error(error: ValidationError) -> str:
-    """Return the first thing that is wrong, on one line: where, and what."""
+    """Format the first validation error on one line: field and fault."""
     first = error.errors()[0]
     value = f", not {first['input']!r:.80}" if isinstance(first["input"], str | int | float) else ""
     where = ".".join(key if (key := str(part)).isprintable() else repr(key) for part in first["loc"])
@@ -106,11 +106,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     direct_io = sum(tensor.nbytes for tensor in tensors.values()) >= DIRECT_BYTES
     block = chunked_io.BLOCK_BYTES if direct_io else 8
 
-    def place(key: str) -> tuple[bool, int, str]:
-        """Put tensors of complete blocks first, which then lie at blocks; then wide types, each aligned to its type."""
+    def sort_key(key: str) -> tuple[bool, int, str]:
+        """Tensors of full blocks first, so that they are block-aligned; then by item size, so that all are aligned."""
         return direct_io and tensors[key].nbytes % block > 0, -tensors[key].dtype.itemsize, key
 
-    parts = _safetensors_parts({key: tensors[key] for key in sorted(tensors, key=place)}, block)
+    parts = _safetensors_parts({key: tensors[key] for key in sorted(tensors, key=sort_key)}, block)
     size, digest = file_io.write_file(path, parts, direct_io)
     return FileEntry(bytes=size, blake3=digest)
 
@@ -133,9 +133,9 @@ def read_safetensors(
 ) -> dict[str, Tensor]:
     """Return the file's tensors; raises MegatfmError unless the content has its hash.
 
-    destinations: key → tensor to fill in place (it must fit), or None for a new tensor. Keys that are absent are hashed
-    but not kept: a meta tensor takes their place. After an error, destinations hold undefined values. direct_io: bypass
-    the page cache for a large file, which no other rank of this machine reads.
+    destinations: key → tensor to fill in place (it must fit), or None for a new tensor. Other tensors of the file are
+    only hashed, and returned as meta tensors. After an error, destinations hold undefined values. direct_io: bypass the
+    page cache if the file is large; for files that no other rank of this machine reads.
     """
     with file_io.HashedFile(path, direct_io and entry.bytes >= DIRECT_BYTES) as file:
         if file.size != entry.bytes:
@@ -155,7 +155,7 @@ def read_safetensors(
 
 
 def can_read_in_place(destination: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Return whether a file's tensor can be read right into a place."""
+    """Whether a stored tensor can be read directly into `destination`."""
     return (
         destination.dtype == dtype and tuple(destination.shape) == shape and destination.device.type == "cpu"
     ) and destination.is_contiguous()
@@ -168,12 +168,16 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
     if length > file.remaining:
         raise ValueError(f"its header claims {length} bytes")
     entries = _HEADER.validate_json(bytes(file.read(length)))
-    tensors, at = {}, 0
+    tensors, position = {}, 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         dtype, (start, end) = DTYPES[entry.dtype], entry.data_offsets
-        if start != at or end - start > file.remaining or end - start != prod(entry.shape) * dtype.itemsize:
-            raise ValueError(f"tensor {key} of shape {entry.shape} is said to lie at {start} to {end}")
-        at = end
+        if (
+            start != position
+            or end - start > file.remaining
+            or end - start != prod(entry.shape) * dtype.itemsize
+        ):
+            raise ValueError(f"tensor {key} of shape {entry.shape} has invalid data_offsets {start} to {end}")
+        position = end
         if key not in destinations:
             tensors[key] = torch.empty(entry.shape, dtype=dtype, device="meta")
             file.skip(end - start)
@@ -188,10 +192,10 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
 
 
 def _empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for a tensor."""
+    """Allocate an aligned tensor on the CPU."""
     return torch.from_numpy(aligned_bytes(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """View a contiguous CPU tensor as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""All operations by which checkpoints touch the disk: durable, and with errors that name the file."""
+"""Durable file operations for checkpoints, with errors that name the file."""
 
 import contextlib
 import errno
@@ -23,14 +23,14 @@ from megatfm.errors import MegatfmError
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 MAX_METADATA_BYTES = 2**34
-"""Most bytes of a file that is read at once, as metadata are; a planted file may claim any."""
+"""Size limit of metadata, which is read at once: a planted file may have any size."""
 NFS_VISIBILITY_SECONDS = 10.0
 """How long a shared filesystem (NFS, Lustre) may take to show one machine the files of another."""
 
 
 @contextmanager
 def naming(verb: str, path: Path) -> Iterator[None]:
-    """Turn an OSError of the body into one line that says what could not be done, to which file, and why."""
+    """Convert an OSError of the body into a MegatfmError: what could not be done to which file, and why."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def naming(verb: str, path: Path) -> Iterator[None]:
 
 
 def make_durable_dirs(path: Path) -> None:
-    """Create a folder and its missing parents; each new name is on disk when this returns."""
+    """Create a folder and its missing parents, durably."""
     if path.is_dir():
         return
     make_durable_dirs(path.parent)
@@ -48,22 +48,22 @@ def make_durable_dirs(path: Path) -> None:
 
 
 def make_dir(path: Path) -> None:
-    """Create a folder that must not exist. Its name is not on disk yet: drafts needn't survive a crash."""
+    """Create a folder that must not exist. Not durable: a staging folder needn't survive a crash."""
     with naming("create", path):
         path.mkdir()
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable: fsync of a file does not cover its name."""
+    """Make the names in a folder durable; fsync of a file doesn't cover its name."""
     with naming("sync", path):
         files.fsync_directory(path)
 
 
 def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
-    """Write a new file and fsync it; return its bytes and the BLAKE3 of the written data.
+    """Write a new file and fsync it; return its size in bytes and the BLAKE3 of the data.
 
-    The hash is taken from memory on the way, so that a disk that garbles the bytes can't vouch for itself. direct:
-    past the page cache where the filesystem can, which is faster for large files and takes no memory from others.
+    The hash is computed from memory, so that a later check also finds errors of the disk. direct: use O_DIRECT if the
+    filesystem can, which is faster for large files and leaves the page cache to others.
     """
     size = 0
     with naming("write", path), chunked_io.ThreadedBlake3() as digest:
@@ -95,13 +95,15 @@ def _create(path: Path, direct: bool) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            with contextlib.suppress(FileNotFoundError):  # some filesystems make it before they refuse
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # some filesystems create the file before they refuse
                 path.unlink()
     return os.open(path, flags, 0o666)
 
 
 def read_file(path: Path) -> bytes:
-    """Read a regular file whole. A link, a pipe, a missing, unreadable or huge file is refused by name."""
+    """Read a full regular file. Raises MegatfmError for a link, a pipe, a missing, unreadable or huge file."""
     with HashedFile(path) as file:
         if file.size > MAX_METADATA_BYTES:
             raise MegatfmError(f"cannot read {path}: {file.size} bytes are more than such a file ever has")
@@ -109,9 +111,11 @@ def read_file(path: Path) -> bytes:
 
 
 class HashedFile:
-    """A regular file that is read from its start to its end, hashed on the way; the target buffers must not change
-    until `hexdigest`. A link, a pipe, a missing or an unreadable file is refused by name. direct: see
-    `chunked_io.open_reader`."""
+    """A regular file that is hashed while it is read sequentially.
+
+    Target buffers must not change until `hexdigest`. direct: see `chunked_io.open_reader`. Raises MegatfmError for a
+    link, a pipe, a missing or an unreadable file.
+    """
 
     def __init__(self, path: Path, direct: bool = False) -> None:
         self._path, self._hash = path, chunked_io.ThreadedBlake3()
@@ -136,13 +140,13 @@ class HashedFile:
         self.close()
 
     def close(self) -> None:
-        """Give the file back; its hash may be half done."""
+        """Close the file, also before its end."""
         self._hash.hexdigest()
         self._source.close()
         os.close(self._file)
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes, of which there must be enough."""
+        """Fill `target` with the next bytes. Raises MegatfmError if the file ends before."""
         n_read = 0
         with naming("read", self._path):
             while n_read < target.nbytes:
@@ -155,13 +159,13 @@ class HashedFile:
         self.remaining -= n_read
 
     def read(self, size: int) -> memoryview:
-        """The next bytes, in memory of their own."""
+        """Read the next `size` bytes into new memory."""
         content = np.empty(size, np.uint8).data  # a bytearray would be filled with zeros first
         self.read_into(content)
         return content
 
     def skip(self, size: int) -> None:
-        """Hash the next bytes only."""
+        """Hash the next `size` bytes without returning them."""
         while size > 0:
             # As many buffers as the hash may lag behind: fresh memory costs more than reading does.
             chunk = (
@@ -174,19 +178,19 @@ class HashedFile:
             size -= chunked_io.CHUNK_BYTES
 
     def hexdigest(self) -> str:
-        """The BLAKE3 of the whole file, the rest of which is skipped."""
+        """Read to the end and return the BLAKE3 of the full file."""
         self.skip(self.remaining)
         return self._hash.hexdigest()
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a regular file; anything else is refused by name."""
+    """Return the size of a regular file in bytes. Raises MegatfmError for anything else."""
     with naming("read", path):
         return _regular_size(path, os.lstat(path))
 
 
 def drop_page_cache(path: Path) -> None:
-    """Drop a file's pages from memory, so that reading it asks the disk. Unsynced files stay."""
+    """Drop a file from the page cache, so that reads come from the disk. Unsynced pages stay."""
     with naming("read", path):
         fd = os.open(path, _READ_FLAGS)
         try:
@@ -196,9 +200,9 @@ def drop_page_cache(path: Path) -> None:
 
 
 def wait_until_visible(path: Path, deadline: float) -> None:
-    """Wait until what another machine has made can be seen here, at most to `deadline` (of time.monotonic).
+    """Wait until a path created by another machine is visible here, at most until `deadline` (time.monotonic).
 
-    Returns silently at the deadline: the caller's own access then raises the error.
+    Returns silently at the deadline; the caller's access then raises the error.
     """
     while True:
         try:
@@ -213,7 +217,7 @@ def wait_until_visible(path: Path, deadline: float) -> None:
 
 
 def wait_until_size(path: Path, size: int, deadline: float) -> None:
-    """Wait until a file has its size, at most to `deadline`: an NFS client may show an earlier one for a while."""
+    """Wait until a file has its size, at most until `deadline`: an NFS client may show an old size for a while."""
     wait_until_visible(path, deadline)
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -233,7 +237,7 @@ def _regular_size(path: Path, status: os.stat_result) -> int:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a folder atomically, and durably once this returns. `new` must not exist, or be empty."""
+    """Rename a folder atomically and durably. `new` must not exist, or be empty."""
     with naming("rename", old):
         old.rename(new)
     sync_folder(new.parent)

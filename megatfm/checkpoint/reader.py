@@ -1,4 +1,4 @@
-"""Loading and verifying a checkpoint: tensors that the metadata lists, each file under its hash, and no pickle."""
+"""Load and verify a checkpoint; every file is checked against its hash, and nothing is unpickled."""
 
 import time
 from collections import defaultdict
@@ -39,7 +39,7 @@ def load(
     """
     action = f"checkpoint {path} not loaded"
 
-    # Rank 0 sees what is there and tells the others, whose machines may see it later.
+    # Rank 0 reads the metadata for all: on other machines the file may become visible later.
     raw = object_collectives.run_on_rank_0(action, lambda: file_io.read_file(path / METADATA_FILENAME))
 
     def plan() -> Reader:
@@ -49,7 +49,7 @@ def load(
         return Reader(path, content, shards)
 
     reader = object_collectives.run_on_all_ranks(action, plan)
-    # What several ranks of a machine read comes from the disk once, and for the others out of the page cache.
+    # Files that several ranks of a machine read go through the page cache, so that the disk reads them once.
     exclusive_files = object_collectives.unique_on_host(reader.files)
     timeout = file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0
     object_collectives.run_on_all_ranks(action, lambda: reader.fill(timeout, exclusive_files))
@@ -57,7 +57,7 @@ def load(
 
 
 def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return the tensors whose names start with `prefix`, or `only` some, whole, on the CPU of this process alone."""
+    """Read full tensors to the CPU, in this process alone: names that start with `prefix` (and are in `only`)."""
     content = read_metadata(path)
     tensors = {
         name: torch.empty(shape, dtype=dtype)
@@ -80,7 +80,7 @@ def names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def to_sharded_tensors(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[str, ShardedTensor]:
-    """Return every tensor as a sharded tensor, a plain one as a single shard."""
+    """Convert plain tensors to sharded tensors with a single shard."""
     return {name: ShardedTensor.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
@@ -93,14 +93,14 @@ def _check_request(content: Metadata, name: str, shard: ShardedTensor, cast: boo
             f"tensor {name} has shape {group.shape} there, but {tuple(shard.global_shape)} here"
         )
     if group.torch_dtype != shard.tensor.dtype and not cast:
-        model = DTYPE_NAMES.get(shard.tensor.dtype, str(shard.tensor.dtype))
+        requested = DTYPE_NAMES.get(shard.tensor.dtype, str(shard.tensor.dtype))
         raise MegatfmError(
-            f"tensor {name} is {group.dtype} there, but {model} here: pass cast=True to convert"
+            f"tensor {name} is {group.dtype} there, but {requested} here: pass cast=True to convert"
         )
 
 
 class ReadItem(NamedTuple):
-    """A part of a stored piece, and where it goes: a view of a shard's memory. offsets: inside the piece."""
+    """A block of a stored piece and its target, a view of a shard's memory. offsets: of the block in the piece."""
 
     piece: StoredPiece
     offsets: tuple[int, ...]
@@ -108,12 +108,12 @@ class ReadItem(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the piece goes there."""
+        """Whether the target takes the full piece."""
         return tuple(self.target.shape) == self.piece.sizes
 
 
 class Reader:
-    """Fills shards out of a committed checkpoint; each file that is needed is read once and checked by its hash."""
+    """Fills shards from a committed checkpoint; reads each needed file once and checks its hash."""
 
     def __init__(self, folder: Path, content: Metadata, shards: Mapping[str, ShardedTensor]) -> None:
         self.folder = folder
@@ -133,8 +133,9 @@ class Reader:
     def fill(self, timeout: float = 0.0, exclusive_files: Collection[str] = ()) -> None:
         """Fill the shards in place, file by file.
 
-        timeout: seconds for files to become visible on this machine. exclusive_files: those that no other rank here
-        reads."""
+        timeout: seconds for files to become visible on this machine. exclusive_files: files that no other rank on this
+        machine reads.
+        """
         deadline = time.monotonic() + timeout
         for file in self.files:
             file_io.wait_until_visible(self.folder / file, deadline)
@@ -148,10 +149,10 @@ class Reader:
                 self._copy(item, tensors)
 
     def _items(self, name: str, block: ShardedTensor) -> Iterator[ReadItem]:
-        """Yield the parts of stored pieces that make up a block."""
+        """Yield the reads that fill a block."""
         group, place = self.content.places[name]
         region = tuple(block.offsets), tuple(block.tensor.shape)
-        # Tensors that are alike are mostly cut alike here, too.
+        # Cached: tensors of a group mostly have the same sharding here, too.
         overlaps = self._overlaps.get((id(group), region))
         if overlaps is None:
             overlaps = self._overlaps[id(group), region] = _overlaps(group, region)
@@ -166,12 +167,12 @@ class Reader:
         source, target = find_piece(self.folder, item.piece, tensors), item.target
         for dim, (offset, size) in enumerate(zip(item.offsets, target.shape, strict=True)):
             source = source.narrow(dim, offset, size)
-        if target.data_ptr() != source.data_ptr() or not target.numel():  # else it was read there
+        if target.data_ptr() != source.data_ptr() or not target.numel():  # else it was read in place
             target.copy_(source)
 
 
 def _overlaps(group: TensorGroup, region: Region) -> list[tuple[int, Region]]:
-    """Return the pieces of a group's tensors, by index, that a region takes elements of, and which."""
+    """Return (index, overlap as offsets and sizes) of the pieces of a group's tensors that overlap a region."""
     shape = len(group.pieces), len(group.shape)
     begins = np.array([piece.offsets for piece in group.pieces], np.int64).reshape(shape)
     ends = begins + np.array([piece.sizes for piece in group.pieces], np.int64).reshape(shape)
@@ -184,14 +185,14 @@ def _overlaps(group: TensorGroup, region: Region) -> list[tuple[int, Region]]:
 
 
 def _destination(item: ReadItem) -> Tensor | None:
-    """Return the tensor that a piece can be read into in place, if it is wanted as a whole and fits."""
+    """Return the target if the full piece can be read into it in place, else None."""
     piece = item.piece
     fits = item.is_complete and file_format.can_read_in_place(item.target, piece.dtype, piece.sizes)
     return item.target if fits else None
 
 
 def check_sizes(folder: Path, content: Metadata) -> None:
-    """Raise unless every file of the checkpoint is there with its number of bytes."""
+    """Raise MegatfmError unless every file of the checkpoint exists with its size."""
     for name, entry in content.files.items():
         size = file_io.file_size(folder / name)
         if size != entry.bytes:
@@ -199,7 +200,7 @@ def check_sizes(folder: Path, content: Metadata) -> None:
 
 
 def verify(folder: Path) -> Metadata:
-    """Read every byte of a checkpoint: metadata, sizes, hashes, and that each piece lies where it is said to."""
+    """Verify a checkpoint by reading every byte: metadata, sizes, hashes, and the piece keys of each file."""
     content = read_metadata(folder)
     check_sizes(folder, content)
     verify_files(folder, content, content.files)
@@ -207,7 +208,7 @@ def verify(folder: Path) -> Metadata:
 
 
 def verify_files(folder: Path, content: Metadata, files: Iterable[str], timeout: float = 0.0) -> None:
-    """Verify some of its files. timeout: seconds for them to become visible on this machine."""
+    """Verify some files of a checkpoint. timeout: seconds for them to become visible on this machine."""
     files = sorted(files)
     by_file: dict[str, list[StoredPiece]] = defaultdict(list)
     for piece in content.pieces_in(files):
@@ -221,7 +222,7 @@ def verify_files(folder: Path, content: Metadata, files: Iterable[str], timeout:
 
 
 def find_piece(folder: Path, piece: StoredPiece, tensors: dict[str, Tensor]) -> Tensor:
-    """Return a piece among the tensors of its file; raise if it isn't there as the metadata has it."""
+    """Return a piece from the tensors of its file. Raises MegatfmError if it doesn't match the metadata."""
     stored = tensors.get(piece.key)
     if stored is None or stored.dtype != piece.dtype or tuple(stored.shape) != piece.sizes:
         what = "missing" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"

@@ -1,7 +1,7 @@
-"""Saves in the background: the training thread copies, another thread writes and commits.
+"""Asynchronous saves: a background thread copies the state, helped by the training thread, then writes and commits.
 
-What the background threads of the ranks agree on goes over a process group of their own, so that it never mixes
-with training's collectives.
+The background threads of the ranks communicate over a separate process group, so that their collectives never mix with
+those of training.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ SAVE_TIMEOUT = timedelta(hours=2)
 STAGING_NICENESS = 19
 """Niceness of the saving and hashing threads, so that they only use cores which training leaves idle."""
 STAGING_POLL_SECONDS = 0.001
-"""Interval at which a waiting thread looks for something to copy."""
+"""Interval at which the waiting training thread looks for chunks to copy."""
 ABORT_WAIT_SECONDS = 30.0
-"""How long a running save may take after an error elsewhere."""
+"""How long to wait for a running save after an error elsewhere."""
 
 
 def save(
@@ -54,8 +54,8 @@ def save(
 
     `tensors` may hold other names and shards on every rank; together they must make up whole tensors. A plain
     tensor is a replica: all ranks that pass it must pass the same values. `folder`, `step`, `state` and `keep`
-    are rank 0's. With `keep`, of the older checkpoints only the newest whole ones stay, `keep` with this one.
-    The same content of the same step again returns the one that is there; another content is refused.
+    are rank 0's. With `keep`, only the newest `keep` intact checkpoints stay, this one included.
+    If the step was saved before: equal content returns that checkpoint, other content is an error.
 
     Raises MegatfmError on every rank if anything fails on any; then no trace of this save is left, and every
     older checkpoint is as it was.
@@ -73,17 +73,16 @@ def save(
 
 
 def check_keep(keep: int | None) -> None:
-    """Raise UsageError where no checkpoint would be kept."""
+    """Raise UsageError if no checkpoint would be kept."""
     if keep is not None and keep < 1:
         raise UsageError(f"keep = {keep}: at least one checkpoint must be kept, so 1 or more")
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time. Making one is a collective, and so are `save`, `wait_for_save` and
-    leaving.
+    """Writes a run's checkpoints, one at a time. Constructor, `save`, `wait_for_save` and `__exit__` are collectives.
 
-    mode: "async" returns from `save` once the state is copied, "sync" once it is on the disk. keep, keep_every,
-    verify_after_write: see `CheckpointConfig`. local_dir: this node's folder, for local saves.
+    mode: "async" returns from `save` once the state is copied, "sync" once it is on disk. keep, keep_every: see
+    `CheckpointConfig`; read_back: its `verify_after_write`. local_dir: this node's folder, for local saves.
     """
 
     def __init__(
@@ -100,8 +99,9 @@ class Saver:
         self.folder, self.mode = folder, mode
         self.keep, self.keep_every, self.read_back = keep, keep_every, read_back
         self.verified: Path | None = None
+        """The newest checkpoint that was read back and compared; retention keeps it."""
         self.pinned: Path | None = None
-        """The newest checkpoint of which every byte was read and compared: retention leaves it."""
+        """A checkpoint that retention must keep, set by the caller."""
         self._group = (
             dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
             if object_collectives.is_distributed()
@@ -129,11 +129,11 @@ class Saver:
     ) -> None:
         """Save `tensors` (see `save`) and rank 0's `state` as they are now.
 
-        Waits for a save that still runs. wait_for_staging: return only once the tensors may change; otherwise
-        `wait_for_staging` must be called before they do. local: to the node-local folders instead of the shared one.
+        Waits for a running save first. wait_for_staging: return only once the tensors may change; otherwise call
+        `wait_for_staging` before changing them. local: save to the node-local folders instead of the shared one.
 
-        Raises MegatfmError on every rank for the failure of the save before, or of this one before it goes on in the
-        background; a later one is raised by `wait_for_save`.
+        Raises MegatfmError on every rank if the previous save failed, or this one before its background part; later
+        failures are raised by `wait_for_save`.
         """
         if (running := self.step_in_progress) is not None:
             log.info("step %d  waits for the checkpoint of step %d to be written", step, running)
@@ -160,8 +160,7 @@ class Saver:
             self.wait_for_save()
 
     def wait_for_staging(self) -> None:
-        """Wait until the state is staged, so that the tensors may be modified; copies a part in this thread. Not a
-        collective.
+        """Wait until the state is staged, so that the tensors may change; helps with the copy. Not a collective.
 
         GPU tensors may be modified by kernels that this thread launches afterwards: its stream waits for the copies.
         """
@@ -172,16 +171,16 @@ class Saver:
 
     @property
     def step_in_progress(self) -> int | None:
-        """The step whose save still goes on in this process, if any."""
+        """Step of the running save; None if there is none."""
         return self._step if self._thread is not None and self._thread.is_alive() else None
 
     @property
     def thread_id(self) -> int | None:
-        """The ident of the thread of a running save, if any."""
+        """Thread id of the running save; None if there is none."""
         return self._thread.ident if self._thread is not None else None
 
     def wait_for_save(self) -> Path | None:
-        """Wait for the running save; returns its path, None where there is none. Raises its error, once."""
+        """Wait for the running save and return its path (None: no save). Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -198,13 +197,13 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Finish. After an error, a save that still runs gets a little time, and what becomes of it is only logged."""
+        """Wait for the running save. After an error, wait only briefly, and only log a failure of the save."""
         if error is None:
             self.wait_for_save()
         elif self._thread is not None:
             self._thread.join(ABORT_WAIT_SECONDS)
             if self._thread.is_alive():
-                log.warning("the checkpoint of step %d is given up", self._step)
+                log.warning("the checkpoint of step %d was abandoned: it was not written in time", self._step)
                 return
             try:
                 self.wait_for_save()
@@ -228,7 +227,7 @@ class Saver:
             self._copied.set()
 
         def staged_pieces() -> Mapping[WriteItem, Tensor]:
-            if failure is not None:  # raised where all ranks hear of it
+            if failure is not None:  # raised inside the collective, so that all ranks learn of it
                 raise failure
             self._staging.synchronize()
             return copies
@@ -241,7 +240,7 @@ class Saver:
         plan: WritePlan,
         pieces: Callable[[], Mapping[WriteItem, Tensor]],
     ) -> None:
-        """Write, commit, and remove what is too old; what is raised is kept for `wait_for_save`."""
+        """Write, commit and apply retention. Stores an error for `wait_for_save`."""
         start = time.perf_counter()
         try:
             if self._is_local:
@@ -259,15 +258,14 @@ class Saver:
                     purge_old_checkpoints(
                         path, self.keep, every=self.keep_every, verified=self.verified, pinned=self.pinned
                     )
-                except MegatfmError as error:  # the new one stands all the same
-                    log.warning("old checkpoints stay: %s", error)
+                except MegatfmError as error:  # the new checkpoint is valid anyway
+                    log.warning("old checkpoints could not be removed: %s", error)
             self._path = path
         except BaseException as error:
             self._error = error
 
     def _get_write_plan(self, action: str, shards: Mapping[str, ShardedTensor]) -> WritePlan:
-        """Return what this rank writes. It is planned anew only when some rank holds other shards than at the last
-        save."""
+        """Return this rank's write plan, cached until the shards of some rank change."""
         layout = {
             name: (b.tensor.dtype, b.global_shape, [(p.offsets, p.tensor.shape) for p in b.blocks])
             for name, b in shards.items()

@@ -1,11 +1,13 @@
-"""The staging copy: what a rank saves, in host memory, where no later step can touch it.
+"""Staging: copies of a rank's state in host memory, which later training steps can't change.
 
-Copies from a GPU use a separate stream, while training goes on:
+Copies from a GPU run on a separate stream, while training goes on:
 
-| Stream | | |---|---| | training | step → `mark_ready` (records an event) → next forward and backward →
-`unblock_training` (waits for the copies) → update | | copies | waits for that event → copies |
+| Stream | Order |
+|---|---|
+| training | step, `mark_ready` (records an event), forward, backward, `unblock_training` (waits for copies), update |
+| copies | wait for that event, copy |
 
-The host waits for neither: only the thread that writes waits, by `synchronize`, until the copies are there.
+The training thread never blocks; only the writing thread waits for the copies, in `synchronize`.
 """
 
 import logging
@@ -25,23 +27,23 @@ from megatfm.ops.transfer import LINE_BYTES, aligned_bytes
 
 log = logging.getLogger("megatfm")
 
-PART_BYTES = 4 * 2**20
-"""Copied at once: nobody waits long for a part that a thread has begun and is not let finish."""
-Part = tuple[np.ndarray, np.ndarray]
-"""Target and source."""
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of a chunk; small, so that nobody waits long for a chunk that a descheduled thread has begun."""
+Chunk = tuple[np.ndarray, np.ndarray]
+"""Target and source bytes."""
 
 
 class Staging:
-    """One buffer, as large as this rank's data, reused by every save.
+    """One host buffer, as large as this rank's data, reused by every save.
 
-    cuda: what makes streams and events.
+    cuda: module that creates streams and events (replaced in tests).
     """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
         self._gpu: torch.device | None = None
         self._stream: Any = None
-        self._ready_event: Any = None  # events: what comes before the copies is done, and these are
+        self._ready_event: Any = None  # event: the tensors hold the values to save
         self._copied: Any = None
         self._copy_event: Any = None
         self._copying: _CopyQueue | None = None
@@ -58,47 +60,49 @@ class Staging:
             self._ready_event.record(self._cuda.current_stream(self._gpu))
 
     def copy(self, pieces: Mapping[WriteItem, Tensor]) -> dict[WriteItem, Tensor]:
-        """Copies of the pieces, valid until the next call. Complete when this returns, those from a GPU when
-        `synchronize` does."""
-        # A thread's own device may be another, where it would begin to use memory.
+        """Copy the pieces to the buffer, valid until the next call.
+
+        CPU pieces are complete when this returns, GPU pieces when `synchronize` returns.
+        """
+        # The thread's current device may be another GPU, on which it would allocate memory.
         with nullcontext() if self._gpu is None else self._cuda.device(self._gpu):
             return self._copy(pieces)
 
     def unblock_training(self) -> None:
-        """Let the current stream wait for the copies: kernels launched from now on may modify the tensors."""
+        """Make the current stream wait for the copies, so that later kernels may modify the tensors."""
         copied, self._copy_event = self._copy_event, None
         if copied is not None:
             self._cuda.current_stream(self._gpu).wait_event(copied)
 
     def synchronize(self) -> None:
-        """Wait until the copies from a GPU are there."""
+        """Wait until copies from a GPU are complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def _copy(self, pieces: Mapping[WriteItem, Tensor]) -> dict[WriteItem, Tensor]:
-        places, end = {}, 0
+        offsets, end = {}, 0
         # Pieces of whole disk blocks are aligned to blocks, so that they can be written directly.
         for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
-            places[index] = end
+            offsets[index] = end
             end += piece.nbytes + -piece.nbytes % LINE_BYTES
         if end > len(self._buffer):
             self._allocate(end)
         copies = {}
         for index, piece in pieces.items():
-            flat = self._buffer[places[index] : places[index] + piece.nbytes]
+            flat = self._buffer[offsets[index] : offsets[index] + piece.nbytes]
             copies[index] = flat.view(piece.dtype).view(piece.shape)
         self._copy_from_gpu({i: piece for i, piece in pieces.items() if is_cuda(piece)}, copies)
-        parts: list[Part] = []
+        chunks: list[Chunk] = []
         for index, piece in pieces.items():
             if is_cuda(piece):
                 continue
             if (
                 piece.is_contiguous()
             ):  # NumPy takes less time for it than torch where it writes past the caches
-                parts.extend(_parts(copies[index], piece.detach()))
+                chunks.extend(_split_into_chunks(copies[index], piece.detach()))
             else:
                 copies[index].copy_(piece.detach())
-        copying = self._copying = _CopyQueue(parts)
+        copying = self._copying = _CopyQueue(chunks)
         copying.run()
         with self._assist_lock:  # no thread assists any more
             self._copying = None
@@ -118,8 +122,7 @@ class Staging:
         self._copied = self._copy_event = copied
 
     def assist(self) -> None:
-        """Copy some of the remaining parts in the calling thread, since the staging thread runs at the lowest
-        priority."""
+        """Copy remaining chunks in the calling thread, as the staging thread has the lowest priority."""
         with self._assist_lock:
             if self._copying is not None:
                 self._copying.run()
@@ -127,7 +130,7 @@ class Staging:
     def _allocate(self, size: int) -> None:
         self._release()
         try:
-            # In huge pages, so that the first copy takes half the time.
+            # Huge pages halve the time of the first copy.
             memory = aligned_bytes(size, BLOCK_BYTES)
         except MemoryError as error:
             raise MegatfmError(
@@ -139,7 +142,7 @@ class Staging:
             self._pinned = int(self._cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
             if not self._pinned:
                 log.warning(
-                    "no memory of %.2g GiB that stays where it is: copies of what is saved are slower",
+                    "could not pin %.2g GiB of host memory: staging copies of checkpoints will be slower",
                     size / 2**30,
                 )
 
@@ -153,38 +156,38 @@ class Staging:
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a GPU."""
+    """Whether a tensor is on a GPU."""
     return tensor.is_cuda
 
 
 class _CopyQueue:
-    """Parts that two threads may copy together, each of them taking the next one."""
+    """Chunks that several threads copy, each taking the next one."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts, self._next = parts, iter(range(len(parts)))
-        self._done = bytearray(len(parts))
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks, self._next = chunks, iter(range(len(chunks)))
+        self._done = bytearray(len(chunks))
 
     def run(self) -> None:
-        for number in self._next:
-            _copy(*self._parts[number])
-            self._done[number] = 1
+        for index in self._next:
+            _copy(*self._chunks[index])
+            self._done[index] = 1
 
     def finish_interrupted(self) -> None:
-        """Finish interrupted copies; no other thread works on it."""
-        for part, event in zip(self._parts, self._done, strict=True):
-            if not event:
-                _copy(*part)
+        """Copy chunks that another thread took but didn't finish. No other thread may run."""
+        for chunk, is_done in zip(self._chunks, self._done, strict=True):
+            if not is_done:
+                _copy(*chunk)
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """One part. Other threads may run Python meanwhile."""
+    """Copy one chunk. NumPy releases the GIL meanwhile."""
     np.copyto(target, source)
 
 
-def _parts(target: Tensor, source: Tensor) -> Iterator[Part]:
-    target_bytes, of = _bytes(target), _bytes(source)
-    for start in range(0, len(of), PART_BYTES):
-        yield target_bytes[start : start + PART_BYTES], of[start : start + PART_BYTES]
+def _split_into_chunks(target: Tensor, source: Tensor) -> Iterator[Chunk]:
+    target_bytes, source_bytes = _bytes(target), _bytes(source)
+    for start in range(0, len(source_bytes), CHUNK_BYTES):
+        yield target_bytes[start : start + CHUNK_BYTES], source_bytes[start : start + CHUNK_BYTES]
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: each rank's safetensors files, the JSON metadata, and one rename that makes it real."""
+"""Write a checkpoint: safetensors files of each rank, JSON metadata, and the rename that commits it."""
 
 import logging
 import os
@@ -38,8 +38,10 @@ FILE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Files that one rank has written. runs: (group, piece) → number of a file of this rank, and of the next tensors of
-    the rank's share that are in it."""
+    """Files that one rank has written.
+
+    runs: (group, piece) → runs (index of a file of this rank, number of consecutive tensors in it).
+    """
 
     files: dict[str, FileEntry]
     runs: dict[tuple[int, int], tuple[tuple[int, int], ...]]
@@ -57,10 +59,9 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint `folder/step-00000100` of every rank's pieces and return its path once it is durable.
 
-    A collective of `group`. `folder`, `step` and `state` are rank 0's. verify_after_write: every rank reads its
-    files from
-    the disk again before the checkpoint gets its name. Raises MegatfmError on all ranks if anything fails on any;
-    then no trace of this save is left.
+    A collective of `group`. `folder`, `step` and `state` are rank 0's. read_back: every rank
+    reads its files from disk and checks them before the commit. Raises MegatfmError on all ranks if anything fails on
+    any; then no trace of this save is left.
     """
     action = f"checkpoint of step {step} not saved"
     final = folder / f"step-{step:08d}"
@@ -107,7 +108,7 @@ def write_rank_files(
     for number, chosen in enumerate(_fill_files(items)):
         file = f"rank-{rank:05d}-{number:03d}.safetensors"
         tensors = {item.key: pieces[item] for item in chosen}
-        if len(tensors) < len(chosen):  # only where a name ends like the slice of another one
+        if len(tensors) < len(chosen):  # a tensor's name ends like a slice of another one
             raise MegatfmError("two pieces would get the same key: rename the tensors that end with [a:b]")
         files[file] = file_format.write_safetensors(folder / file, tensors)
         for item in chosen:
@@ -119,7 +120,7 @@ def write_rank_files(
 def build_metadata(
     step: int, state: dict[str, JsonValue], plan: Sequence[PlannedGroup], per_rank: Sequence[WriteResult]
 ) -> Metadata:
-    """The metadata of what all ranks have written."""
+    """Build the metadata of the files that all ranks have written."""
     files = dict(sorted((name, entry) for written in per_rank for name, entry in written.files.items()))
     numbers = {name: number for number, name in enumerate(files)}
     numbers_of_rank = [[numbers[name] for name in sorted(written.files)] for written in per_rank]
@@ -139,10 +140,10 @@ def build_metadata(
 
 
 def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
-    """Turn a complete staging_dir folder into the checkpoint `final`.
+    """Rename a complete staging folder to the checkpoint `final`.
 
-    A whole checkpoint is never replaced: with the same content it stays and the new folder goes; with another
-    content the save fails. A damaged one is moved away first.
+    An intact checkpoint is never replaced: if its content is equal, the staging folder is removed; if not, the save
+    fails. A damaged one is moved aside first.
     """
     check_sizes(staging_dir, content)
     raw = encode_metadata(content)
@@ -169,14 +170,14 @@ def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
 
 
 def _read_back(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Raise unless the disk gives back what it was given."""
+    """Read files from disk, bypassing the page cache. Raises MegatfmError if their hashes differ."""
     for name, entry in files.items():
         file_io.drop_page_cache(folder / name)
         file_format.read_safetensors(folder / name, entry, {}, True)
 
 
 def _discard(staging_dir: Path | None, error: MegatfmError) -> None:
-    """Remove the folder of a save that failed (only rank 0 knows it); the first error stays the one to report."""
+    """Remove the staging folder of a failed save (only rank 0 has it); a second error becomes a note of the first."""
     if staging_dir is not None and staging_dir.exists():
         try:
             file_io.remove_tree(staging_dir)
@@ -185,7 +186,7 @@ def _discard(staging_dir: Path | None, error: MegatfmError) -> None:
 
 
 def _fill_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Split pieces into files of at most FILE_BYTES, or of one larger piece, keeping neighbours by name together."""
+    """Split pieces, in order, into files of at most FILE_BYTES (or of a single larger piece)."""
     file: list[WriteItem] = []
     size = 0
     for item in items:
@@ -204,10 +205,10 @@ def _fill_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
 def write_checkpoint_from_iterator(
     folder: Path, step: int, tensors: Iterable[tuple[str, Tensor]], state: Mapping[str, JsonValue]
 ) -> Path:
-    """Write the checkpoint `folder/step-00000100` of full tensors, of which no more than one file is in memory, and
-    return its path once it is durable.
+    """Write the checkpoint `folder/step-00000100` of full tensors in one process, holding one file's tensors in
+    memory at a time, and return its path once it is durable.
 
-    A name must not come twice. Raises MegatfmError if anything fails; then nothing is left of it.
+    Names must be unique. Raises MegatfmError if anything fails; then no trace of this save is left.
     """
     final = folder / f"step-{step:08d}"
     file_io.make_durable_dirs(folder)

@@ -1,11 +1,11 @@
-"""Activation checkpointing of blocks (Chen et al. 2016): activations that the forward pass doesn't keep are computed
-again in the backward pass. Dropout is keyed, so the second pass drops what the first did, and gradients are the same to
-the bit.
+"""Activation checkpointing of blocks (Chen et al. 2016): the backward pass recomputes activations that weren't saved.
 
-"none" keeps everything. "full" keeps a block's input. "selective" also keeps the outputs of weights' products, of fused
-attention and of sums over tensor-parallel ranks, so that only cheap operations are repeated (and, where attention is
-written out, its scores; Korthikanti et al. 2022, section 5). A size such as "2 GB" keeps all of as many blocks as fit.
-A share such as "50 %" leaves the choice to the compiler, which solves a knapsack of sizes and costs for each block.
+Dropout is keyed, so the recomputation drops the same elements, and gradients are equal to the bit.
+
+"none" saves all activations. "full" saves only a block's input. "selective" also saves the outputs of matmuls with
+weights, of fused attention and of tensor-parallel reductions, so that only cheap operations are repeated (and
+unfused attention scores; Korthikanti et al. 2022, section 5). A size such as "2 GB" saves all activations of as many
+blocks as fit. A share such as "50 %" lets torch.compile choose, which solves a knapsack problem for each block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,13 +36,13 @@ SAVED_OPS = {
     _sums.reduce_scatter_tensor.default,
 }
 SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention"}
-"""Operators that exist only once their modules are imported."""
+"""Names of saved operators that exist only after their module is imported."""
 
 Forward = Callable[..., Any]
 
 
 def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compiled: bool = False) -> None:
-    """Let a stage's blocks run that way. To be called before they are compiled or sharded."""
+    """Apply a recompute mode to the blocks of a stage. Call it before they are compiled or sharded."""
     if compiled:
         import torch._functorch.config
 
@@ -52,7 +52,7 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
     if compiled and mode != "none":
         from torch._dynamo import config
 
-        # A block caches values for later layers, such as a mask, in the forward pass; that's enough.
+        # Blocks cache values for later layers, such as masks; recomputation need not repeat this side effect.
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = MemoryBudget(stage, size_of(mode)) if mode not in ("none", "full", "selective") else None
     for block in blocks:
@@ -63,12 +63,12 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
 
 
 def share_of(text: str) -> float:
-    """0.5 in "50 %"; all, where another way says what is kept."""
+    """Parse "50 %" to 0.5; other modes give 1."""
     return int(text[:-1]) / 100 if text.endswith("%") else 1.0
 
 
 def size_of(text: str) -> int:
-    """Bytes in "2 GB" or "500MB"."""
+    """Parse "2 GB" or "500MB" to bytes."""
     unit = text[-2:]
     return int(float(text[:-2]) * UNITS[unit])
 
@@ -86,7 +86,7 @@ def _checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any, **k
 def _keepable(
     contexts: Callable[[], Any],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the two passes, in which collectives are operators with results."""
+    """Contexts of forward pass and recomputation, with functional collectives, whose results can be saved."""
     first, second = contexts()
     return _within(first), _within(second)
 
@@ -103,16 +103,16 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _name(operator: Any) -> str:
-    """Without its overload; higher-order operators have none."""
+    """Name of an operator without its overload; higher-order operators have none."""
     return str(operator._schema.name if hasattr(operator, "_schema") else operator)
 
 
 class MemoryBudget:
-    """Keeps all activations of a forward pass's blocks while they fit into `limit` bytes, and recomputes later blocks.
+    """Saves all activations of the first blocks, up to `limit` bytes in a forward pass, and recomputes later blocks.
 
-    The activations of a block are measured when the first block of its kind with inputs of these shapes runs, which
-    keeps all of them regardless of the limit; ranks of one tensor-parallel group have the same shapes, so they decide
-    alike. Bytes are those of one forward pass: a pipeline holds several.
+    The first block of each kind and input shape is measured, so it saves its activations regardless of the limit. Ranks
+    of a tensor-parallel group have the same shapes, so they decide alike. A pipeline holds several forward passes, each
+    with this limit.
     """
 
     def __init__(self, stage: nn.Module, limit: int) -> None:
@@ -125,7 +125,7 @@ class MemoryBudget:
         self.used = 0
 
     def forward(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Return the block's output, kept or recomputed in training, just computed where nothing needs gradients."""
+        """Run a block; in training, save its activations if they fit the budget, else checkpoint it."""
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if block not in self._kinds:
@@ -142,7 +142,7 @@ class MemoryBudget:
 
 
 def kind_of(block: nn.Module) -> Any:
-    """Return what identifies blocks that keep equally much: parts, patterns of attention, and the shapes of weights."""
+    """Hashable key of blocks with equal activation memory: submodules, attention patterns and weight shapes."""
     parts = tuple(
         (path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules()
     )
@@ -150,7 +150,7 @@ def kind_of(block: nn.Module) -> Any:
 
 
 def measured(block: nn.Module, forward: Forward) -> tuple[Any, int]:
-    """Return the output of `forward()`, and the bytes that it saves for the backward pass beside the weights."""
+    """Return the output of `forward()`, and the bytes that it saves for the backward pass, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     storages: dict[int, int] = {}
 

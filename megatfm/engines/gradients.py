@@ -1,6 +1,6 @@
-"""Gradients over all ranks: their norm, clipping, partial sums, and statistics of layers.
+"""Gradients over all ranks: global norm, clipping, reduction of partial gradients, and layer statistics.
 
-Each element of the model counts once, independent of the axes that cut a parameter and of copies on other ranks.
+Each element of the model counts once, however its parameter is sharded or replicated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,10 @@ from megatfm.parallel.mesh import AXES, PIPELINE, Mesh, sort_axes
 
 
 class GlobalNorm:
-    """Computes norms over all elements of the model: sums a parameter only over the axes whose ranks hold different
-    blocks.
+    """Computes norms over all elements of the model, reducing each parameter over the axes that shard it.
 
-    sharded: whether each parameter's data axes cut it as well (ZeRO 1 to 3): the one meant for it, or with `copies`
-    those of copies, too. counted: whether a parameter, which several pipeline ranks may hold, is this rank's to count.
+    sharded: whether data axes shard parameters too (ZeRO 1 to 3): the shard axis, and with `copies` the replica axes
+    as well. is_counted: name → whether this rank counts a parameter that several pipeline ranks hold.
     """
 
     def __init__(
@@ -34,12 +33,12 @@ class GlobalNorm:
     ) -> None:
         self._mesh, self._device, self.counted = mesh, device, is_counted
         axes = {name: _axes(placement, sharded, copies) for name, placement in layout.items()}
-        # From the layout, which has the names of the whole model, so that all ranks know the same kinds.
+        # From the layout, which lists the full model, so that all ranks have the same axis sets.
         self.axis_sets = sorted(set(axes.values()))
         self.kind_of = {name: self.axis_sets.index(reduced_axes) for name, reduced_axes in axes.items()}
 
     def norm(self, tensors: Mapping[str, Tensor], found_inf: bool = False) -> Tensor:
-        """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model if one of them has it."""
+        """√Σ t² over the blocks of all ranks, a scalar. found_inf: make it NaN; NaN on one rank is NaN on all."""
         squares = torch.zeros(len(self.axis_sets), dtype=torch.float64, device=self._device)
         blocks_by_kind: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():
@@ -53,7 +52,7 @@ class GlobalNorm:
 
 
 def sum_by_axes(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
-    """[kinds, …] → [...]: add each kind up over its axes, and then all kinds. A collective."""
+    """[kinds, …] → […]: sum each kind over its axes, then sum over kinds. A collective."""
     rows = list(
         sums.unbind(0)
     )  # an index that is a list of numbers would be copied to the device, and waited for
@@ -68,7 +67,7 @@ def sum_by_axes(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Ten
 
 
 def all_reduce_partial_gradients(gradients: Mapping[str, Tensor], layout: ModelLayout, mesh: Mesh) -> None:
-    """Complete, in place, the gradients of which each rank has a share: one collective for each set of axes."""
+    """Sum partial gradients over their axes, in place: one collective for each set of axes."""
     partial: dict[tuple[str, ...], list[Tensor]] = {}
     for name, gradient in gradients.items():
         if axes := layout[name].partial_axes:
@@ -78,7 +77,7 @@ def all_reduce_partial_gradients(gradients: Mapping[str, Tensor], layout: ModelL
 
 
 def all_reduce_flat(tensors: Sequence[Tensor], all_reduce: Callable[[Tensor], None]) -> None:
-    """Reduce tensors in place, in one collective. Does nothing if there are none."""
+    """Reduce tensors in place by one call of `all_reduce` on a flat buffer; none without tensors."""
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -88,8 +87,10 @@ def all_reduce_flat(tensors: Sequence[Tensor], all_reduce: Callable[[Tensor], No
 
 
 def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, largest: float) -> None:
-    """Scale gradients down, in place, to a global norm of at most `largest` (0: as they are). A norm that is a scalar
-    on the device is not read: gradients that need not be smaller are multiplied by 1."""
+    """Scale gradients, in place, to a global norm of at most `largest` (0: no clipping).
+
+    If `norm` is a tensor, the host doesn't read it; gradients below the limit are multiplied by 1.
+    """
     tensors = list(gradients.values())
     if not tensors or not largest:  # a pipeline rank may have none, where all is frozen
         return
@@ -114,11 +115,10 @@ KINDS = ("weight", "gradient", "activation")
 
 
 class LayerStatistics:
-    """Root mean squares of weights, gradients and, if asked to watch, activations, layer by layer.
+    """Root mean squares of weights, gradients and, after `watch(True)`, activations, by layer.
 
-    A layer is a block, or for what is in no block the module below the model's root and one more: "decoder.embedding",
-    "head". What is measured: √mean x², of gradients before clipping, of a block's output in the residual stream
-    (XLNet's content stream, which the last block doesn't go on with).
+    A layer is a block; other parameters are grouped by the first two parts of their name: "decoder.embedding", "head".
+    Gradients are measured before clipping, activations at a block's output (XLNet: the content stream).
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class LayerStatistics:
         compiled: bool,
     ) -> None:
         self._mesh, self._distinct, self._watches = mesh, distinct, False
-        # Activations differ over all axes, or are copies, which count with their number in squares and counts alike.
+        # Activations are reduced over all axes; replicas count equally often in squares and counts.
         self._kinds = [*distinct.axis_sets, AXES]
         inside = set(transformer_blocks(model))
         local_paths = [path for path, module in model.named_modules() if module in inside]
-        # The layout has the names of the whole model, and each pipeline rank some of its blocks.
+        # All pipeline ranks need the blocks of the full model.
         self._blocks = sorted(
             {path for rank in mesh.gather_objects(local_paths, (PIPELINE,)) for path in rank}
         )
@@ -148,7 +148,7 @@ class LayerStatistics:
             model.get_submodule(path).register_forward_hook(self._hook(path))
 
     def watch(self, enabled: bool) -> None:
-        """Whether the next passes' activations are measured."""
+        """Enable or disable the measurement of activations in the next passes."""
         self._watches, self._seen = enabled, {}
 
     def measure(
@@ -157,10 +157,12 @@ class LayerStatistics:
         gradients: Mapping[str, Tensor],
         statistics: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients, and what modules, by path, tell
-        of themselves. A collective."""
+        """Layer → kind → √mean x² over all ranks. A collective.
+
+        weights, gradients: this rank's blocks. statistics: module path → further values, added to its layer.
+        """
         device = next(iter(weights.values())).device
-        # [axes that cut it, layer, kind, sum of squares and count]
+        # [axis set, layer, kind, sum of squares and count]
         shape = len(self._kinds), len(self._layers), len(KINDS), 2
         sums = torch.zeros(shape, dtype=torch.float64, device=device)
         for kind, tensors in enumerate((weights, gradients)):

@@ -228,7 +228,9 @@ class OptimizerGroup:
 
     def __post_init__(self) -> None:
         if self.averaged and self.granularity != "elementwise":
-            raise ValueError("averaged weights are computed from local blocks: needs must be 'elementwise'")
+            raise ValueError(
+                "averaged weights are computed from local blocks: granularity must be 'elementwise'"
+            )
 
     def parameter_groups(self, tensors: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
         """Names with the same options and rate, and torch's parameter group of their tensors."""

@@ -1,4 +1,4 @@
-"""The loss of a global batch: each term's sum over all micro-batches of all ranks, divided by its count over them."""
+"""The loss of a global batch: for each term, its sum divided by its count, over all micro-batches and ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,23 +22,25 @@ from megatfm.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class TermWeights:
-    """Weights of a micro-batch's terms in the loss of a global batch: factors [terms], in float64 on the device,
-    by the places of terms."""
+    """Factors of the loss terms of a micro-batch in the loss of the global batch.
+
+    factors: [terms], float64, on the device. places: term → its index in `factors`.
+    """
 
     factors: Tensor
     places: Mapping[str, int]
 
     def __call__(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """The share of one micro-batch's terms, a scalar."""
+        """Weighted sum of the terms of one micro-batch, a scalar."""
         weighted = [self.factors[self.places[name]].to(term.dtype) * term for name, term in terms.items()]
         return torch.stack(weighted).sum()
 
 
 class LossAccumulator:
-    """Adds terms and counts up. Each term is summed on the pipeline rank that makes it.
+    """Accumulates loss terms and target counts. Each term is summed on the pipeline rank that computes it.
 
-    reads: those with which the result's are joined. sources: of the rows, whose losses are added up, too. summed: the
-    result's sums and counts, on the device.
+    reads: deferred device reads, which the read of the result joins. sources: sources of rows, for losses by source.
+    summed: sums and counts of the result, on the device.
     """
 
     summed: Tensor
@@ -62,14 +64,12 @@ class LossAccumulator:
         self._batches = 0
 
     def count(self, batches: Iterable[Arrays]) -> None:
-        """Count the terms of micro-batches, each data rank's own, over all of them. A collective."""
+        """Count the targets of this rank's micro-batches, and sum over all data ranks. A collective."""
         self.count_here(batches)
         self.sum_counts()
 
     def count_here(self, batches: Iterable[Arrays]) -> None:
-        """Count the terms of this rank's micro-batches.
-
-        Of batches as the loader gives them, nothing is read from the device."""
+        """Count the targets of this rank's micro-batches, on the host."""
         for batch in batches:
             on_host = to_device(batch, torch.device("cpu"))
             for term, count in self._objective.target_counts(on_host).items():
@@ -83,7 +83,7 @@ class LossAccumulator:
     def sum_counts(self) -> None:
         """Sum this rank's counts over all data ranks. A collective.
 
-        Raises MegatfmError without a batch, for which the loss would read 0.
+        Raises MegatfmError if a rank had no batch: the loss would read 0.
         """
         if not self._batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
@@ -93,7 +93,7 @@ class LossAccumulator:
         self._counts_here = torch.zeros_like(self._counts_here)
 
     def shares(self, scale: float = 1.0) -> TermWeights:
-        """Weights of terms in the loss of all that was counted, times a scale that is a power of 2."""
+        """Factors of the terms by the counts so far, times `scale` (a power of 2)."""
         counts = self._counts.clamp(min=1)
         weights = self._objective.loss_weights.items()
         factors = [scale * (weight / counts[self._places[name]]) for name, weight in weights]
@@ -105,7 +105,7 @@ class LossAccumulator:
             self._sums[self._places[term]] += value
 
     def add_row_losses(self, recorders: Iterable[RowLossRecorder], batches: Sequence[Batch]) -> None:
-        """Add the losses of the rows of micro-batches to their sources', as far as they were computed here."""
+        """Add row losses to the sums of their sources, if this rank computed them."""
         source_sums = self._sums[len(self._places) :]
         by_microbatch = self._sources.by_microbatch if self._sources else ()
         for recorder in recorders:
@@ -115,7 +115,7 @@ class LossAccumulator:
                     source_sums.index_add_(0, moved(torch.from_numpy(sources), losses.device), losses)
 
     def result(self) -> LossTotals:
-        """Sums and counts over all ranks. A collective."""
+        """Reduce sums and counts over all ranks. A collective."""
         sums = self._sums.clone()
         self._mesh.all_reduce_(sums, self._mesh.loss_axes)
         self.summed = torch.cat([sums, self._counts])
@@ -125,7 +125,7 @@ class LossAccumulator:
 
 @contextmanager
 def recorded_row_losses(heads: Sequence[LMHead]) -> Iterator[list[RowLossRecorder]]:
-    """Record the losses of rows at heads over the vocabulary."""
+    """Record row losses at the language-model heads within this context."""
     recorders = [RowLossRecorder() for _ in heads]
     for head, recorder in zip(heads, recorders, strict=True):
         head.recorder = recorder
@@ -137,8 +137,10 @@ def recorded_row_losses(heads: Sequence[LMHead]) -> Iterator[list[RowLossRecorde
 
 
 def check_first_pass(first_pass: object) -> None:
-    """Raise MegatfmError where gradients of an earlier pass wait for their step: they would not add up with another's,
-    since each pass reduces them, and weighs its loss by the counts of its own batch."""
+    """Raise MegatfmError if gradients of an earlier pass wait for a step.
+
+    They can't be accumulated: each pass reduces its gradients and weights its loss by the counts of its own batch.
+    """
     if first_pass is not None:
         raise MegatfmError(
             "forward_backward was called twice without a step: give it all micro-batches of a step at once, or drop "
@@ -147,15 +149,15 @@ def check_first_pass(first_pass: object) -> None:
 
 
 def local_batch(batch: Arrays, device: torch.device, layout: ModelLayout) -> dict[str, Tensor]:
-    """A micro-batch on the device, of each row the tokens that are here."""
+    """Move a micro-batch to the device; under context parallelism, only this rank's tokens of each row."""
     if layout.context_parallel is not None:
-        # Cut before it is moved, so that the host has a copy of each field (see `megatfm.ops.transfer`).
+        # Split before the move, so that the host keeps a copy of each field (see `megatfm.ops.transfer`).
         return to_device(split_batch(to_device(batch, torch.device("cpu")), layout.context_parallel), device)
     return to_device(batch if device.type == "cpu" else with_starts(batch), device)
 
 
 def with_starts(batch: Arrays) -> Arrays:
-    """And where documents begin, for kernels that are no CPU's: the host sees it, and need not wait for the device."""
+    """Add `cu_seqlens` for GPU kernels, computed on the host so that it needn't wait for the device."""
     cu_seqlens = {
         name.replace("documents", "cu_seqlens"): cu_seqlens_from_documents(np.asarray(values))
         for name, values in batch.items()
@@ -165,7 +167,7 @@ def with_starts(batch: Arrays) -> Arrays:
 
 
 def to_device(batch: Arrays, device: torch.device) -> dict[str, Tensor]:
-    """A batch as the loader gives it → tensors on the device."""
+    """Convert a loader's batch to tensors on the device."""
     tensors = {field: torch.as_tensor(values) for field, values in batch.items()}
     if device.type == "cpu":
         return {field: aligned(values) for field, values in tensors.items()}

@@ -1,7 +1,7 @@
-"""Optimizers over this rank's blocks, or over the whole tensors that it owns.
+"""Optimizers over this rank's blocks (elementwise), or over full tensors that it owns (Muon and the like).
 
-A whole tensor has an owner among the ranks that hold its blocks. The owner keeps a full copy and the optimizer's state;
-gradients are sent to it and new weights back, each in one all-to-all: 2·(N−1)/N of the parameters' size per step.
+Each full tensor has an owner among the ranks that hold its blocks. The owner keeps a full copy and the optimizer state.
+One all-to-all gathers gradients, another scatters weights: 2·(N−1)/N of the parameters' size per step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from megatfm.parallel.layout import Chunk
 class OwnedTensors:
     """Full copies of the tensors that this rank owns.
 
-    local: name → this rank's block. boxes: name → the box of every rank of `group`, in group order; a box that
-    another rank of the group holds as well is sent by the first of them only.
+    local: name → this rank's block. boxes: name → box of each rank of `group`, in group order; of ranks with the same
+    box, only the first sends it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OwnedTensors:
         }
 
     def gather(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Blocks held everywhere → the full tensors owned here."""
+        """Gather the blocks of all ranks to full tensors on their owners."""
         send_buffers = [self._pack(blocks, owner) for owner in range(self.ranks)]
         received = [[name for name in self.full if self._sends(name, source)] for source in range(self.ranks)]
         sizes = [
@@ -59,12 +59,12 @@ class OwnedTensors:
         return full
 
     def refresh(self) -> None:
-        """Set the full copies from the blocks, after the blocks were loaded."""
+        """Update the full copies from the blocks, after these were loaded."""
         for name, tensor in self.gather(self.local).items():
             self.full[name].copy_(tensor)
 
     def scatter(self) -> None:
-        """Set all ranks' blocks from the owners' full copies."""
+        """Update the blocks of all ranks from the owners' full copies."""
         send_buffers = []
         for target in range(self.ranks):
             parts = [
@@ -106,7 +106,7 @@ class OwnedTensors:
 
 
 def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Assign an owner to each tensor: the largest first, to the rank that has least."""
+    """Assign each tensor, the largest first, to the rank with the least load."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -131,9 +131,9 @@ TRAINED = "trained"
 
 
 class TorchOptimizer:
-    """A torch optimizer over named tensors, whose state is a table of tensors.
+    """A torch optimizer over named tensors, with its state as a table of tensors.
 
-    What it keeps in its parameter groups (`counters`) becomes a float64 scalar of each of their parameters.
+    Values that it changes in its parameter groups (`counters`) are saved as float64 scalars of each parameter.
     """
 
     def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
@@ -145,7 +145,7 @@ class TorchOptimizer:
             options["params"] = [part for name in names for part in self._parts[name]]
         # A rank may own nothing, and torch refuses an optimizer without parameters.
         self.optimizer = group.build([options for _, options in groups]) if groups else None
-        # By torch's own protocol (`torch.amp.GradScaler`): `found_inf` on the device, of which a step makes no step.
+        # torch's protocol (`torch.amp.GradScaler`): with `found_inf` = 1 on the device, the kernel skips the step.
         self.can_skip = self.optimizer is None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._counted: list[dict[str, Any]] = []  # counters as they were before the last step
         param_groups = self.optimizer.param_groups if self.optimizer else []
@@ -154,10 +154,10 @@ class TorchOptimizer:
         }
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
-        """Move the tensors; lr: before each group's own ratio. Does nothing where the rank owns no tensors.
+        """Update the tensors. lr: learning rate, before each group's ratio. Does nothing if the rank owns no tensors.
 
-        found_inf: with `can_skip` only, a float32 scalar on the device: 1, and nothing moves but counters, which
-        `restore_counters` has to set back, as the host doesn't know; or 0.
+        found_inf: only with `can_skip`: float32 scalar on the device. If it is 1, tensors stay unchanged, but counters
+        advance, as the host doesn't know; `restore_counters` then resets them.
         """
         if self.optimizer is None:
             return
@@ -175,25 +175,25 @@ class TorchOptimizer:
         for part in (part for parts in self._parts.values() for part in parts):
             part.grad = None
             state = self.optimizer.state[part]
-            for key, value in state.items():  # LAPACK, for one, gives columns, where a resume would have rows
+            for key, value in state.items():  # e.g. LAPACK returns column-major, a resume would be row-major
                 if isinstance(value, Tensor):
                     state[key] = aligned(value)
 
     def restore_counters(self) -> None:
-        """Set counters back, after a step that was skipped on the device."""
+        """Reset counters after a step that was skipped on the device."""
         if self.optimizer is not None:
             for options, step_count in zip(self.optimizer.param_groups, self._counted, strict=True):
                 options.update(step_count)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Tensor's name → its state, counters included; not copies but of stacks, and empty before the first step."""
+        """Tensor name → state with counters. Not copied (except stacks); empty before the first step."""
         return {name: self._state_of(name) for name in self.tensors}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         assert self.optimizer is not None
         states = [self.optimizer.state[part] for part in self._parts[name]]
         state = dict(states[0])
-        if name in self._stacked:  # a step count is that of all
+        if name in self._stacked:  # the step count is common to all
             for key, first in states[0].items():
                 state[key] = torch.stack([part_state[key] for part_state in states]) if first.dim() else first
         if state:
@@ -202,7 +202,7 @@ class TorchOptimizer:
         return state
 
     def load(self, state: State) -> None:
-        """Put in place what `state` gave, for exactly these tensors; KeyError for one that is missing."""
+        """Load the result of `state` for exactly these tensors. Raises KeyError for a missing one."""
         for name, parts in self._parts.items():
             assert self.optimizer is not None
             values = {key: aligned(value) for key, value in state[name].items()}
@@ -215,7 +215,7 @@ class TorchOptimizer:
                 self.optimizer.state[part] = part_values if name in self._stacked else values
 
     def _in_dtype(self, value: Tensor, weight: Tensor) -> Tensor:
-        """Cast a moment: a run may go on with another precision of them than was saved."""
+        """Cast a moment to the configured dtype, which may differ from the saved one."""
         if not value.dim() or not (self._moments or value.dtype == torch.bfloat16):
             return value
         return value.to(self._moments or weight.dtype)
@@ -225,36 +225,36 @@ class TorchOptimizer:
 
 
 class ElementwiseOptimizer:
-    """An optimizer whose update of an element depends on no other, over local blocks."""
+    """An optimizer over local blocks, for updates where each element is independent of the others (AdamW)."""
 
     def __init__(self, group: OptimizerGroup, local: Mapping[str, Tensor]) -> None:
         self._torch, self._averaged = TorchOptimizer(group, local), group.averaged
         self.can_skip = self._torch.can_skip
 
     def set_shard_locations(self, places: Mapping[str, ShardLocation]) -> None:
-        """Give an optimizer that needs it the offset of each block in its full tensor."""
+        """Tell an optimizer that needs it where each block lies in its full tensor."""
         if isinstance(self._torch.optimizer, NeedsShardLocations):
             self._torch.optimizer.set_shard_locations(
                 {block: places[name] for name, block in self.tensors().items()}
             )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Blocks that the optimizer moves, by name."""
+        """Blocks that the optimizer updates, by name."""
         return self._torch.tensors
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
-        """Move the blocks in place by gradients [block] of the same names; found_inf: see `TorchOptimizer.step`."""
+        """Update the blocks in place. gradients: by name, shaped like blocks. found_inf: see `TorchOptimizer.step`."""
         self._torch.step(gradients, lr, found_inf)
 
     def restore_counters(self) -> None:
-        """Set counters back, after a step that was skipped on the device."""
+        """Reset counters after a step that was skipped on the device."""
         self._torch.restore_counters()
 
     def refresh(self) -> None:
-        """Nothing: the blocks are the weights themselves."""
+        """Do nothing: the optimizer has no copies of the weights."""
 
     def averaged(self) -> dict[str, Tensor]:
-        """New tensors: the weights to evaluate and save, of the blocks for which these are not the trained ones."""
+        """Averaged weights to evaluate and save, as new tensors; empty if these are the trained ones."""
         if self._averaged is None:
             return {}
         state, options = self._torch.state(), self._torch.options
@@ -265,21 +265,21 @@ class ElementwiseOptimizer:
         }
 
     def state(self) -> State:
-        """Raises MegatfmError for a tensor that is not shaped like its block: the optimizer is no elementwise one."""
+        """Name → key → state tensor. Raises MegatfmError if a shape differs from its block's."""
         state = self._torch.state()
         for name, block in self.tensors().items():
             for key, value in state[name].items():
                 if value.dim() and value.shape != block.shape:
                     raise MegatfmError(
                         f"optimizer state {key} of {name} is {list(value.shape)}, its block {list(block.shape)}: this "
-                        "optimizer looks at whole tensors, so its group must be registered with needs='whole_tensor'"
+                        "optimizer looks at whole tensors, so its group must have granularity='whole_tensor'"
                     )
             if self._averaged and state[name]:
                 state[name][TRAINED] = block
         return state
 
     def load(self, state: State) -> None:
-        """Take over what `state` gave; the blocks become the trained weights again where averaged ones were saved."""
+        """Load the result of `state`; where averaged weights were saved, restore the trained ones."""
         values = {name: dict(state[name]) for name in self.tensors()}
         for name, block in self.tensors().items():
             if TRAINED in values[name]:
@@ -288,7 +288,7 @@ class ElementwiseOptimizer:
 
 
 class WholeTensorOptimizer:
-    """An optimizer that must see whole tensors, over those that this rank owns."""
+    """An optimizer that needs full tensors (Muon), over those that this rank owns."""
 
     def __init__(
         self,
@@ -301,27 +301,27 @@ class WholeTensorOptimizer:
         self._owned = OwnedTensors(local, boxes, shapes, ranks)
         self._owned.refresh()
         self._torch = TorchOptimizer(group, self._owned.full)
-        self.can_skip = False  # no such optimizer can; and ranks must agree on the traffic
+        self.can_skip = False  # ranks must agree on the traffic, so the host must know
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The whole tensors that this rank owns, by name."""
+        """Full tensors that this rank owns, by name."""
         return self._owned.full
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
-        """Gather the gradients to the owners, move the tensors, and scatter them to their blocks. A collective."""
+        """Gather gradients to the owners, update the tensors, scatter them to the blocks. A collective."""
         assert found_inf is None, "it can't skip"
         self._torch.step(self._owned.gather(gradients), lr)
         self._owned.scatter()
 
     def restore_counters(self) -> None:
-        """Nothing: no step is skipped on the device."""
+        """Do nothing: no step is skipped on the device."""
 
     def refresh(self) -> None:
-        """Copy the weights anew from their blocks."""
+        """Update the full copies from the blocks."""
         self._owned.refresh()
 
     def averaged(self) -> dict[str, Tensor]:
-        """Nothing: the trained weights are those to evaluate and save."""
+        """Return nothing: the trained weights are evaluated and saved."""
         return {}
 
     def state(self) -> State:
@@ -329,6 +329,6 @@ class WholeTensorOptimizer:
         return self._torch.state()
 
     def load(self, state: State) -> None:
-        """Take over what `state` gave, beside weights copied anew from their blocks. A collective."""
+        """Load the result of `state`, and update the full copies from the blocks. A collective."""
         self.refresh()
         self._torch.load(state)

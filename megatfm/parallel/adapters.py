@@ -1,37 +1,37 @@
-"""How the parts of low-rank adapters are cut: it follows from the style of the linear layer that they are beside.
+"""Tensor parallelism of low-rank adapters (LoRA): their styles follow from the style of the adapted linear layer.
 
-B of a column-cut matrix is cut by the same output features, and A is whole. A of a row-cut one is cut by the same input
-features, and B is whole: A's partial output goes through B, and is summed with the matrix's own. So adapters add no
-communication to a layer; of what is whole, ranks have their shares of the gradient.
+Beside a column-parallel matrix, B is sharded by the same output features and A is replicated. Beside a row-parallel
+one, A is sharded by the same input features and B is replicated: A's partial output goes through B and is summed
+together with the matrix's output. So adapters add no communication. Gradients of the replicated matrix are partial.
 """
 
 from torch import nn
 
 from megatfm.parallel.styles import ParallelStyle, register_style
 
-INPUT_CUT = register_style(ParallelStyle("shard_input_features", dim=1, communication=()))
-"""A matrix cut by input features, whose partial output is summed later, with something else."""
+SHARDED_INPUT = register_style(ParallelStyle("shard_input_features", dim=1, communication=()))
+"""A matrix sharded by input features; the layer that uses it sums its partial output later."""
 
-SHARED, ON_TOKENS = "replicated_partial_grad", "sequence_parallel"
-STYLES_OF_PARTS: dict[str, tuple[str, str, str]] = {
+SHARED, SEQUENCE_PARALLEL = "replicated_partial_grad", "sequence_parallel"
+ADAPTER_STYLES: dict[str, tuple[str, str, str]] = {
     "colwise": (SHARED, "colwise", "replicated"),
-    "rowwise": (INPUT_CUT.name, SHARED, "local_shard_dropout"),
+    "rowwise": (SHARDED_INPUT.name, SHARED, "local_shard_dropout"),
     "replicated": ("replicated", "replicated", "replicated"),
     SHARED: (SHARED, SHARED, "replicated"),
-    ON_TOKENS: (ON_TOKENS, ON_TOKENS, "local_token_dropout"),
-    "gather_output_replicated": (ON_TOKENS, ON_TOKENS, "local_token_dropout"),
+    SEQUENCE_PARALLEL: (SEQUENCE_PARALLEL, SEQUENCE_PARALLEL, "local_token_dropout"),
+    "gather_output_replicated": (SEQUENCE_PARALLEL, SEQUENCE_PARALLEL, "local_token_dropout"),
 }
-"""Style of a linear layer → those of its adapter's A and B, and of the dropout before A; for others there is none."""
+"""Style of a linear layer → styles of its adapter's A, B and the dropout before A. Other styles allow no adapter."""
 
 
 def adapter_styles(linear: nn.Module, style: str) -> dict[nn.Module, tuple[str, str]]:
-    """Return name and style of the parts of a linear layer's adapter; empty where it has none of this style."""
+    """Return submodule → (name, style) for a linear layer's adapter; empty without one, or if the style allows none."""
     adapter = getattr(linear, "lora", None)
     if adapter is None:
         return {}
-    parts = zip(("a", "b", "dropout"), STYLES_OF_PARTS.get(style, ()), strict=False)
+    styles = zip(("a", "b", "dropout"), ADAPTER_STYLES.get(style, ()), strict=False)
     return {
-        part: (f"lora.{key}", of_part)
-        for key, of_part in parts
-        if (part := getattr(adapter, key)) is not None
+        module: (f"lora.{key}", module_style)
+        for key, module_style in styles
+        if (module := getattr(adapter, key)) is not None
     }

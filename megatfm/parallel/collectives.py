@@ -1,12 +1,12 @@
-"""The collectives of tensor parallelism, each with its adjoint written out.
+"""Differentiable collectives of tensor parallelism, each with its adjoint.
 
-A tensor is, over the ranks of a group, either *sharded* along a dim, *replicated*, or *partial* (its true value is
+Over the ranks of a group, a tensor is *sharded* along a dim, *replicated*, or *partial* (its true value is
 the sum over the ranks). The gradient of a replicated tensor is replicated where all ranks compute the same from it
-and partial where each computes its own share. `tests/parity/test_collectives.py` holds <f(x), y> = <x, fᵀ(y)>.
+and partial where each computes its own share. `tests/parity/test_collectives.py` checks <f(x), y> = <x, fᵀ(y)>.
 
-Eager code asks the process group itself, which costs a third of torch's functional operators. Those are what
-torch.compile follows, and what selective recomputation can keep the results of; their names have been the same from
-torch 2.4 to 2.13, while those of the Python wrappers change.
+Eager code calls the process group directly, which takes a third of the time of torch's functional operators.
+torch.compile can trace only the functional operators, and selective recomputation can keep only their results. We call
+torch.ops because its names are the same from torch 2.4 to 2.13, while the Python wrappers are renamed.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ _ops = torch.ops._c10d_functional
 
 
 _SCATTERED_SUM = dist.ReduceScatterOptions()
-_SUM = dist.AllreduceOptions()  # sum is torch's default
+_SUM = dist.AllreduceOptions()  # torch's default is sum
 _use_functional: ContextVar[bool] = ContextVar("use_functional", default=False)
 
 
 @contextmanager
 def use_functional_collectives() -> Iterator[None]:
-    """Have collectives be operators that return new tensors, so that recomputation can keep their results."""
+    """Run collectives as functional operators, whose results recomputation can keep."""
     token = _use_functional.set(True)
     try:
         yield
@@ -42,7 +42,7 @@ def _functional() -> bool:
 
 
 def _dim_to_front(x: Tensor, dim: int) -> Tensor:
-    """Move `dim` to the front. A move that changes nothing would still be in a compiled graph."""
+    """Move `dim` to the front. Skips dim 0: a no-op move would still appear in a compiled graph."""
     return (x.movedim(dim, 0) if dim else x).contiguous()
 
 
@@ -149,7 +149,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 def all_to_all_no_grad(
     x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup
 ) -> Tensor:
-    """All-to-all of rows, outside autograd. sent, received: how many go to, and come from, each rank."""
+    """All-to-all of rows, outside autograd. input_splits, output_splits: rows sent to, and received from, each rank."""
     first = x.contiguous()
     if _functional():
         arrived: Tensor = _ops.wait_tensor(
@@ -173,21 +173,23 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
-    """Rows sorted by the rank that they go to → rows sorted by the rank that they come from. sent, received: how many
-    go to, and come from, each rank. Adjoint: the same the other way round."""
+    """Rows sorted by destination rank → rows sorted by source rank.
+
+    input_splits, output_splits: rows sent to, and received from, each rank. Adjoint: the all-to-all with both swapped.
+    """
     return _ExchangeRows.apply(x, input_splits, output_splits, group)
 
 
 class _AsyncAllToAll:
-    """Rows on their way to other ranks, or their gradients on the way back."""
+    """An all-to-all in flight: of rows, or of their gradients in the opposite direction."""
 
     def __init__(self, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> None:
         self._sent, self._received, self._group = input_splits, output_splits, group
-        self._buffers: tuple[Tensor, ...] = ()  # rows sent, which must stay as they are, and rows received
+        self._buffers: tuple[Tensor, ...] = ()  # rows sent, kept alive until `wait`, and rows received
         self._work: dist.Work | None = None
 
     def start(self, x: Tensor, *, back: bool = False) -> None:
-        """Start to send rows. back: along the way that gradients take."""
+        """Start the transfer. back: from receivers to senders, as for gradients."""
         input_splits, output_splits = (self._received, self._sent) if back else (self._sent, self._received)
         first = x.contiguous()
         if _functional():
@@ -201,7 +203,7 @@ class _AsyncAllToAll:
         self._buffers = first, output
 
     def wait(self) -> Tensor:
-        """Wait for the rows that `start` requested."""
+        """Wait for the transfer and return the received rows."""
         _, output = self._buffers
         if self._work is None:
             output = _ops.wait_tensor(output)
@@ -212,7 +214,7 @@ class _AsyncAllToAll:
 
 
 class _Start(torch.autograd.Function):
-    """Returns the rows themselves: their gradient is what `_Wait` starts to send back."""
+    """Starts the exchange and returns its input, whose gradient is the result of the exchange that `_Wait` starts."""
 
     @staticmethod
     def forward(ctx, x, exchange):  # type: ignore[no-untyped-def]
@@ -243,8 +245,10 @@ def all_to_all_overlapped(
     output_splits: list[int],
     group: ProcessGroup,
 ) -> Tensor:
-    """`all_to_all` that calls `meanwhile` while rows are on their way. The backward pass of what that computed runs
-    while their gradients are."""
+    """`all_to_all` that overlaps with computation: calls `meanwhile` during the transfer.
+
+    In the backward pass, the gradients' transfer overlaps with the backward pass of `meanwhile`.
+    """
     exchange = _AsyncAllToAll(input_splits, output_splits, group)
     in_transfer = _Start.apply(x, exchange)
     meanwhile()
@@ -264,15 +268,15 @@ class _GatherReplicated(torch.autograd.Function):
 
 
 def all_gather_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Sharded along `dim` → replicated, with a replicated gradient. Adjoint: taking the own shard."""
+    """Sharded along `dim` → replicated, with a replicated gradient. Adjoint: this rank's shard."""
     return _GatherReplicated.apply(x, dim, group)
 
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The tensor-parallel group, and what moves activations between the residual stream and weights that are cut.
+    """The tensor-parallel group, with the collectives between the residual stream and sharded weights.
 
-    With sequence parallelism, the residual stream is sharded by tokens (see `styles.py`); without, replicated.
+    The residual stream is sharded by tokens with sequence parallelism (see `styles.py`), else replicated.
     """
 
     group: ProcessGroup
@@ -284,25 +288,25 @@ class TensorParallelGroup:
         return dist.get_rank(self.group)
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Residual stream → replicated input of cut weights."""
+        """Residual stream → replicated input of sharded weights."""
         if self.sequence_parallel:
             return _in_rows(all_gather(x.flatten(0, 1), 0, self.group), x)
         return copy_to_group(x, self.group)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Partial output of cut weights → residual stream."""
+        """Partial output of sharded weights → residual stream."""
         if self.sequence_parallel:
             return _in_rows(reduce_scatter(x.flatten(0, 1), 0, self.group), x)
         return reduce_from_group(x, self.group)
 
     def gather_replicated(self, x: Tensor) -> Tensor:
-        """Residual stream → replicated, for what every rank computes alike."""
+        """Residual stream → replicated, for computations that all ranks repeat."""
         if self.sequence_parallel:
             return _in_rows(all_gather_replicated(x.flatten(0, 1), 0, self.group), x)
         return x
 
     def split_tokens(self, x: Tensor) -> Tensor:
-        """Replicated → residual stream; every rank keeps its part of the tokens."""
+        """Replicated → residual stream; each rank keeps its shard of the tokens."""
         if self.sequence_parallel:
             return _in_rows(x.flatten(0, 1).chunk(self.group.size())[self.rank], x)
         return x
@@ -312,14 +316,14 @@ class TensorParallelGroup:
         if not self.sequence_parallel:
             return x_BTX.sum(1)
         rows, length = x_BTX.shape[:2]
-        first = self.rank * rows * length
-        numbers = torch.arange(first, first + rows * length, device=x_BTX.device)
+        first = self.rank * rows * length  # index of this rank's first token in the micro-batch
+        token_indices_N = torch.arange(first, first + rows * length, device=x_BTX.device)
         precise = torch.promote_types(x_BTX.dtype, torch.float32)
         sums_BX = torch.zeros(rows, x_BTX.shape[2], dtype=precise, device=x_BTX.device)
-        rows_N = numbers // (length * self.group.size())
-        return sums_BX.index_add(0, rows_N, x_BTX.flatten(0, 1).to(precise)).to(x_BTX.dtype)
+        row_indices_N = token_indices_N // (length * self.group.size())
+        return sums_BX.index_add(0, row_indices_N, x_BTX.flatten(0, 1).to(precise)).to(x_BTX.dtype)
 
 
 def _in_rows(x: Tensor, like: Tensor) -> Tensor:
-    """Tokens [N, ...] in as many rows as another tensor has."""
+    """Reshape tokens [N, ...] to [B, N/B, ...], with as many rows B as `like`."""
     return x.unflatten(0, (len(like), -1))

@@ -1,6 +1,6 @@
-"""The default process group, and how the ranks of a run meet in it under any launcher.
+"""Initialise the default process group under any launcher: torchrun, srun, mpirun or a single process.
 
-torchrun, srun, mpirun and a single process all end in the same process group, so that no other code asks.
+The result is the same for all of them, so no other code depends on the launcher.
 """
 
 import logging
@@ -30,20 +30,20 @@ log = logging.getLogger("megatfm")
 Device = Literal["auto", "cpu", "cuda"]
 
 RENDEZVOUS_SECONDS = 300.0
-"""For ranks to meet: machines load the same libraries at very different speeds."""
+"""Default timeout of the rendezvous: machines load the same libraries at very different speeds."""
 
 TIMEOUTS = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
-"""torch's own, of gloo and NCCL."""
+"""torch's default timeouts of gloo and NCCL."""
 
 POLL_INTERVAL = timedelta(seconds=1)
-"""Between looks whether a rank that is missing was stopped."""
+"""Interval at which waiting ranks check for a stopped rank."""
 RESTART_POLL_SECONDS = 0.02
 LOOK_TIMEOUT = timedelta(seconds=60)
-"""For the rank that looks which ones are missing."""
+"""Timeout of waiting for the rank that lists the missing ones."""
 LAZY_GLOO_RANKS = 64
-"""From so many ranks on, gloo connects two ranks when they first talk, not all pairs of each group when it is made."""
+"""From this number of ranks, gloo connects a pair at its first message instead of all pairs at group creation."""
 DESCRIPTORS_PER_RANK = 4
-"""Sockets that a process may need for each other rank: of groups that gloo connects, NCCL's, the store's."""
+"""Sockets that a process may need per other rank: for gloo's groups, NCCL and the store."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class ProcessInfo:
 def init_distributed(
     timeout: float = 600.0, device: Device = "auto", collective_timeout: float | None = None
 ) -> ProcessInfo:
-    """Set up the default process group and this process's device.
+    """Initialise the default process group and this process's device.
 
-    `timeout` is in seconds, for meeting the others, and for every later collective if `collective_timeout` is not
-    given. An existing group is used unchanged. Raises UsageError for an environment that contradicts
-    itself, MegatfmError when the others can't be reached.
+    timeout: seconds for the rendezvous. collective_timeout: seconds for later collectives (default: `timeout`). An
+    existing group is used unchanged. Raises UsageError for a contradictory environment, MegatfmError if other ranks
+    can't be reached.
     """
     later = timedelta(seconds=collective_timeout or timeout)
     if dist.is_initialized():
         local_ranks = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_ranks))
-        _timeout_of_later_groups(later, later)
+        _set_default_timeouts(later, later)
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _device(env, device))
     env = read_process_environment(os.environ)
@@ -111,7 +111,7 @@ def init_distributed(
                 since = start if env.rank == 0 else time.monotonic()
                 _wait_for_all_ranks(store, env, timedelta(seconds=timeout), since)
             dist.init_process_group(store=store, rank=env.rank, world_size=env.world_size, **options)
-            _timeout_of_later_groups(later, later)
+            _set_default_timeouts(later, later)
     except (dist.DistError, RuntimeError) as error:
         address = f" at {env.address}:{env.port}" if env.address else ""
         raise MegatfmError(
@@ -122,7 +122,7 @@ def init_distributed(
 
 
 def check_resolves(address: str, rank: int) -> None:
-    """Raise MegatfmError where there is no host of this name, since no waiting mends that."""
+    """Raise MegatfmError if the host name doesn't exist, as waiting would not help."""
     try:
         socket.getaddrinfo(address, None)
     except socket.gaierror as error:
@@ -142,36 +142,35 @@ def shutdown() -> None:
     """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        _timeout_of_later_groups(*TIMEOUTS)
+        _set_default_timeouts(*TIMEOUTS)
 
 
 @contextmanager
 def distributed_session(
     timeout: float = 600.0, device: Device = "auto", collective_timeout: float | None = None
 ) -> Iterator[ProcessInfo]:
-    """Call `init_distributed`, and at the end `shutdown`; a group that was there before stays.
+    """Call `init_distributed`, and `shutdown` at the end unless the group already existed.
 
-    After an error on GPUs the group is left to the end of the process: to dismantle NCCL, the others must answer.
+    After an error on GPUs the group stays until the process ends: destroying NCCL needs answers from the other ranks.
     """
-    was_there = dist.is_initialized()
+    keep_group = dist.is_initialized()
     original_timeouts = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
-    rank = None
+    info = None
     try:
-        rank = init_distributed(timeout, device, collective_timeout)
-        yield rank
+        info = init_distributed(timeout, device, collective_timeout)
+        yield info
     except BaseException:
-        was_there = was_there or (rank is not None and rank.device.type == "cuda" and rank.world_size > 1)
+        keep_group = keep_group or (info is not None and info.device.type == "cuda" and info.world_size > 1)
         raise
     finally:
-        if not was_there:
+        if not keep_group:
             shutdown()
         else:
-            _timeout_of_later_groups(*original_timeouts)
+            _set_default_timeouts(*original_timeouts)
 
 
-def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
-    """Set torch's default timeouts: a mesh makes groups, or splits them from others, without a timeout of their own,
-    and doesn't take that of the group of all ranks."""
+def _set_default_timeouts(gloo: timedelta, nccl: timedelta | None) -> None:
+    """Set torch's default timeouts: a DeviceMesh creates its groups with these, not with that of the default group."""
     c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = gloo, nccl
 
 
@@ -192,7 +191,7 @@ def _device(env: ProcessEnvironment, requested: Device) -> torch.device:
 
 
 def _store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
-    """Open the store in which the ranks meet. A single process needs no port."""
+    """Open the rendezvous store. A single process needs no port."""
     if env.world_size == 1:
         return dist.HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has opened it already
@@ -205,13 +204,12 @@ def _store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
 
 
 def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that no other start uses: torchrun's agents keep one over all restarts (torch 2.13).
+    """Prefix a store with a name unique to this (re)start: torchrun's agents keep one store over restarts (torch 2.13).
 
-    Entries of an earlier start (arrived ranks, their addresses) must not be mistaken for this one's. The
-    restart count that torchrun gives doesn't tell starts apart: an agent that restarts because another one did so
-    doesn't count it. So rank 0 makes up a name for the start, and the ranks learn it by names that they make up
-    themselves. A collective of the ranks of a start. Raises MegatfmError where rank 0 doesn't come; that others don't
-    come, `_wait_for_all_ranks` says.
+    Entries of an earlier start (arrived ranks, their addresses) must not be mistaken for this one's. torchrun's restart
+    count is no help: an agent that restarts because another one did doesn't increment it. So rank 0 draws a unique
+    name. Every other rank posts a unique hello, and rank 0 answers each hello with the name. A collective of the ranks
+    of a start. Raises MegatfmError if rank 0 is missing; `_wait_for_all_ranks` reports other missing ranks.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -222,29 +220,31 @@ def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timede
             raise MegatfmError(
                 f"rank 0 of {world_size} did not start within {timeout.total_seconds():g} s: check its log or its node"
             ) from error
-        part = dist.PrefixStore(store.get(f"megatfm/welcome/{name}").decode(), store)
-        part.set(f"megatfm/knows/{rank}", "1")
-        return part
-    part = dist.PrefixStore(name, store)
+        prefixed = dist.PrefixStore(store.get(f"megatfm/welcome/{name}").decode(), store)
+        prefixed.set(f"megatfm/knows/{rank}", "1")
+        return prefixed
+    prefixed = dist.PrefixStore(name, store)
     missing, answered = set(range(1, world_size)), dict[int, bytes]()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < deadline:
         for peer in sorted(missing):
-            if part.check([f"megatfm/knows/{peer}"]):
+            if prefixed.check([f"megatfm/knows/{peer}"]):
                 missing.remove(peer)
             elif store.check([f"megatfm/hello/{peer}"]):
-                # It may be of an earlier start, for which no rank waits any more: then another one follows.
+                # A hello from an earlier start is answered too; the rank's new hello then follows.
                 hello = store.get(f"megatfm/hello/{peer}")
                 if answered.get(peer) != hello:
                     store.set(f"megatfm/welcome/{hello.decode()}", name)
                     answered[peer] = hello
         time.sleep(RESTART_POLL_SECONDS)
-    return part
+    return prefixed
 
 
 def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: timedelta, since: float) -> None:
-    """Wait until all ranks have arrived. Raises MegatfmError with the ranks that didn't arrive within `timeout` of
-    `since`, a time of time.monotonic()."""
+    """Wait until all ranks have arrived.
+
+    Raises MegatfmError that names the ranks missing `timeout` after `since` (a time of time.monotonic()).
+    """
     store.set(f"megatfm/here/{env.rank}", socket.gethostname())
     if store.add("megatfm/arrived", 1) == env.world_size:
         store.set("megatfm/all", "1")
@@ -259,7 +259,7 @@ def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: tim
         if time.monotonic() < deadline:
             continue
         names = _name_missing_ranks(store, env.world_size)
-        if not names:  # the last came, and has not said so yet
+        if not names:  # the last rank has arrived, but not yet set "megatfm/all"
             raise error
         if env.rank == 0:
             time.sleep(2 * POLL_INTERVAL.total_seconds())  # as above
@@ -270,8 +270,11 @@ def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: tim
 
 
 def _name_missing_ranks(store: dist.Store, world_size: int) -> str:
-    """Return the numbers of ranks that have not come, "" if all have. The first that asks looks, and tells the others:
-    of 10,000 ranks that each look for all, the store would be asked 10⁸ times."""
+    """Return the missing ranks as text, "" if there are none.
+
+    Only the first caller checks each rank, and posts the result for the others: if each of 10,000 ranks checked all,
+    the store would get 10⁸ requests.
+    """
     if store.add("megatfm/looks", 1) > 1:
         store.wait(["megatfm/missing"], LOOK_TIMEOUT)
         return store.get("megatfm/missing").decode()
@@ -293,7 +296,7 @@ def _poll_store(store: dist.Store) -> dist.DistError | None:
 def _rendezvous_over_mpi(
     env: ProcessEnvironment, timeout: timedelta
 ) -> tuple[ProcessEnvironment, dist.Store]:
-    """Agree over MPI on a port that rank 0 has just opened, then leave MPI: torch talks for itself from here on."""
+    """Broadcast the address of rank 0's store over MPI, then finalise MPI: torch needs only the store."""
     try:
         import mpi4py
 
@@ -317,12 +320,12 @@ def _rendezvous_over_mpi(
             f"mpirun started {env.world_size} processes, but mpi4py sees {world.size}: it loads another MPI library "
             f"({MPI.Get_library_version().split(',')[0].strip()}); point MPI4PY_LIBMPI at the one of this mpirun"
         )
-    places = world.allgather((machine(), socket.gethostname()))
+    hosts = world.allgather((machine(), socket.gethostname()))
     store = None
     address, port, problem = "", 0, None
     if world.rank == 0:
         try:
-            address = _own_address(places)
+            address = _reachable_address(hosts)
             store = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
             port = store.port
         except (MegatfmError, RuntimeError) as error:
@@ -331,20 +334,20 @@ def _rendezvous_over_mpi(
     if is_started_here:
         MPI.Finalize()
     if problem is not None:
-        raise MegatfmError(f"rank 0 on {places[0][1]} can't wait for the others: {problem}")
+        raise MegatfmError(f"rank 0 on {hosts[0][1]} can't wait for the others: {problem}")
     if store is None:
         store = dist.TCPStore(address, port, env.world_size, False, timeout)
     return replace(env, address=address, port=port), store
 
 
-def _own_address(places: Sequence[tuple[str, str]]) -> str:
-    """The address at which the others reach rank 0, this one. places: machine and host name of each rank.
+def _reachable_address(hosts: Sequence[tuple[str, str]]) -> str:
+    """Find an address of this host (rank 0's) that the other hosts can reach.
 
-    Return the address of this host as another host sees it; its own name may resolve to another address. Raises
-    MegatfmError where it can't be found and MASTER_ADDR isn't set.
+    hosts: machine id and host name of each rank. The result is the local address of the route to another host, as this
+    host's own name may resolve to an unreachable one. Raises MegatfmError if there is none and MASTER_ADDR isn't set.
     """
-    (own_machine, name), *_ = places
-    other_hosts = {host for machine, host in places if machine != own_machine}
+    (own_machine, name), *_ = hosts
+    other_hosts = {host for machine, host in hosts if machine != own_machine}
     if not other_hosts:
         return "127.0.0.1"
     reason = ""
@@ -356,7 +359,7 @@ def _own_address(places: Sequence[tuple[str, str]]) -> str:
                 with socket.socket(family, kind) as probe:
                     probe.connect(socket_address)  # UDP: picks the route, sends nothing
                     address = str(probe.getsockname()[0])
-                if not address.startswith("fe80:"):  # which is of one cable, and needs an interface with it
+                if not address.startswith("fe80:"):  # link-local: useless without an interface
                     return address
         except OSError as error:
             reason = reason or f"{other_host}: {error.strerror or error}"

@@ -19,23 +19,23 @@ T = TypeVar("T")
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 AXES = (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR)
-"""From the slowest to the fastest: neighbouring ranks, on one node, share an axis of tensor parallelism, those next to
-them parts of rows; pipeline ranks, which talk least, are farthest apart."""
+"""From the slowest to the fastest. Tensor-parallel ranks are neighbours, so they share a node; context-parallel ranks
+come next; pipeline ranks, which communicate least, are farthest apart."""
 EXPERT_SHARD, EXPERT = "edp", "ep"
 EXPERT_AXES = (EXPERT_SHARD, EXPERT)
 EXPERT_FOLD_AXES = (SHARD, CONTEXT)
-"""The axes that are EXPERT_SHARD × EXPERT for experts. Ranks along EXPERT hold different experts and send
-each other their tokens; ranks along EXPERT_SHARD hold the same ones, and ZeRO cuts these over them. TENSOR may be one
-of them as well (`parallel.expert_tp`)."""
+"""The axes that EXPERT_SHARD × EXPERT replace for experts. Ranks along EXPERT hold different experts and exchange
+tokens; ranks along EXPERT_SHARD hold the same experts, which ZeRO shards over them. TENSOR may be folded in too
+(`parallel.expert_tp`)."""
 ALL_AXES = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
 """All axes, from the slowest to the fastest."""
 
 
 @dataclass(frozen=True)
 class DataAxes:
-    """The axes over which ranks hold the same block of a parameter and see other rows, or other parts of rows.
+    """Axes whose ranks hold the same block of a parameter and process other rows, or other parts of rows.
 
-    ZeRO cuts the block over `shard`; copies are on the ranks of `replicate` and of `context`, if there are such axes.
+    ZeRO shards the block over `shard`; the ranks of `replicate` and `context` (None: no such axis) hold copies.
     """
 
     shard: str
@@ -44,18 +44,18 @@ class DataAxes:
 
     @property
     def replicate_axes(self) -> tuple[str, ...]:
-        """The axes that ZeRO leaves whole."""
+        """The data axes over which ZeRO doesn't shard."""
         return tuple(axis for axis in (self.replicate, self.context) if axis is not None)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All axes over which gradients are summed, the one that ZeRO cuts over in front."""
+        """All axes over which gradients are summed, the ZeRO axis first."""
         return (self.shard, *self.replicate_axes)
 
 
 @dataclass(frozen=True)
 class RowReaders:
-    """Context-parallel ranks that read the same rows: each reads some, and broadcasts them to the others
+    """Context-parallel ranks that need the same rows: each reads some and broadcasts them to the others
     (`megatfm.data.loader.ReaderGroup`)."""
 
     rank: int
@@ -63,22 +63,22 @@ class RowReaders:
     group: ProcessGroup
 
     def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
-        """The rows of the first `n_readers` ranks, on all ranks."""
+        """Broadcast the rows of the first `n_readers` ranks to all ranks."""
         return object_collectives.broadcast_each(local_rows, n_readers, self.group)
 
 
 DENSE_DATA_AXES = DataAxes(SHARD, REPLICATE, CONTEXT)
-"""Data axes of all parameters but experts on different ranks."""
+"""Data axes of all parameters except experts under expert parallelism."""
 EXPERT_DATA_AXES = DataAxes(EXPERT_SHARD, REPLICATE)
-"""Data axes of experts on different ranks."""
+"""Data axes of experts under expert parallelism."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A torch DeviceMesh with `AXES`, and what the rooms above ask of it.
+    """A torch DeviceMesh with `AXES`, and the ranks, groups and reductions derived from it.
 
-    expert_mesh: the same ranks, with EXPERT_SHARD and EXPERT in the place of the folded axes; None where every rank
-    holds all experts. expert_tp: see `parallel.expert_tp`.
+    expert_mesh: the same ranks with EXPERT_SHARD and EXPERT instead of the folded axes; None without expert
+    parallelism. expert_tp: see `parallel.expert_tp`.
     """
 
     device_mesh: DeviceMesh
@@ -86,7 +86,7 @@ class Mesh:
     expert_tp: str = "by_expert"
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis; 1 for one that divides nothing."""
+        """Number of ranks along an axis; 1 for an unused axis."""
         if axis == EXPERT and self.expert_mesh is None:
             return 1
         mesh = self._mesh_with(axis)
@@ -97,7 +97,7 @@ class Mesh:
         return self._mesh_with(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
-        """The ranks that differ from this one along that axis alone, itself included."""
+        """Process group of this rank along one axis: the ranks that differ only in that coordinate."""
         if axis == EXPERT and self.size(EXPERT_SHARD) == 1:
             folded = axes_folded_into_ep(self.expert_tp)
             nontrivial = [folded_axis for folded_axis in folded if self.size(folded_axis) > 1]
@@ -107,7 +107,7 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Over how many ranks a global batch is divided."""
+        """Number of ranks over which a global batch is divided."""
         return self.size(REPLICATE) * self.size(SHARD)
 
     @property
@@ -117,12 +117,12 @@ class Mesh:
 
     @property
     def row_readers(self) -> RowReaders:
-        """The ranks that get the same rows, and read them together."""
+        """The ranks that process the same rows, and share the reading."""
         return RowReaders(self.rank(CONTEXT), self.size(CONTEXT), self.group(CONTEXT))
 
     @property
     def gradient_ranks(self) -> int:
-        """Over how many ranks a gradient is summed: those of the data, and of the contexts that rows are cut over."""
+        """Number of ranks over which a gradient is summed: data-parallel × context-parallel ranks."""
         return self.data_ranks * self.size(CONTEXT)
 
     @property
@@ -132,7 +132,7 @@ class Mesh:
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """The axes over which the sums of a loss's terms are still to be added up."""
+        """Axes over which the local sums of the loss terms are reduced."""
         return (*DENSE_DATA_AXES.all, PIPELINE)
 
     @property
@@ -147,7 +147,7 @@ class Mesh:
         return (*self.loss_axes, *(axis for axis in self._axes if axis not in self.loss_axes))
 
     def fsdp_mesh(self, data: DataAxes) -> DeviceMesh:
-        """The mesh that FSDP2 gets: copies × shard, or shard alone."""
+        """The mesh for FSDP2: replicas × shard (HSDP), or shard alone."""
         mesh = self._mesh_with(data.shard)
         copies = tuple(axis for axis in sort_axes(data.replicate_axes) if self.size(axis) > 1)
         if not copies:
@@ -164,8 +164,10 @@ class Mesh:
                 dist.all_reduce(tensor, group=self.group(axis))
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
-        """One process group over several axes, made once. If only one axis has more than one rank, that axis's group.
-        Expert axes combined with the axes that they are folded from mean all of these."""
+        """One process group over several axes (cached); the axis's own group if only one has more than one rank.
+
+        Expert axes together with the axes that they are folded from stand for all the folded axes.
+        """
         outer, expert_axes = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
         if expert_axes and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
             outer |= set(axes_folded_into_ep(self.expert_tp))
@@ -178,8 +180,8 @@ class Mesh:
         return self._mesh_with(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
     def new_group_along(self, axis: str) -> ProcessGroup:
-        """The ranks of `group(axis)` once more, with a communicator of their own: its collectives don't queue behind
-        those of the other group. Made anew at each call, by all ranks together."""
+        """Create a second group of the ranks of `group(axis)`, with its own communicator, so that its collectives don't
+        queue behind those of the first. A collective of all ranks; each call creates another group."""
         mesh = self._mesh_with(axis)
         dim = (mesh.mesh_dim_names or ()).index(axis)
         lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
@@ -187,7 +189,7 @@ class Mesh:
         return group
 
     def group_names(self, *several: Sequence[str]) -> dict[str, str]:
-        """Name of each axis's process group → the axis, and of the flat groups of several axes. A collective."""
+        """Process group name → axis, or axes joined by " × ". several: axes of flat groups. A collective."""
         names = {
             str(self.flat_group(axes).group_name): " × ".join(
                 axis for axis in sort_axes(axes) if self.size(axis) > 1
@@ -201,11 +203,11 @@ class Mesh:
         return names | {str(self.group(axis).group_name): axis for axis in AXES}
 
     def gather_objects(self, item: Any, axes: Sequence[str]) -> list[Any]:
-        """The items of all ranks of `flat_group(axes)`, in its order."""
+        """All-gather objects over `flat_group(axes)`, in the order of its ranks."""
         return object_collectives.all_gather(item, self.flat_group(axes))
 
     def describe(self) -> str:
-        """The sizes of the axes in words; pp, cp and ep only where they divide anything."""
+        """Axis sizes as text, such as "dp_shard 4 × tp 2"; pp, cp and ep only if larger than 1."""
         sizes = describe_sizes({axis: self.size(axis) for axis in AXES})
         return sizes if self.expert_mesh is None else f"{sizes}, experts over {self.size(EXPERT)} of them"
 
@@ -222,24 +224,27 @@ class Mesh:
 
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
-    """Axes in the mesh's own order, the slowest first."""
+    """Sort axes by the order of the mesh, the slowest first."""
     axis_set = set(axes)
     return tuple(axis for axis in ALL_AXES if axis in axis_set)
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """A layout in words; pipelines and contexts only where there are some."""
+    """Axis sizes as text, such as "dp_shard 4 × tp 2"; pp and cp only if larger than 1."""
     rare = PIPELINE, CONTEXT
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis not in rare or size > 1)
 
 
 def axes_folded_into_ep(expert_tp: str) -> tuple[str, ...]:
-    """The axes among whose ranks `ep` divides experts."""
+    """The axes that expert parallelism takes its ranks from."""
     return (*EXPERT_FOLD_AXES, TENSOR) if expert_tp == "folded" else EXPERT_FOLD_AXES
 
 
 def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Size of each axis, dp_shard = −1 filled in. Raises UsageError when the product is not the world size."""
+    """Compute the size of each axis (dp_shard = −1: the remaining ranks).
+
+    Raises UsageError if the product is not the world size.
+    """
     fixed = config.pp * config.dp_replicate * config.cp * config.tp
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
     sizes = dict(zip(AXES, (config.pp, config.dp_replicate, shard, config.cp, config.tp), strict=True))
@@ -258,14 +263,14 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
         axes = [axis for axis in axes_folded_into_ep(config.expert_tp) if axis == SHARD or sizes[axis] > 1]
         raise UsageError(
             f"parallel.ep = {config.ep} does not divide the {n_ranks} ranks of "
-            f"{' × '.join(f'parallel.{axis}' for axis in axes)}, over which experts lie: the nearest that does is "
-            f"{nearest_divisor(n_ranks, config.ep)}"
+            f"{' × '.join(f'parallel.{axis}' for axis in axes)}, over which experts lie: "
+            f"the nearest that does is {nearest_divisor(n_ranks, config.ep)}"
         )
     return sizes
 
 
 def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mesh:
-    """The mesh of a layout over all ranks of the default process group. Raises UsageError if it doesn't fit."""
+    """Build the mesh over all ranks of the default process group. Raises UsageError if the layout doesn't fit."""
     sizes = axis_sizes(config, world_size)
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     if config.ep == 1:

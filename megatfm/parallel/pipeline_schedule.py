@@ -1,16 +1,16 @@
-"""Pipeline schedules: which rank runs which pass of which stage, in which order.
+"""Pipeline schedules: the order of forward and backward passes on each rank.
 
 | Schedule | Stages a rank | Source |
 |---|---|---|
 | gpipe | 1 | all forward, then all backward (Huang et al. 2019) |
-| 1f1b | 1 | one forward, one backward (Narayanan et al. 2019; Fan et al. 2021): p micro-batches at most on a rank |
+| 1f1b | 1 | one forward, one backward (Narayanan et al. 2019; Fan et al. 2021): at most p micro-batches in flight |
 | interleaved | v, in a loop | Narayanan et al. 2021 |
-| interleaved-zero-bubble | v, in a loop | weights' gradients fill the gaps (Qi et al. 2023) |
+| interleaved-zero-bubble | v, in a loop | weight gradients fill the bubbles (Qi et al. 2023) |
 | zbv | 2, in a V | Qi et al. 2024 |
 | dualpipev | 2, in a V | DeepSeek-AI 2024, its V form |
 
-The last four orders are torch's. An order for more micro-batches than there are stays one when the actions of those
-beyond are left out, so each schedule takes any number of micro-batches. `engines/pipeline.py` carries orders out.
+The last four come from torch. They need certain numbers of micro-batches, so we plan for enough of them and drop the
+actions of the surplus ones; the remaining order is still valid. `engines/pipeline.py` executes the schedules.
 """
 
 from collections import deque
@@ -22,15 +22,15 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 Kind = Literal["F", "B", "I", "W", "send F", "recv F", "send B", "recv B"]
-"""Forward; backward, whole (B) or in two parts: of the input (I) and later of the weights (W); transfers."""
+"""Forward (F); backward: full (B), or split into input gradients (I) and, later, weight gradients (W); transfers."""
 
 V_SHAPED = ("zbv", "dualpipev")
 SPLITS_BACKWARD = ("interleaved-zero-bubble", *V_SHAPED)
-"""Schedules that compute gradients of weights apart from those of inputs."""
+"""Schedules that split the backward pass into input and weight gradients."""
 
 
 class Action(NamedTuple):
-    """Action of a rank on one micro-batch in one of its stages."""
+    """One pass or transfer of one micro-batch in one stage."""
 
     stage: int
     kind: Kind
@@ -38,18 +38,18 @@ class Action(NamedTuple):
 
 
 Schedule = list[list[Action]]
-"""By rank."""
+"""Actions in order, by rank."""
 
 
 def stage_to_rank(schedule: str, ranks: int, virtual: int) -> list[int]:
-    """The rank of each stage: in a loop, or in a V, down the ranks and up again."""
+    """The rank of each stage: in a loop over the ranks, or in a V (down the ranks and up again)."""
     if schedule in V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(ranks * virtual)]
 
 
 def build_schedule(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
-    """The order of forward and backward passes on each rank."""
+    """Order the forward and backward passes on each rank. virtual: stages per rank."""
     if schedule == "gpipe":
         kinds: tuple[Kind, Kind] = ("F", "B")
         return [[Action(r, kind, i) for kind in kinds for i in range(microbatches)] for r in range(ranks)]
@@ -71,24 +71,26 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
 def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     from torch.distributed.pipelining import schedules
 
-    schedule_class, at_least = {
+    schedule_class, min_microbatches = {
         "interleaved": (schedules.ScheduleInterleaved1F1B, 1),
         "interleaved-zero-bubble": (schedules.ScheduleInterleavedZeroBubble, 1),
         "zbv": (schedules.ScheduleZBVZeroBubble, 1),
         "dualpipev": (schedules.ScheduleDualPipeV, 2 * ranks),
     }[schedule]
-    fitting = max(microbatches, at_least)
-    if fitting % max(1, fitting // ranks):
-        fitting = -(-fitting // ranks) * ranks
+    n_planned = max(microbatches, min_microbatches)
+    if n_planned % max(1, n_planned // ranks):
+        n_planned = -(-n_planned // ranks) * ranks
     stages = [
         FakeStage(stage_index=stage, num_stages=ranks * virtual, group_size=ranks)
         for stage, rank in enumerate(stage_to_rank(schedule, ranks, virtual))
         if rank == 0
     ]
-    order = torch_pipeline_order(schedule_class, stages, fitting)
+    order = torch_pipeline_order(schedule_class, stages, n_planned)
     actions_by_rank: Schedule = []
     for rank in range(ranks):
-        steps = [part for step in order[rank] if step is not None for part in (step.sub_actions or (step,))]
+        steps = [
+            action for step in order[rank] if step is not None for action in (step.sub_actions or (step,))
+        ]
         actions_by_rank.append(
             [
                 Action(step.stage_index, step.computation_type.value, step.microbatch_index)
@@ -101,10 +103,9 @@ def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) ->
 
 @dataclass
 class FakeStage:
-    """Stands in for a stage of torch.distributed.pipelining, of which none is ever made: torch's schedules ask a stage
-    for its index before they plan, and its reduction of gradients for its module. torch writes on it where others are.
+    """Stand-in for a torch PipelineStage, with the few attributes that torch's schedules and gradient reduction read.
 
-    `tests/unit/parallel/test_torch_stage.py` says with which version of torch they ask for more.
+    `tests/unit/parallel/test_torch_stage.py` fails if a new torch reads more.
     """
 
     submod: nn.Module = field(default_factory=nn.Identity)
@@ -115,22 +116,22 @@ class FakeStage:
 
 
 def torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatches: int) -> Any:
-    """Rank → its actions, by one of torch's schedules for several stages on a rank. stages: those of rank 0."""
+    """Rank → actions, from a torch schedule with several stages per rank. stages: those of rank 0."""
     return schedule(stages, microbatches).pipeline_order
 
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Have FSDP2 reduce the gradients of a module's last backward passes, without scaling them. A collective."""
+    """Make FSDP2 reduce a module's accumulated gradients, unscaled. A collective."""
     from torch.distributed.pipelining import PipelineStage
 
     PipelineStage.perform_reduce_grad(FakeStage(module), 1)  # type: ignore[arg-type]
 
 
 def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule:
-    """Add sends and receives: each receive stands where its sender sends if all ranks go step by step, so that two
-    ranks meet the transfers between them in the same order, which NCCL needs.
+    """Add sends and receives. Ranks are simulated in lockstep, and each receive is put where its send happens, so that
+    two ranks see their transfers in the same order, as NCCL requires.
 
-    Raises ValueError for orders that deadlock.
+    Raises ValueError for a schedule that deadlocks.
     """
     pending, done = [deque(order) for order in actions_by_rank], set[tuple[int, str, int]]()
     planned: Schedule = [[] for _ in actions_by_rank]
@@ -151,9 +152,7 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
                 planned[rank].append(Action(action.stage, send, action.microbatch))
                 planned[rank_of[target]].append(Action(target, receive, action.microbatch))
         if not moved:
-            raise ValueError(
-                f"the order of a schedule waits for ever: {[queue[0] for queue in pending if queue]}"
-            )
+            raise ValueError(f"the schedule deadlocks at: {[queue[0] for queue in pending if queue]}")
     return planned
 
 
@@ -162,7 +161,7 @@ def _done(action: Action) -> tuple[int, str, int]:
 
 
 def _needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
-    """Passes that must be done before, by any rank."""
+    """Passes, of any rank, that must come before this action."""
     stage, kind, i = action
     if kind == "F":
         return [(stage - 1, "F", i)] if stage else []
@@ -174,12 +173,12 @@ def _needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
 BackwardPart = Literal["inputs", "weights"]
 
 _UNDER_WAY: list[BackwardPart] = []
-"""A variable of the process, not of a thread: on a GPU, autograd runs functions in threads of its own."""
+"""A global, not a thread-local: on a GPU, autograd runs backward functions in its own threads."""
 
 
 @contextmanager
 def under_way(part: BackwardPart) -> Iterator[None]:
-    """Mark calls of autograd as one part of a backward pass in two, for functions that compute both parts at once."""
+    """Mark which part of a split backward pass runs, for autograd functions that compute both at once."""
     _UNDER_WAY.append(part)
     try:
         yield
@@ -188,5 +187,5 @@ def under_way(part: BackwardPart) -> Iterator[None]:
 
 
 def current_part() -> BackwardPart | None:
-    """The part that is under way; None in a backward pass that is not split."""
+    """The part of the backward pass that runs now; None if it is not split."""
     return _UNDER_WAY[-1] if _UNDER_WAY else None

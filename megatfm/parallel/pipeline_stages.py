@@ -1,7 +1,7 @@
-"""Pipeline stages: where a model is cut, which rank holds what, and pruning a rank's model to its own stages.
+"""Pipeline stages: where a model is split, which rank holds which modules, and pruning a model to a rank's stages.
 
-A model is known here by its list of split points (`megatfm.split_points`). A rank keeps the modules of its own stages;
-a parameter that stages of several ranks use is held by each of these, under its one name.
+This module knows a model by its list of split points (`megatfm.split_points`). A rank keeps the modules of its own
+stages; if stages of several ranks use a parameter, each of them holds it under the same name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from megatfm.split_points import CarrySpec, SplitPoint, Splittable, live_fields
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A slice of a model's split points. inputs, outputs: the parts of the carry that come in and go out."""
+    """A slice of a model's split points. inputs, outputs: fields of the carry that it receives and sends."""
 
     index: int
     rank: int
@@ -27,25 +27,25 @@ class PipelineStage:
     inputs: Mapping[str, CarrySpec]
     outputs: Mapping[str, CarrySpec]
     produced: frozenset[str]
-    """The outputs that its split points write; the others only pass through."""
+    """Outputs that its split points write; the others only pass through."""
     inputs_with_grad: frozenset[str]
-    """The inputs that depend on weights that are trained, so that their gradients go back."""
+    """Inputs that depend on trained weights, so their gradients are sent back."""
     outputs_with_grad: frozenset[str]
-    """Likewise of the outputs."""
+    """Outputs that depend on trained weights."""
     cost: float
-    """Cost of a row, in multiply-accumulates."""
+    """Multiply-accumulates of a row."""
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """The part of a model's output that an objective reads, from one stage or all."""
+    """The fields of a model's output that an objective reads."""
 
     losses: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All stages of a model, and on which pipeline ranks each parameter is."""
+    """All stages of a model, and the pipeline ranks of each parameter."""
 
     schedule: str
     ranks: int
@@ -53,7 +53,7 @@ class Pipeline:
     stages: Sequence[PipelineStage]
     parameter_ranks: Mapping[str, tuple[int, ...]]
     sequence_shards: int = 1
-    """Ranks that share a sequence between blocks."""
+    """Number of ranks that shard the sequence between blocks (tp with sequence parallelism)."""
     module_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Pipeline ranks of each module with buffers."""
     frozen: frozenset[str] = frozenset()
@@ -65,11 +65,11 @@ class Pipeline:
         return [stage.rank for stage in self.stages]
 
     def stages_of(self, rank: int) -> list[PipelineStage]:
-        """The stages that a pipeline rank holds, in the order in which a micro-batch meets them."""
+        """The stages of a pipeline rank, in the order of the forward pass."""
         return [stage for stage in self.stages if stage.rank == rank]
 
     def table(self) -> str:
-        """The stages as a table, for people."""
+        """The stages as a table, for plan.txt."""
         total = sum(stage.cost for stage in self.stages)
         lines = [f"pipeline  {self.schedule}, {len(self.stages)} stages on {self.ranks} ranks", ""]
         lines.append(f"{'stage':<7}{'rank':<6}{'of the cost':<13}{'from':<34}{'to':<34}carries on")
@@ -96,12 +96,11 @@ def split_into_stages(
     at: Sequence[str] | None = None,
     sequence_parts: int = 1,
 ) -> Pipeline:
-    """Cut a whole model (on the meta device) into the stages of a schedule.
+    """Split a full model (on the meta device) into the stages of a schedule.
 
-    lengths: tokens of each input, to weigh encoder against decoder. predicted: the share of them that the objective
-    predicts, where that is known. at: the names of the split points with which all stages but the first begin; left
-    out, cuts are where the costs of stages are most equal. Raises UsageError for a model without split points, and for
-    more stages than it can be cut into.
+    lengths: tokens of each input, to weigh encoder against decoder. predicted: fraction of tokens that the objective
+    predicts, if known. at: names of the split points that begin all stages but the first; None: balance the costs.
+    Raises UsageError for a model without split points, or with too few of them.
     """
     if not hasattr(model, "split_points"):
         raise UsageError(
@@ -150,14 +149,14 @@ def split_into_stages(
 def cost(
     model: nn.Module, point: SplitPoint, lengths: Mapping[str, int], predicted: float | None = None
 ) -> float:
-    """Cost of a split point for all tokens of a row: multiply-accumulates with matrices, and of attention."""
+    """Multiply-accumulates of a split point for all tokens of a row, in matmuls and attention."""
     tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
     total = total_cost((model.get_submodule(path) for path in point.modules), tokens)
     return total.matmul_macs + total.attention_macs
 
 
 def _trained(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[str]]:
-    """The parts of the carry that depend on weights that are trained, before each split point and after the last."""
+    """Fields of the carry that depend on trained weights, before each split point and after the last."""
     trained = [frozenset[str]()]
     for point in points:
         trains = any(
@@ -198,8 +197,10 @@ def _suggest_layout(schedule: str, ranks: int, virtual: int, max_stages: int) ->
 
 
 def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> list[int]:
-    """Find where stages 1, 2, … begin, so that the sum of the stages' squared costs is least. starts: where they
-    may."""
+    """Find where stages 1, 2, … begin, such that the sum of squared stage costs is minimal (dynamic programming).
+
+    starts: split points at which a stage may begin.
+    """
     ends = [*starts[1:], len(costs)]
     pieces = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
     sums = [0.0]
@@ -221,8 +222,7 @@ def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> lis
 
 
 def _may_begin(point: SplitPoint, cost: float) -> bool:
-    """Whether a stage may begin here: at something that costs, or at a stack, never at an embedding's neighbour or a
-    norm."""
+    """Whether a stage may begin here: at a point with matmuls, or at an embedding; never at a lone norm."""
     return cost > 0 or point.name.endswith("embedding")
 
 
@@ -257,9 +257,9 @@ def _used(model: nn.Module, stages: Sequence[PipelineStage]) -> set[nn.Parameter
 
 
 def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
-    """Remove from a model all modules that these stages don't use.
+    """Remove all modules that these stages don't use.
 
-    A module that owns a parameter which a kept one shares stays too, for the parameter's name.
+    The owner of a tied parameter stays if a used module shares it, so that the parameter keeps its name.
     """
     used = _used(model, stages)
     paths = {path for stage in stages for point in stage.split_points for path in point.modules}
@@ -286,7 +286,7 @@ def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
 def activation_shape(
     field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_parts: int
 ) -> tuple[int, ...]:
-    """Shape of a part of the carry on a rank that holds one of `sequence_parts` parts of the sequence."""
+    """Shape of a field of the carry on a rank that holds one of `sequence_parts` shards of the sequence."""
     rows, length = batch[field.shape_of].shape[:2]
     if field.length_of is not None:
         length = field.length_of(batch)

@@ -1,9 +1,9 @@
-"""While ranks meet: ranks that a signal has stopped (SIGSTOP) are named, and end, long before the others give up.
+"""Watchdogs of the rendezvous: they report ranks stopped by a signal (SIGSTOP) long before the timeout.
 
-Meeting waits inside torch's or MPI's own code, where only the end of the process interrupts it. Two watch: a thread in
-each rank (`StartupWatch`) sees the ranks on its machine, and a small process beside each rank (the sentinel), forked
-before torch is imported, sees that one where it is alone on its machine. The sentinel informs the others through the
-store, then ends the rank, which its launcher sees.
+The rendezvous blocks inside torch or MPI, so only ending the process interrupts it. There are two watchdogs. A thread
+in each rank (`StartupWatch`) watches the ranks on its machine. A small process beside each rank (the sentinel), forked
+before torch is imported, watches that rank, in case it is alone on its machine. The sentinel reports a stopped rank
+through the store, then kills it, which the launcher notices.
 """
 
 import contextlib
@@ -27,12 +27,11 @@ from megatfm.parallel.process_environment import ProcessEnvironment, read_proces
 
 POLL_SECONDS = 0.2
 STOPPED_POLLS = 100
-"""Consecutive polls that find a rank stopped until it counts as lost: twenty seconds in which this process ran
-itself."""
+"""Consecutive polls that find a rank stopped before it counts as lost: twenty seconds of this process running."""
 SIGNALLED_POLLS = 50
-"""Polls after a signal that asks this rank to stop, while others are still missing: the signal may reach them later."""
+"""Polls to wait after a stop signal, while ranks are missing: the signal may reach them later."""
 SENTINEL_POLLS = 125
-"""Polls of a sentinel: five seconds more than ranks of the same machine wait, which can report it themselves."""
+"""Polls of a sentinel: five seconds more than the threads of other ranks on the machine, which report first."""
 SERVE_SECONDS = 20.0
 """How long rank 0 keeps its address open: the others retry every few seconds."""
 STOPPED_KEY = "megatfm/stopped"
@@ -41,16 +40,16 @@ WORLD_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PM
 ASKS_TO_STOP = {signal.SIGUSR1, signal.SIGTERM}
 
 _started: list[tuple[int, int]] = []
-"""Process ids of sentinels, and what to close for them to end."""
+"""Process id of each sentinel, and the file descriptor whose closing ends it."""
 
 
 class StartupWatch:
-    """Ends this process, while entered, when a rank beside it stays stopped, or when it is asked to stop for long."""
+    """Context that ends this process if a rank on the machine stays stopped, or if a stop signal has been pending."""
 
     def __init__(self, env: ProcessEnvironment) -> None:
         self._env = env
         self._over = threading.Event()
-        self._ending = threading.Lock()  # they have met, or it ends this process: not both
+        self._ending = threading.Lock()  # so that the watch can't end the process once the ranks have met
         self._thread = threading.Thread(target=self._watch, name="megatfm-startup-watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -89,7 +88,7 @@ class StartupWatch:
 
 
 def stopped_here(env: ProcessEnvironment) -> list[int]:
-    """Ranks of the same run, started by the process that started this one, that a signal has stopped."""
+    """Stopped ranks of this run among the children of this process's parent."""
     ranks = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
@@ -102,7 +101,7 @@ def stopped_here(env: ProcessEnvironment) -> list[int]:
 
 
 def start_sentinel(environment: Mapping[str, str] = os.environ) -> None:
-    """Fork a sentinel, where the environment speaks of other ranks. To be called before there are threads."""
+    """Fork a sentinel if the environment has several ranks. Call it before any thread starts."""
     if _started or all(environment.get(size, "1") in ("", "1") for size in WORLD_SIZES):
         return
     reading, writing = os.pipe()
@@ -112,9 +111,9 @@ def start_sentinel(environment: Mapping[str, str] = os.environ) -> None:
         _started.append((process, writing))
         return
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it ends with the rank, not before
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it must outlive the rank
         os.close(writing)
-        with contextlib.suppress(MegatfmError):  # the rank says it
+        with contextlib.suppress(MegatfmError):  # the rank itself reports it
             _run_sentinel(watched, reading, read_process_environment(environment))
     finally:
         os._exit(0)
@@ -130,32 +129,32 @@ def end_sentinel() -> None:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a signal has stopped a process (always False but on Linux)."""
+    """Whether a signal has stopped a process (Linux only; elsewhere False)."""
     try:
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except (OSError, IndexError):
         return False
 
 
-def _run_sentinel(rank: int, line: int, env: ProcessEnvironment) -> None:
-    """Watch until the rank closes its end of the line, as its death does, too."""
+def _run_sentinel(rank_pid: int, pipe: int, env: ProcessEnvironment) -> None:
+    """Watch a rank until its end of the pipe closes, at the latest by its death."""
     n_polls = 0
     while n_polls <= SENTINEL_POLLS:
-        if env.world_size == 1 or select.select([line], [], [], POLL_SECONDS)[0]:
+        if env.world_size == 1 or select.select([pipe], [], [], POLL_SECONDS)[0]:
             return
-        n_polls = n_polls + 1 if is_stopped(rank) else 0
+        n_polls = n_polls + 1 if is_stopped(rank_pid) else 0
     text = (
         f"rank {env.rank} of {env.world_size} on {socket.gethostname()} is stopped (SIGSTOP), and was not "
         "continued while the others waited to meet it"
     )
     os.write(2, f"error: {text}\n".encode())
     _announce(env, text)
-    if is_stopped(rank):
-        os.kill(rank, signal.SIGKILL)
+    if is_stopped(rank_pid):
+        os.kill(rank_pid, signal.SIGKILL)
 
 
 def _announce(env: ProcessEnvironment, text: str) -> None:
-    """Write it to the store. mpirun and torchrun's agents, which have other ways to meet, see that the rank ends."""
+    """Write the message to the store. Under mpirun and torchrun's agents, the launcher notices the rank's end."""
     if env.address is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     import torch.distributed as dist

@@ -48,7 +48,7 @@ def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start,
     assert again.wait(120) == [EXIT_OK, EXIT_OK], again.said(0)
     log = (first.folder / "logs" / "rank-0.log").read_text()
     assert f"{newest.name} is not used: cannot read {newest}/metadata.json: Permission denied" in log
-    assert f"what a killed save left stays: cannot remove {stuck}" in log
+    assert f"a leftover of a killed save could not be removed: cannot remove {stuck}" in log
     assert not partial.exists()
     assert [event["detail"] for event in again.events() if event["event"] == "resumed"] == [
         f"from {before.name}"

@@ -35,7 +35,7 @@ def simulate(
                 kind = "B" if action.kind == "I" else action.kind
                 free[rank] = ends[action.stage, kind, action.microbatch] = start + seconds[action.kind]
         if sum(map(len, queues)) == waiting:
-            raise ValueError(f"the order waits for ever: {[queue[0] for queue in queues if queue]}")
+            raise ValueError(f"the schedule deadlocks at: {[queue[0] for queue in queues if queue]}")
     return [
         Busy(first, last, sum(seconds[action.kind] for action in order))
         for first, last, order in zip(starts, free, actions_by_rank, strict=True)

@@ -97,7 +97,7 @@ def test_what_can_not_be_removed_is_said(
     assert find_latest(tmp_path) == path
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert warnings[0].startswith("an old checkpoint stays: cannot remove ")
+    assert warnings[0].startswith("an old checkpoint could not be removed: cannot remove ")
 
 
 def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
@@ -135,7 +135,9 @@ def test_leftovers_that_can_not_be_removed_are_in_nobody_s_way(
 
     monkeypatch.setattr(file_io, "remove_tree", refuse)
     assert remove_leftovers(tmp_path) == [other]
-    assert caplog.messages == [f"what a killed save left stays: cannot remove {stuck}: Permission denied"]
+    assert caplog.messages == [
+        f"a leftover of a killed save could not be removed: cannot remove {stuck}: Permission denied"
+    ]
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(
     save_step(tmp_path, 5)
     (aside,) = tmp_path.glob(".step-00000005.damaged-*")
     remove_leftovers(tmp_path)
-    assert f"{aside}: a damaged checkpoint, kept until a later one is verified" in caplog.text
+    assert f"{aside} is a damaged checkpoint, kept until a later one is verified" in caplog.text
     newest = save_step(tmp_path, 6)
     for verified in (None, save_step(tmp_path, 4)):
         purge_old_checkpoints(newest, 9, verified=verified)

@@ -132,7 +132,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if len(actual) >= total:
             all_others.set()
 
-    monkeypatch.setattr(staging, "PART_BYTES", 40)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 40)
     monkeypatch.setattr(staging, "_copy", note)
     return actual
 
@@ -165,7 +165,7 @@ def test_who_helps_and_is_interrupted_leaves_nothing_out(
             raise KeyboardInterrupt
         copy(*part)
 
-    monkeypatch.setattr(staging, "PART_BYTES", 40)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 40)
     monkeypatch.setattr(staging, "_copy", interrupt)
     with Saver(tmp_path) as saving:
         saving.save(1, halves(1), {}, wait_for_staging=False)
@@ -298,7 +298,7 @@ def test_an_error_elsewhere_lets_a_running_save_finish(
         saving = Saver(tmp_path)
         with pytest.raises(ZeroDivisionError):
             save_and_fail(saving, 2)
-        assert "the checkpoint of step 2 is given up" in caplog.text
+        assert "the checkpoint of step 2 was abandoned" in caplog.text
         thread = saving._thread
         release.set()
         assert thread is not None
@@ -368,4 +368,4 @@ def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
     with Saver(tmp_path, keep=1) as kept:
         kept.save(3, tensors(3), {})
     assert steps(tmp_path) == [3]
-    assert caplog.messages == ["old checkpoints stay: can't list checkpoints: Input/output error"]
+    assert caplog.messages == ["old checkpoints could not be removed: can't list checkpoints: Input/output error"]

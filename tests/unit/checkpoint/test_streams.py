@@ -170,5 +170,5 @@ def test_memory_that_cannot_be_pinned_is_said(tmp_path: Path, caplog: pytest.Log
         cuda.cudaHostRegister = lambda *_: 2  # type: ignore[method-assign]
         saver.save(1, {"moved": moved}, {})
         saver.wait_for_save()
-    assert "copies of what is saved are slower" in caplog.text
+    assert "staging copies of checkpoints will be slower" in caplog.text
     assert bool((read_tensors(tmp_path / "step-00000001")["moved"] == 1).all())

@@ -293,7 +293,7 @@ def test_training_starts_from_a_converted_folder(tmp_path: Path, workers: Worker
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     (logits,) = workers.run(trained_on_from, 1, str(tmp_path / "ours"))
     torch.testing.assert_close(logits, reference(DECODER_TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
-    with pytest.raises(UsageError, match="in the Hugging Face format: make a folder of ours of it with"):
+    with pytest.raises(UsageError, match="in the Hugging Face format: convert it with"):
         load(tmp_path / "theirs")
 
 

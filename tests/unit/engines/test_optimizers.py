@@ -196,7 +196,7 @@ def test_an_optimizer_that_is_not_elementwise_is_found_out() -> None:
     optimizer = ElementwiseOptimizer(OptimizerGroup(["w"], "elementwise", Rows), {"w": weight})
     optimizer.step({"w": weight.clone()}, 0.1)
     with pytest.raises(
-        MegatfmError, match=r"state rows of w is \[3\], its block \[3, 2\].*needs='whole_tensor'"
+        MegatfmError, match=r"state rows of w is \[3\], its block \[3, 2\].*granularity='whole_tensor'"
     ):
         optimizer.state()
     with pytest.raises(ValueError, match="must be 'elementwise'"):
