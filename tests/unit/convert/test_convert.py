@@ -146,11 +146,11 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
     hf_gpt2().save_pretrained(tmp_path / "theirs")
     with pytest.raises(UsageError, match="exists already"):
         convert(tmp_path / "theirs", tmp_path / "theirs", "megatfm")
-    with pytest.raises(UsageError, match="in that format already: use --to megatfm"):
+    with pytest.raises(UsageError, match="already in that format: use --to megatfm"):
         convert(tmp_path / "theirs", tmp_path / "x", "hf")
     (tmp_path / "empty").mkdir()
     convert(tmp_path / "theirs", tmp_path / "empty", "megatfm")
-    with pytest.raises(UsageError, match="in that format already: use --to hf"):
+    with pytest.raises(UsageError, match="already in that format: use --to hf"):
         convert(tmp_path / "empty", tmp_path / "x", "megatfm")
     with pytest.raises(UsageError, match="there is no such folder: give one with a run or checkpoint"):
         convert(tmp_path / "nothing", tmp_path / "x", "hf")
