@@ -10,11 +10,10 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Key, Value]):
-    """Keeps values of at most `limit` bytes together, but always the last one. Thread-safe.
+    """A least-recently-used cache of at most `limit` bytes; it always keeps the newest value. Thread-safe.
 
-    on_drop: called with the key of a value that is dropped.
-
-    Pickled, it is empty on the other side, so that worker processes start with caches of their own.
+    on_drop: called with the key of each dropped value. Pickling drops the values, so worker processes start with an
+    empty cache.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class ByteCache(Generic[Key, Value]):
         return ByteCache, (self._limit, self._size, self._on_drop)
 
     def get(self, key: Key, load: Callable[[], Value]) -> Value:
-        """The value of `key`, made if it is not here; threads that want the same one wait, others don't."""
+        """Return the value of `key`, loading it on a miss. Threads that need the same key wait for one load."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -56,7 +55,7 @@ class ByteCache(Generic[Key, Value]):
         return len(self._values)
 
     def evict(self, key: Key) -> None:
-        """Drop a value that is not needed again."""
+        """Drop the value of `key`, if cached."""
         with self._lock:
             self._drop(key)
 
@@ -68,10 +67,10 @@ class ByteCache(Generic[Key, Value]):
 
 
 def nbytes(value: Any) -> int:
-    """The size of an array, or of a tuple of arrays."""
+    """Return the bytes of an array, or of nested tuples of arrays."""
     return sum(map(nbytes, value)) if isinstance(value, tuple) else int(value.nbytes)
 
 
 def size_of(value: Any) -> int:
-    """The `nbytes` of a value."""
+    """Return `value.nbytes` as an int."""
     return int(value.nbytes)

@@ -1,4 +1,4 @@
-"""A corpus on disk: random access to its documents through the index, and only whole, checked frames."""
+"""A corpus on disk: random access to its documents through the index. Reads whole, verified frames only."""
 
 import os
 import tarfile
@@ -33,14 +33,14 @@ class Corpus:
     """A folder of shards with a manifest, opened by `Corpus.open`.
 
     A block is one frame: a fixed run of consecutive documents, the unit of reading and of packing.
-    `blocks` [n_blocks + 1] holds the number of each block's first sample, and in the end n_samples.
+    `blocks` [n_blocks + 1] holds the index of each block's first sample, and n_samples at the end.
 
-    Of the index, some bytes a block are held in memory, and of its samples (8 bytes of each) what was used last, or
-    shared by the processes of a machine (see `index_cache`); the text is not. Reading is thread-safe. `folder` is where
-    the corpus lies, or its cache if that is a URL.
+    Memory: a few bytes per block, and 8 bytes per sample for the most recently used indexes; or a file that all
+    processes of a machine map (see `index_cache`). Text is not cached. Reading is thread-safe. `folder` is the corpus
+    folder, or the local cache of a URL.
 
-    A frame is held against the index when it is first read after opening: that its samples lie where they should, and
-    its hash, where there is one. Frames of zstd bear checksums besides, and `samples` holds all against all each time.
+    The first read of a frame verifies it against the index: the offsets of its samples, and its hash if it has one.
+    zstd frames also carry checksums. `read_block_samples` verifies every byte each time.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Corpus:
         self._labels = LabelRule.of(manifest.provenance)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The indexes have them, and may map them.
+        # The indexes hold both arrays, perhaps memory-mapped.
         return {name: value for name, value in vars(self).items() if name not in ("_first_blocks", "blocks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -64,10 +64,10 @@ class Corpus:
 
     @classmethod
     def open(cls, place: str | Path, cache: ShardCacheConfig | None = None) -> Self:
-        """Open a corpus after checking manifest, file sizes and indexes (not the shards' content).
+        """Open a corpus after checking manifest, file sizes and indexes (not the content of shards).
 
-        place: a folder, or a URL whose files are kept in `cache` while they are used. Raises a UsageError if it is no
-        corpus, a MegatfmError that names the first bad file.
+        place: a folder, or a URL whose files are downloaded to `cache`. Raises a UsageError if it is not a corpus, and
+        a MegatfmError that names the first damaged file.
         """
         store = open_storage(place, cache or ShardCacheConfig())
         if isinstance(store, CachedRemoteStorage):
@@ -80,7 +80,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what determines the samples and their order."""
+        """Hash of everything that determines the samples and their stored order."""
         return self.manifest.fingerprint
 
     @property
@@ -100,16 +100,16 @@ class Corpus:
 
     @property
     def n_tokens(self) -> int:
-        """Sum over all shards, as the manifest gives it, before packing adds or cuts anything."""
+        """Number of tokens in all shards, from the manifest, before packing adds or cuts any."""
         return sum(shard.tokens for shard in self.manifest.shards)
 
     @property
     def n_text_bytes(self) -> int:
-        """The UTF-8 bytes of the text, for bits per byte."""
+        """Number of UTF-8 bytes of text, for bits per byte."""
         return sum(shard.text_bytes for shard in self.manifest.shards)
 
     def lengths(self, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """The number of tokens of each sample of blocks `begin` to `end` − 1, or to the last [their samples]."""
+        """Return the token count [n] of each sample in blocks `begin` to `end` − 1 (default: all blocks)."""
         end = self.n_blocks if end is None else end
         first = int(self.blocks[begin])
         lengths = np.empty(int(self.blocks[end]) - first, np.int64)
@@ -122,9 +122,9 @@ class Corpus:
         return lengths
 
     def image_sizes(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Height and width of each sample's image in blocks `begin` to `end` − 1 [their samples, 2], upright.
+        """Return upright heights and widths [n, 2] of the images of the samples in blocks `begin` to `end` − 1.
 
-        Raises UsageError for a corpus whose indexes don't hold them.
+        Raises a UsageError if an index lacks image sizes.
         """
         sizes = []
         while begin < end:
@@ -150,39 +150,41 @@ class Corpus:
             )
 
     def read_block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
-        """The samples of a block: (sample number, read-only tokens [n] in the stored type)."""
+        """Read a block as a list of (sample index, read-only tokens [n] in the stored type)."""
         *_, tokens = self._read(number)
         return list(enumerate(tokens, start=int(self.blocks[number])))
 
     def read_blocks(self, numbers: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
-        """The samples of several blocks, none of which `is_uncompressed`: faster than one by one, in one memory."""
-        places = [self._locate(number) for number in numbers]
+        """Read several compressed blocks into one buffer, faster than one by one. None may be `is_uncompressed`."""
+        locations = [self._locate(number) for number in numbers]
         packed = [self.frame_bytes(number) for number in numbers]
-        sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in places]
+        sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in locations]
         blocks: Sequence[bytes | memoryview]
         try:
             blocks = decompress_frames(packed, sizes)
         except BadFrame:  # decompressed one by one, to find the damaged frame and its error
-            blocks = [self._decompress(*place, data) for place, data in zip(places, packed, strict=True)]
+            blocks = [
+                self._decompress(*location, data) for location, data in zip(locations, packed, strict=True)
+            ]
         return [
             list(enumerate(self._tokens(number, data), start=int(self.blocks[number])))
             for number, data in zip(numbers, blocks, strict=True)
         ]
 
     def is_uncompressed(self, number: int) -> bool:
-        """Whether a block is of a plain tar, so that its samples can be read by themselves."""
+        """Return True if a block lies in an uncompressed tar, so that single samples can be read."""
         return self.manifest.shards[self._locate(number)[0]].is_raw
 
     def verify(self, number: int) -> None:
-        """Hold a block against the index, as the first reading of it does."""
+        """Verify a block against the index, as its first read does."""
         self._read(number)
 
     def is_verified(self, number: int) -> bool:
-        """Whether a block was held against the index since the corpus was opened."""
+        """Return True if a block was verified against the index since the corpus was opened."""
         return bool(self._verified[number])
 
     def prefetch_block(self, number: int) -> None:
-        """Have the system fetch a block from disk meanwhile, if it supports that."""
+        """Ask the operating system to read a block ahead, if it can."""
         if not hasattr(os, "posix_fadvise"):  # as on macOS
             return
         shard, frame = self._locate(number)
@@ -194,7 +196,7 @@ class Corpus:
             os.close(descriptor)
 
     def read_samples(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read on use."""
+        """Yield samples `rows` of a verified block that `is_uncompressed`, as `read_block` does, each read lazily."""
         shard, frame = self._locate(number)
         entry, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
@@ -209,14 +211,14 @@ class Corpus:
             os.close(descriptor)
 
     def block_lengths(self, number: int) -> NDArray[np.int64]:
-        """The numbers of tokens of a block's samples [n], from the index alone."""
+        """Return the token count of each sample of a block [n], from the index alone."""
         shard, frame = self._locate(number)
         index = self.indexes[shard]
         first, end = index.first_samples[frame : frame + 2]
         return index.samples["tokens"][first:end].astype(np.int64)
 
     def read_block_samples(self, number: int) -> list[Sample]:
-        """The samples of a block with all stored fields; every byte is held against the index."""
+        """Read the samples of a block with all stored fields; verifies every byte against the index."""
         shard, frame, data, arrays = self._read(number, verify=True)
         index, shard_entry, dtype = (
             self.indexes.complete(shard),
@@ -247,8 +249,8 @@ class Corpus:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
                 raise self._damage_error(shard, frame, str(error), sample) from error
-            place = int(self.blocks[number]) + len(samples)
-            samples.append(Sample(place, key, source, text_bytes, tokens, members, fields))
+            sample_index = int(self.blocks[number]) + len(samples)
+            samples.append(Sample(sample_index, key, source, text_bytes, tokens, members, fields))
         if not shard_entry.foreign:
             self._check_end(shard, frame, data, at)
         return samples
@@ -256,7 +258,7 @@ class Corpus:
     def _image_sample(
         self, number: int, at: int, shard: int, frame: int, data: bytes, tokens: NDArray[Any]
     ) -> Sample:
-        """A sample of a tar of images: its files, with the number of its class by the manifest's rule."""
+        """Read a sample of an image tar: its files, with the class index from the manifest's label rule."""
         index = self.indexes.complete(shard)
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
         begins = [*(entries["offset"][at : at + 2].astype(np.int64) - PAYLOAD_OFFSET).tolist(), len(data)]
@@ -268,7 +270,7 @@ class Corpus:
     def _decode_packed_frame(
         self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
     ) -> list[Sample]:
-        """The samples of a block that lie in one member."""
+        """Decode the samples of a block that share one tar member."""
         index = self.indexes.complete(shard)
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
         keys = [key.decode("ascii", "replace") for key in entries["key"].tolist()]
@@ -292,7 +294,7 @@ class Corpus:
             raise self._damage_error(shard, frame, f"unknown data after byte {at} of the frame")
 
     def read_sample(self, number: int) -> Sample:
-        """One sample, by its number; a UsageError if there is none such."""
+        """Read one sample by its index. Raises a UsageError if the index is out of range."""
         if not 0 <= number < self.n_samples:
             raise UsageError(f"{self.folder}: has samples 0 to {self.n_samples - 1}, not {number}")
         block = int(np.searchsorted(self.blocks, number, side="right")) - 1

@@ -58,7 +58,7 @@ class Indexes:
         self._store, self._manifest = store, manifest
         self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, nbytes)
         self._complete: ByteCache[int, ShardIndex] = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
-        # Copies, since a view would keep the index that it is of.
+        # Copies, since a view would keep the whole index in memory.
         counts = [index.frames["samples"].copy() for index in self]
         self.first_blocks, self.blocks = (
             running_sum(list(map(len, counts))),
@@ -94,11 +94,11 @@ class Indexes:
 
 
 class SharedIndexes(Indexes):
-    """Indexes of which all processes of a machine map one file. Raises OSError where none can be.
+    """Indexes in one file that all processes of a machine map. Raises an OSError if it cannot be written or mapped.
 
-    The file appears under its name when it is complete, is written by one process while the others wait for its lock,
-    and is held against its hash by each that opens it. A process that maps it keeps a shared lock on it, which ends
-    with the process: files that are locked are not removed to make room for others.
+    One process writes the file while the others wait for its lock; it gets its final name when it is complete. Each
+    process verifies the file's hash when it opens it, and holds a shared lock until it exits. Locked files are not
+    evicted to make room for others.
     """
 
     def __init__(self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig) -> None:

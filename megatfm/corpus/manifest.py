@@ -96,7 +96,7 @@ class CorpusShard(_Strict):
 
     @property
     def is_raw(self) -> bool:
-        """Whether it is a plain tar, whose frames are compressed by nothing."""
+        """True if the shard is an uncompressed tar."""
         return self.file.endswith(".tar")
 
 
@@ -173,7 +173,7 @@ class Manifest(_Strict):
             return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
+            field = ".".join(map(str, first["loc"])) or "the file"
             if (
                 first["loc"] == ("schema_version",)
                 and type(first["input"]) is int
@@ -182,7 +182,7 @@ class Manifest(_Strict):
                 raise MegatfmError(
                     f"{path}: is of schema_version {first['input']}, and this megatfm reads {SCHEMA_VERSION}: update it"
                 ) from error
-            raise MegatfmError(f"{path}: {place}: {first['msg']}: {RESTORE}") from error
+            raise MegatfmError(f"{path}: {field}: {first['msg']}: {RESTORE}") from error
 
 
 def _read_by_run(folder: Path) -> list[str] | None:

@@ -49,7 +49,7 @@ class ShardIndex:
     frame_hashes: NDArray[np.uint64] | None = None
     """`frame_hash` of each frame's uncompressed bytes, in shards whose frames may lack checksums."""
     has_packed_frames: bool = False
-    """Whether a frame may hold many documents in one member."""
+    """True if a frame may hold many documents in one tar member."""
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,7 @@ class ShardIndex:
 
     @property
     def has_image_sizes(self) -> bool:
-        """Whether the size of every sample's image is known."""
+        """True if the index holds the image size of every sample."""
         return "height" in (self.samples.dtype.names or ())
 
     def without_keys(self) -> "ShardIndex":

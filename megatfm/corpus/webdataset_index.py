@@ -267,7 +267,7 @@ def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
 
 
 def _check_unique_keys(arrays: Iterable[TokenArray], keys: set[str], path: Path) -> Iterator[TokenArray]:
-    """The samples, unless a key is there twice: a MegatfmError. keys: keys so far, to which these are added."""
+    """Yield the samples, and add their keys to `keys`. Raises a MegatfmError if a key is duplicate."""
     for array in arrays:
         if array.key in keys:
             raise MegatfmError(f"{path}: sample {array.key!r} is there twice: refused")

@@ -1,7 +1,7 @@
-"""Bin packing: whole sequences side by side in rows, and runs of blocks that are packed together.
+"""Bin packing: assigns whole sequences to rows, and groups consecutive blocks that are packed together.
 
-Best fit decreasing assigns sequences to rows. Blocks are grouped so that their sequences fill rows, and that still few
-blocks are read at once.
+Best fit decreasing assigns sequences to rows. Groups are large enough for their sequences to fill rows, and small
+enough that few blocks are read at once.
 """
 
 from bisect import bisect_left, insort
@@ -15,37 +15,38 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.data.sequences import PackingObjective, needs_own_row
 
 GROUP_ROWS = (8, 12, 18, 27, 40, 64, 128, 256)
-"""Rows that a group is to have: at least the first, and more as long as too much of them is padding."""
+"""Target rows of a group, tried in turn: the first, then larger ones while the share of padding is too high."""
 TARGET_PADDING = 0.015
-"""Share of padding with which a group is not made larger."""
+"""Share of padding that is low enough to stop enlarging a group."""
 MUCH_PADDING = 0.05
-"""Share of padding above which there is a warning."""
+"""Share of padding above which the log warns."""
 ROWS = (2048, 8192, 32_768, 131_072, 1_048_576)
 PADDING_SAMPLE = 2**16
-"""Documents whose padding `describe_padding` computes."""
+"""Number of documents that `describe_padding` looks at."""
 Volumes = NDArray[np.int64]
 
 
 def assign_rows(
     objective: PackingObjective, lengths: NDArray[np.int64], capacities: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The row [P] of each sequence of `lengths` [P, sides]: its own, or the one in which it fits best."""
+    """Return the row index [P] of each sequence of `lengths` [P, sides]: one row each, or best fit decreasing."""
     return np.arange(len(lengths)) if needs_own_row(objective) else best_fit_decreasing(lengths, capacities)
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
-    """The row [P] of each sequence of `lengths` [P, sides]: the longest first, each where least room is left after it.
+    """Return the row index [P] of each sequence of `lengths` [P, sides], packed by best fit decreasing.
 
-    Best fit decreasing takes at most 11/9 of the fewest possible rows, and a few (Johnson et al. 1974). With two
-    sides, room and length are measured in parts of each side's row. Rows are numbered by their first sequences.
+    The longest sequence comes first; each goes to the row that it leaves with the least room. This needs at most
+    11/9 of the optimal row count plus a constant (Johnson et al. 1974). With two sides, room and length are shares
+    of each side's row length. Rows are numbered in the order of their first sequences.
     """
     rows = np.arange(len(lengths))
-    # A sequence that fills one side shares its row with none.
+    # A sequence that fills one side cannot share its row.
     shared = np.flatnonzero((lengths != np.array(capacities)).all(axis=1))
     fit = _fit_one if len(capacities) == 1 else _fit_many
     rows[shared] = len(lengths) + fit(lengths[shared], capacities)
-    _, first, number = np.unique(rows, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[number]
+    _, first, row_indices = np.unique(rows, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[row_indices]
 
 
 def _fit_one(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
@@ -88,10 +89,11 @@ def group_blocks(
     count_rows: Callable[[int, int], int],
     is_bin_packed: bool,
 ) -> Iterator[tuple[int, int]]:
-    """Groups of consecutive blocks: where each ends, and its rows.
+    """Yield (end block, row count) of each group of consecutive blocks.
 
-    cumulative_lengths [n_blocks + 1, sides]: tokens of the sequences before each block. count_rows: the rows that
-    blocks from … to make together. Unless sequences `fit`, since each has a row of its own, each block is a group.
+    cumulative_lengths [n_blocks + 1, sides]: tokens of the sequences before each block. count_rows: returns the rows
+    that blocks `begin` to `end` − 1 make together. Without `is_bin_packed` each sequence has its own row, and each
+    block is a group.
     """
     n, begin = len(cumulative_lengths) - 1, 0
     if not is_bin_packed:
@@ -118,7 +120,7 @@ def _group(
         needed = ((cumulative_lengths[ends] - cumulative_lengths[begin]) / capacities).max(axis=1)
         end = int(ends[(1 - needed / np.maximum(np.ceil(needed), 1)).argmin()])
         if _first(cumulative_lengths, end, capacities * GROUP_ROWS[0]) == n:
-            end = n  # a group of few rows would be left
+            end = n  # otherwise the last group would have too few rows
         if end == tried:  # where blocks are large, several steps end with the same one
             continue
         tried = end
@@ -133,7 +135,7 @@ def _group(
 
 
 def _first(cumulative_lengths: Volumes, begin: int, targets: NDArray[np.int64]) -> int:
-    """The first end at which blocks from `begin` have as many tokens as wanted, on one side; or the end of all."""
+    """Return the first end at which the blocks from `begin` reach the target tokens on one side, else the last."""
     sides = range(cumulative_lengths.shape[1])
     ends = [
         int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + targets[side]))
@@ -143,15 +145,15 @@ def _first(cumulative_lengths: Volumes, begin: int, targets: NDArray[np.int64]) 
 
 
 def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> tuple[float, float]:
-    """Return the share of padding in rows of `row`: where documents are cut at row ends, and where they stay whole.
+    """Return the share of padding in rows of `row` tokens: first with documents cut at row ends, then kept whole.
 
-    lengths [D]: tokens of each document, and one more for its end; blocks [B + 1]: the first document of each block.
+    lengths [D]: tokens of each document plus one for its end; blocks [B + 1]: first document of each block.
     """
     total = int(lengths.sum())
     counts = np.maximum(-(-lengths // row), 1)
     owners = np.repeat(np.arange(len(lengths)), counts)
-    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    pieces = np.minimum(lengths[owners] - numbers * row, row)[:, None]
+    piece_indices = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pieces = np.minimum(lengths[owners] - piece_indices * row, row)[:, None]
     starts = np.concatenate([[0], np.cumsum(counts)])[blocks]
 
     def rows_of(begin: int, end: int) -> int:
@@ -163,7 +165,7 @@ def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> 
 
 
 def describe_padding(corpus: Corpus) -> dict[str, str]:
-    """Return the share of padding in rows of usual lengths, in words; of the first documents of a large corpus."""
+    """Describe the share of padding in rows of usual lengths, measured on the first documents of the corpus."""
     blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(PADDING_SAMPLE, "right")))]
     lengths, lines = corpus.lengths(0, len(blocks) - 1) + 1, {}
     for row in (size for size in ROWS if size <= int(lengths.sum())):
@@ -178,9 +180,11 @@ def describe_padding(corpus: Corpus) -> dict[str, str]:
 def split_parts(
     starts: NDArray[np.int64], parts: NDArray[np.integer] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the starts [n + 1] of documents where sequences with these starts [P + 1] have several, and the sequence
-    of each [n]. parts [total]: the objective's field, the number of the document in its
-    sequence; None: each sequence is one."""
+    """Split sequences that hold several documents: return document starts [n + 1] and the sequence of each [n].
+
+    starts [P + 1]: starts of the sequences. parts [total]: the objective's field with the index of the document in its
+    sequence; None: each sequence is one document.
+    """
     if parts is None:
         return starts, np.arange(len(starts) - 1)
     inner = np.flatnonzero(np.diff(parts)) + 1

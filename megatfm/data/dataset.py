@@ -24,13 +24,13 @@ PACKING_VERSION = 2
 
 
 class RowDataset(Protocol):
-    """An endless order of rows of any content, for a loader to read."""
+    """An endless sequence of rows that a `DataLoader` reads."""
 
     @property
     def seed(self) -> int: ...
     @property
     def row_tokens(self) -> int:
-        """Tokens that a row has room for, of all its sides."""
+        """Token capacity of a row, summed over its sides."""
         ...
 
     @property
@@ -40,19 +40,19 @@ class RowDataset(Protocol):
 
     @property
     def can_split_rows(self) -> bool:
-        """Whether a row may be cut into shorter ones."""
+        """True if a row may be split into shorter ones."""
         ...
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows at positions by name, [n, length of the field's side, …] or [n, …]; None is a row of padding.
+        """Return the fields of the rows at positions: [n, length of the side, …] or [n, …]; None: a row of padding.
 
         Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] always
-        exist, besides any other fields.
+        exist; the objective adds other fields.
         """
         ...
 
     def epoch(self, position: int) -> int | str:
-        """Return how often the corpus was read before a position."""
+        """Return how many times the corpus was read before a position."""
         ...
 
     def order_config(self) -> dict[str, str | int | bool]:
@@ -61,19 +61,19 @@ class RowDataset(Protocol):
 
 
 class SizedRowDataset(RowDataset, Protocol):
-    """The rows of one corpus; `len` is those of an epoch."""
+    """A `RowDataset` of one corpus; `len` is the number of rows in an epoch."""
 
     def __len__(self) -> int: ...
 
 
 @dataclass
 class _CachedBlock:
-    """A packed block, or group of blocks, while it is read."""
+    """A packed block, or group of blocks, in the cache."""
 
     packed: PackedBlock | BinPackedRows
     n_rows: int
     n_requests: Iterator[int] = field(default_factory=partial(count, 1))
-    """Counts the requested rows. One of `itertools`, since the loader's threads share it: no number twice."""
+    """Counts the requested rows. `itertools.count` is atomic, and the loader's threads share it."""
 
     @property
     def nbytes(self) -> int:
@@ -81,22 +81,24 @@ class _CachedBlock:
 
 
 class PackedDataset:
-    """Rows of `sequence_length` tokens in a reproducible order without end (see `RowOrder`); `len` is those of an
-    epoch.
+    """Rows of `sequence_length` tokens in a reproducible, endless order (see `RowOrder`).
 
-    An objective with `max_tokens` gets pieces of that length, and its sequences stay whole: which share a row is
-    planned once, for groups of blocks, from their lengths, and is the same in all epochs. Other documents are joined
-    in another order each epoch, from block to block, and cut where rows end. What room is left is padding, with
-    `pad_id` for tokens: `padding_fraction` is its share.
-    target_length: row length of an objective's second side (an encoder-decoder's decoder).
+    `len` is the number of rows in an epoch. There are two ways of packing:
+    - With `objective.max_tokens`, documents are split into pieces of that length and their sequences stay whole. Bin
+      packing is planned once per group of blocks, from lengths alone, and is the same in all epochs.
+    - Otherwise documents are joined, in a new order each epoch, and cut where rows end.
 
-    streams: how many places are read in turn (and how many rows of each).
-    plan_cache_key: tells what decides the objective's lengths, so that the plan can be kept beside the corpus.
-    quarantine: samples that become padding; their places, and all others', stay.
+    Unused room is padding, with `pad_id` for tokens; `padding_fraction` is its share.
 
-    Memory grows by 8 bytes a block, and by at most `cache_bytes` of packed blocks, and as much of blocks of which
-    sequences are made; the caches should hold one block, or group of blocks, per stream. `warnings` are notes for the
-    log on data that is left out or cut.
+    target_length: row length of an objective's second side (the decoder of an encoder-decoder).
+    streams: number of segments read round-robin, or an `Interleave`.
+    plan_cache_key: identifies all settings that the objective's lengths depend on, so that the plan can be stored in
+    the corpus folder; None: the plan is not stored.
+    quarantine: samples that are replaced by padding; the order of all rows stays the same.
+
+    Memory: 8 bytes per block, up to `cache_bytes` of packed blocks, and as much again of decoded blocks. The caches
+    should hold one block, or group of blocks, per stream. `warnings` are notes for the log on data that is left out or
+    cut.
 
     Raises a UsageError if the corpus is too short for one row.
     """
@@ -175,15 +177,16 @@ class PackedDataset:
         }
 
     def place(self, position: int) -> RowAddress:
-        """Return the place of the row at a global position ≥ 0."""
+        """Return the address of the row at a global position ≥ 0."""
         return self.order.row_address(position)
 
     def row(self, position: int) -> Fields:
-        """Return the row at a global position by name, integers [length of the field's side] as int64.
+        """Return the fields of the row at a global position, integers [length of the field's side] as int64.
 
-        "documents" (0, 1, … in the row; −1: padding), "positions" (from 0 in each document's piece), and what the
-        objective makes: of text "tokens" and "targets" (−100: not counted); of an objective with two sides also
-        "encoder_documents" and "encoder_positions". With `attend_across_documents`, a row counts as one document.
+        Packing adds "documents" (0, 1, … in the row; −1: padding) and "positions" (from 0 in each document's piece),
+        for an objective with two sides also "encoder_documents" and "encoder_positions". The other fields come from
+        the objective: for text "tokens" and "targets" (−100: ignored by the loss). With `attend_across_documents`, a
+        row counts as one document.
         """
         return {name: values[0] for name, values in self.rows([position]).items()}
 
@@ -192,42 +195,42 @@ class PackedDataset:
         return {name: values[0] for name, values in self.rows([None]).items()}
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """Return the rows at global positions, as `RowDataset` says."""
+        """Return the rows at global positions (see `RowDataset.rows`)."""
         return collate(self.locate_rows(positions))
 
     def locate_rows(self, positions: Sequence[int | None]) -> list[RowSources]:
-        """Return the packed blocks of which the row at each position is made, and which row of each."""
+        """Return for each position the (packed block, row index) pairs that make up its row."""
         requested = np.array([-1 if at is None else at for at in positions], np.int64)
         slots = iter(self.order.slots(requested[requested >= 0]))
         return [self._padding if at is None else self._locate(next(slots)) for at in positions]
 
     def _locate(self, slot: RowSlot) -> RowSources:
         epoch, block, _, begin = slot
-        number, block_data = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
+        row_index, block_data = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
         if isinstance(block_data, BinPackedRows):
-            return [(block_data.row(number), 0)]
+            return [(block_data.row(row_index), 0)]
         head, length = self.order.carry_length(begin), self.sequence_length
-        parts = [(block_data, number + (head > 0))]
-        at, end = begin + int(self._plan.sizes[block]), begin + head + (number + 1) * length
+        sources = [(block_data, row_index + (head > 0))]
+        at, end = begin + int(self._plan.sizes[block]), begin + head + (row_index + 1) * length
         while at < min(end, self.order.size):
             block = self.order.block_at(epoch, at)
             block_data = self._block(epoch, block, at)
             assert isinstance(block_data, PackedBlock)
-            parts.append((block_data, 0))
+            sources.append((block_data, 0))
             at += int(self._plan.sizes[block])
-        return parts
+        return sources
 
     @cached_property
     def _padding(self) -> RowSources:
-        # From the smallest block that has rows, since any would do.
+        # Any block with rows would do; the smallest is the cheapest.
         sizes = self._plan.sizes
         return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
 
     def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
-        """Return the block, or group of blocks, of a requested row."""
+        """Return the packed block, or group of blocks, of a requested row."""
         block_data = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
         if next(block_data.n_requests) == block_data.n_rows:
-            # So that the next block gets its memory, since fresh memory is slow.
+            # Frees its memory for the next block, since fresh pages are slow.
             self._cache.evict((epoch, block))
         return block_data.packed
 
@@ -254,8 +257,8 @@ class PackedDataset:
         if size != planned:
             unit = "tokens" if groups is None else "rows"
             raise MegatfmError(
-                f"{self.corpus.folder}: block {first} makes {size} {unit}, its plan says {planned}: delete the folder "
-                ".plans in it"
+                f"{self.corpus.folder}: block {first} has {size} {unit}, but its packing plan says {planned}: delete "
+                "the subfolder .plans"
             )
         return packed
 

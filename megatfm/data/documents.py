@@ -1,4 +1,4 @@
-"""The documents of blocks, read on use, and the quarantine of blocks that must not be read."""
+"""Documents of blocks, read lazily, and the quarantine of documents that must not be read."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from megatfm.errors import UsageError
 
 
 class Read(NamedTuple):
-    """A block that was read: the tokens of each document, and the files of each where they are needed."""
+    """A decoded block: the tokens of each document, and its files if they are needed."""
 
     tokens: list[NDArray[Any]]
     members: list[Mapping[str, bytes]] | None
@@ -29,9 +29,10 @@ class Read(NamedTuple):
 
 
 class BlockDocuments(Sequence[NDArray[Any]]):
-    """The tokens [n] of each document of blocks `begin` to `end` − 1, as a sequence.
+    """A lazy sequence of the tokens [n] of each document in blocks `begin` to `end` − 1.
 
-    blank [D]: documents of which only the lengths are read. read: holds the blocks that were read last.
+    blank [D]: True for documents that are never read; they become zeros of the same length. read: cache of decoded
+    blocks.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class BlockDocuments(Sequence[NDArray[Any]]):
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each, without reading any."""
+        """Token count of each document, from the index alone."""
         blocks = range(self._begin, self._end)
         return np.concatenate([self._corpus.block_lengths(number) for number in blocks])
 
     @cached_property
     def image_sizes(self) -> NDArray[np.int64]:
-        """Height and width of the image of each, without reading any."""
+        """Height and width of each document's image, from the index alone."""
         return self._corpus.image_sizes(self._begin, self._end)
 
     def __len__(self) -> int:
@@ -71,21 +72,21 @@ class BlockDocuments(Sequence[NDArray[Any]]):
             return [self[i] for i in range(*number.indices(len(self)))]
         if self.is_quarantined is not None and self.is_quarantined[number]:
             return np.zeros(int(self.lengths[number]), np.int64)
-        block, at = self._place(number)
+        block, at = self._locate(number)
         return block.tokens[at]
 
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""
         if not self._needs_members or (self.is_quarantined is not None and self.is_quarantined[number]):
             return {}
-        block, at = self._place(number)
+        block, at = self._locate(number)
         return block.members[at] if block.members else {}
 
     def describe(self, number: int) -> tuple[str, str]:
         """Describe where a document is stored, and how to train without it, for error messages."""
         return self._corpus.describe_sample(self.first + number)
 
-    def _place(self, number: int) -> tuple[Read, int]:
+    def _locate(self, number: int) -> tuple[Read, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
         block = self._begin + at
         return self._read.get(
@@ -94,7 +95,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
 
 
 class InMemoryDocuments(list[NDArray[Any]]):
-    """Documents in memory; the first has the number `first` in its corpus."""
+    """Documents in memory; `first` is the index of the first one in the corpus."""
 
     def __init__(
         self,
@@ -109,19 +110,19 @@ class InMemoryDocuments(list[NDArray[Any]]):
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each."""
+        """Token count of each document."""
         return np.array([len(document) for document in self], np.int64)
 
     @cached_property
     def image_sizes(self) -> NDArray[np.int64]:
-        """Height and width of the image of each, from its header."""
+        """Height and width of each document's image, from the image header."""
         from megatfm.corpus.image_size import upright_size
 
         sizes = [upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
         return np.array(sizes, np.int64).reshape(-1, 2)
 
     def measure(self, piece_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:
-        """Take the two sizes of each from an objective that knows them, in place of those of images."""
+        """Replace `image_sizes` by the two sizes that an objective computes for each document, if it does."""
         if piece_sizes is not None:
             pieces = (DocumentChunk(tokens, files=self.members(n)) for n, tokens in enumerate(self))
             self.image_sizes = np.array([piece_sizes(piece) for piece in pieces], np.int64).reshape(-1, 2)
@@ -138,7 +139,7 @@ class InMemoryDocuments(list[NDArray[Any]]):
 def read_block(
     corpus: Corpus, block: int, blank: NDArray[np.bool_] | None, needs_members: bool
 ) -> InMemoryDocuments:
-    """Read one block. Documents that are `blank` become zeros of the same length; if all are, nothing is read."""
+    """Read one block. Documents that are `blank` become zeros of the same length; if all are blank, reads nothing."""
     first = int(corpus.blocks[block])
     if blank is None:
         read = decode_block(corpus, block, needs_members)
@@ -152,7 +153,7 @@ def read_block(
 
 
 def decode_block(corpus: Corpus, block: int, needs_members: bool) -> Read:
-    """A block, read, with the files of its documents if they are needed."""
+    """Read and decode a block, with the files of its documents if `needs_members`."""
     if needs_members:
         samples = corpus.read_block_samples(block)
         return Read([sample.tokens for sample in samples], [sample.members for sample in samples])
@@ -164,13 +165,13 @@ _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Sorted, disjoint ranges (first, end) of sample numbers."""
+    """Samples excluded from training, as sorted, disjoint ranges (first, end) of sample indices."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, entries: Sequence[str], n_samples: int) -> "Quarantine":
-        """Read "17" and "120-153" (the last included); a UsageError if one is no such range of the corpus."""
+        """Parse entries such as "17" and "120-153" (inclusive). Raises a UsageError for any other, or out of range."""
         sample_ranges = []
         for entry in entries:
             match = _RANGE.fullmatch(entry)
@@ -197,11 +198,11 @@ class Quarantine:
         return sum(end - first for first, end in self.ranges)
 
     def mask(self, first: int, end: int) -> NDArray[np.bool_]:
-        """Return a mask [end − first] of the samples first … end − 1: whether each is in quarantine."""
-        numbers = np.arange(first, end)
-        at = np.searchsorted([begin for begin, _ in self.ranges], numbers, side="right") - 1
+        """Return a mask [end − first] of the samples `first` … `end` − 1 that are in quarantine."""
+        samples = np.arange(first, end)
+        at = np.searchsorted([begin for begin, _ in self.ranges], samples, side="right") - 1
         ends = np.array([0, *(stop for _, stop in self.ranges)])
-        return numbers < ends[at + 1]
+        return samples < ends[at + 1]
 
     def __str__(self) -> str:
         return ",".join(f"{first}-{end - 1}" for first, end in self.ranges)

@@ -1,6 +1,6 @@
-"""Sequences that are several documents: packing keeps them together, and attention keeps them apart.
+"""Sequences that hold several documents: packing keeps them in one row, and attention keeps them apart.
 
-So a pair of answers lies in one row. An objective with `max_tokens` makes the field `begins`, which packing takes out.
+A pair of answers stays in one row this way. An objective with `max_tokens` adds the field `begins`; packing removes it.
 """
 
 from typing import Any
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 BEGINS = "begins"
-"""Field of a sequence [n]: not 0 at the first token of each of its documents but the first."""
+"""Field of a sequence [n]: nonzero at the first token of each document after the first."""
 
 
 def with_inner_documents(
     fields: dict[str, NDArray[Any]], starts: NDArray[np.int64], blank: NDArray[np.bool_] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-    """Return where documents start, and which are padding, of sequences at `starts` [P + 1], the last the end.
+    """Return document starts [n + 1] and a padding mask [n] for sequences at `starts` [P + 1].
 
-    fields: of all sequences, one after another; loses `begins`. blank [P]: sequences that are padding.
+    fields: joined fields of all sequences; `begins` is removed from it. blank [P]: sequences that are padding.
     """
     begins = fields.pop(BEGINS, None)
     if begins is None:

@@ -1,4 +1,4 @@
-"""The loader: which rows a data rank gets at each step, fetched ahead of time."""
+"""The data loader: selects the rows of a data rank at each step, and prefetches them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class ReaderGroup(Protocol):
-    """Ranks that train on the same rows: the first ranks read a share each, and send it to the others."""
+    """Ranks that train on the same rows. The first ranks each read a share and send it to all others."""
 
     @property
     def rank(self) -> int:
-        """This rank's number among them, from 0."""
+        """This rank's index in the group."""
         ...
 
     @property
@@ -47,11 +47,11 @@ class _SingleReader:
 
 
 SINGLE_READER: ReaderGroup = _SingleReader()
-"""A rank that reads all of its rows."""
+"""The group of a rank that reads all its rows itself."""
 
 
 class _RowRange(NamedTuple):
-    """A data rank's rows of a step: so many from a position on, each cut into parts."""
+    """A data rank's rows of a step: `rows` positions from `first`, each split into `parts` shorter rows."""
 
     first: int
     rows: int
@@ -65,25 +65,25 @@ class _PrefetchedStep(NamedTuple):
 
 
 class DataLoader(Iterator[list[Fields]]):
-    """Yields, step by step, this data rank's micro-batches: arrays [micro_batch, …] by name, as `Rows` gives them.
+    """Yields for each step the list of this data rank's micro-batches: arrays [micro_batch, …] by field.
 
-    Besides the rows' fields there is "keys" [micro_batch], a number ≥ 0 for each row that only its position and the
-    seed decide, so that what is drawn from it depends on no rank, micro-batch or resume. There is no "documents" where
-    every row of a micro-batch is one document from end to end.
+    Fields are those of the `RowDataset`, and "keys" [micro_batch]: a random key ≥ 0 per row that depends on the row's
+    position and the seed alone, so that random draws do not depend on ranks, micro-batches or resumes. "documents" is
+    left out if every row of a micro-batch is one document from end to end.
 
-    A step consumes `global_batch` positions of the order, from `position` on; a rank takes its contiguous
-    slice of them. So the global batch of a step is the same for every number of ranks, and resuming is
-    starting at the position and step that were reached. With a `BatchSchedule`, batch and sequence length
-    depend on the step; a row that is cut into parts gives as many rows of a micro-batch. With `stop`, positions from
-    there on are rows of padding, and iteration ends after the step that reaches it.
+    A step consumes `global_batch` positions from `position` on; each rank takes a contiguous slice. So the global batch
+    of a step is the same for any number of ranks, and a resume starts at the position and step that were reached. With
+    a `BatchSchedule`, batch size and row length depend on the step; a row split into parts yields one row per part.
+    With `end_position`, later positions are rows of padding, and iteration ends after the step that reaches it.
 
-    Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
-    Where several `readers` get the same rows, each fetches its part of a step, and they exchange the parts when the
-    step is requested, not before: so nothing is under way between them when some of them stop. An error of one rank is
-    raised on all. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has
-    waited for data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this
-    rank's part of it was padding, and `row_positions` [rows] holds the positions of the rows of each of its
-    micro-batches.
+    Two threads prefetch one step each; with `workers` processes, one thread waits for them. Errors are raised by
+    `next`. If several `readers` need the same rows, each fetches its share of a step. They exchange shares only when
+    the step is requested, so no communication is pending when some of them stop. An error on one rank is raised on all.
+    Close the loader (or use `with`) when done.
+
+    wait_seconds: total time that the consumer waited for data. step_tokens: token capacity of the last step, over all
+    ranks. padding: share of padding in this rank's rows of that step. row_positions: positions [rows] of the rows of
+    each of its micro-batches.
 
     Raises a UsageError if a global batch is not a multiple of micro-batch × data ranks.
     """
@@ -120,7 +120,7 @@ class DataLoader(Iterator[list[Fields]]):
         self.row_positions: list[NDArray[np.int64]] = []
         self._rank, self._ranks, self._readers = data_rank, data_ranks, readers
         self._workers = RowWorkers(rows, workers)
-        # Two threads each make one of the steps ahead; a worker is asked by one.
+        # Each thread prefetches one step; worker processes take requests from one thread only.
         threads = 1 if workers else STEPS_AHEAD
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-loader")
         self._ahead: deque[_PrefetchedStep] = deque()
@@ -143,7 +143,7 @@ class DataLoader(Iterator[list[Fields]]):
         return step
 
     def _prefetch(self) -> None:
-        """Have the next steps fetched."""
+        """Start fetching the next steps."""
         while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
             stage = self.batch_schedule.stage(self._next_step)
             share = stage.global_batch // self._ranks
@@ -155,7 +155,7 @@ class DataLoader(Iterator[list[Fields]]):
             self._next_step += 1
 
     def state_dict(self) -> dict[str, str | int | bool]:
-        """The position up to which rows were consumed (not fetched), with what determines the order."""
+        """Return the position up to which rows were consumed (not prefetched), and the settings of the order."""
         warmup = (
             {"warmup": str([tuple(stage) for stage in self.batch_schedule.warmup])}
             if self.batch_schedule.warmup
@@ -170,7 +170,7 @@ class DataLoader(Iterator[list[Fields]]):
         return self._workers.pids
 
     def close(self) -> None:
-        """Stop fetching, and end the thread and the workers, those first: the thread may wait for one that hangs."""
+        """Stop prefetching; end the workers, then the threads, since a thread may wait for a worker that hangs."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
         self._executor.shutdown(wait=True)
@@ -188,8 +188,10 @@ class DataLoader(Iterator[list[Fields]]):
         return min(row_range.rows, self._readers.count)
 
     def _read(self, row_range: _RowRange) -> Fields | None:
-        """The rows that this reader fetches, a run of them, so that from step to step it reads the same streams; None
-        where there are fewer rows than readers."""
+        """Read this reader's share, a contiguous run, so that it reads the same streams at each step.
+
+        None if there are fewer rows than readers and this one gets none.
+        """
         reader, n_readers = self._readers.rank, self._holders(row_range)
         if reader >= n_readers:
             return None
@@ -201,7 +203,7 @@ class DataLoader(Iterator[list[Fields]]):
         )
 
     def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:
-        """The micro-batches of all readers' rows, and the share of padding."""
+        """Join the rows of all readers; return the micro-batches and the share of padding."""
         (first, n, parts), local_rows = prefetched.row_range, _result_or_error(prefetched.read)
         if self._readers.count == 1:
             gathered = [local_rows]
@@ -236,27 +238,27 @@ def _result_or_error(read: Future[Fields | None]) -> Fields | Exception | None:
 
 
 def padding_fraction(rows: Fields) -> float:
-    """Return the share of padding in rows, of all their sides."""
-    numbers = [field for name, field in rows.items() if name.endswith("documents")]
-    return sum(int((documents == PAD_DOCUMENT_ID).sum()) for documents in numbers) / sum(
-        documents.size for documents in numbers
+    """Return the share of padding in rows, over all sides."""
+    document_ids = [field for name, field in rows.items() if name.endswith("documents")]
+    return sum(int((documents == PAD_DOCUMENT_ID).sum()) for documents in document_ids) / sum(
+        documents.size for documents in document_ids
     )
 
 
 def without_documents(batch: Fields) -> Fields:
-    """A micro-batch; without document numbers where every row is one document from end to end.
+    """Drop the "documents" fields of a micro-batch if every row is one document from end to end.
 
-    Attention then needs no mask. Ranks that share the rows (tensor, pipeline and context parallelism) read the same
-    micro-batch, and so do the same; it is decided here, where rows are still on the host.
+    Attention then needs no document mask. All ranks that share the rows (tensor, pipeline and context parallelism) see
+    the same micro-batch, so they decide alike. The check runs here, while rows are still on the host.
     """
-    numbers = [name for name in batch if name.endswith("documents")]
-    if any(batch[name].any() for name in numbers):
+    names = [name for name in batch if name.endswith("documents")]
+    if any(batch[name].any() for name in names):
         return batch
-    return {name: field for name, field in batch.items() if name not in numbers}
+    return {name: field for name, field in batch.items() if name not in names}
 
 
 def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int) -> None:
-    """Raise a UsageError, naming the nearest that is one, unless the global batch is a multiple."""
+    """Raise a UsageError unless the global batch is a multiple of micro-batch × data ranks."""
     unit = micro_batch * data_ranks
     if global_batch < 1 or global_batch % unit:
         raise UsageError(
@@ -266,7 +268,7 @@ def check_global_batch(global_batch: int, micro_batch: int, data_ranks: int) -> 
 
 
 def split_rows(rows: Fields, parts: int) -> Fields:
-    """Rows [n, T, …] of one side cut into [n·parts, T/parts, …]; where documents are cut, positions begin from 0."""
+    """Split rows [n, T, …] of one side into [n·parts, T/parts, …]; positions restart at 0 where a document is cut."""
     if parts == 1:
         return rows
     cut = {
@@ -283,5 +285,5 @@ def split_rows(rows: Fields, parts: int) -> Fields:
 
 
 def round_to_multiple(batch: int, unit: int) -> int:
-    """The multiple of `unit` that is nearest to a batch."""
+    """Return the positive multiple of `unit` that is nearest to `batch`."""
     return max(1, (batch + unit // 2) // unit) * unit

@@ -1,4 +1,4 @@
-"""Several corpora in one order, by weights that hold exactly in every block and may change on the way."""
+"""Mixtures of several corpora, with weights that hold exactly in every block and may change during training."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from megatfm.rng import random_uint64, to_unit_interval
 Ints = NDArray[np.int64]
 
 MAX_POINTS = 2**31
-"""Rows of a block of all streams, whose products with one another stay within int64."""
+"""Largest block × streams; products of two such numbers fit int64."""
 
 
 class Phase(NamedTuple):
-    """Weights of the sources from a position on, which is rounded up to a whole turn of all streams."""
+    """Source weights from a position on; the position is rounded up to a full turn of all streams."""
 
     position: int
     weights: Mapping[str, float]
@@ -36,7 +36,7 @@ class _Block(NamedTuple):
     sources: Ints
     """Source of each slot [block]."""
     before: Ints
-    """Number of slots before it in the block that are of the same source [block]."""
+    """Number of earlier slots of the same source in the block [block]."""
 
 
 class _PhaseState(NamedTuple):
@@ -45,7 +45,7 @@ class _PhaseState(NamedTuple):
     quotas: Ints
     """Slots of each source in a block [n_sources]."""
     consumed: Ints
-    """Rows that each stream has taken of each source before [streams, n_sources]."""
+    """Rows that each stream took from each source before the phase [streams, n_sources]."""
 
 
 class Mixture:
@@ -74,7 +74,7 @@ class Mixture:
         turn: int = 1,
         block: int = 1024,
     ) -> None:
-        """turn: rows of a stream that follow one another; the sources take single rows."""
+        """turn: consecutive rows per stream; the sources must have a turn of 1."""
         self.turn = turn
         self.sources = dict(sources)
         self.seed, self.streams, self.block = int(seed), streams, block
@@ -95,7 +95,7 @@ class Mixture:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines for the log: the sources', and the weights that the quotas come to."""
+        """Notes for the log: warnings of the sources, and the effective weight of each source."""
         lines = [note for rows in self._rows for note in rows.warnings]
         for span in self._spans:
             shares = ", ".join(
@@ -132,7 +132,7 @@ class Mixture:
         return ", ".join(f"{name} {n / len(self.sources[name]):.3f}" for name, n in consumed.items())
 
     def place(self, position: int) -> tuple[str, int]:
-        """The source of the row at a global position, and the row's position in that source's own order."""
+        """Return the source of the row at a global position, and the row's position in the order of that source."""
         (at,) = interleave(np.array([position]), self.streams, self.turn).tolist()
         turn, stream = divmod(at, self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
@@ -146,23 +146,23 @@ class Mixture:
         return list(self.sources)[source], n_before * self.streams + stream
 
     def row_sources(self, positions: Ints) -> Ints:
-        """The number of the source, in the order of `sources`, of each row [n] at a global position."""
+        """Return the index in `sources` of the source of the row at each global position [n]."""
         turns, streams = np.divmod(interleave(positions, self.streams, self.turn), self.streams)
         firsts = [span.first for span in self._spans]
         phases = np.searchsorted(firsts, turns, side="right") - 1
         blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
-        places = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
+        addresses = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
         slot_sources = [
-            self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in places
+            self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses
         ]
         return np.array(slot_sources, np.int64)
 
     def row(self, position: int) -> Fields:
-        """The row at a global position."""
+        """Return the row at a global position."""
         return {name: values[0] for name, values in self.rows([position]).items()}
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows at global positions, as `Rows` says."""
+        """Return the rows at global positions (see `RowDataset.rows`)."""
         padding = next(iter(self.sources)), None
         places = [padding if position is None else self.place(position) for position in positions]
         batch: Fields = {}
@@ -195,7 +195,7 @@ class Mixture:
                 )
 
     def rows_consumed(self, position: int) -> dict[str, int]:
-        """Count the rows of each source before a position, of which the last round may be incomplete."""
+        """Count the rows of each source before a position; the last round of streams may be incomplete."""
         turns, more = divmod(int(position), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
         counts = sum(
@@ -205,11 +205,15 @@ class Mixture:
         return dict(zip(self.sources, counts.tolist(), strict=True))
 
     def _consumed(self, number: int, stream: int, turn: int) -> Ints:
-        """Rows [n_sources] that a stream has taken before a turn of a phase (or the first one after it)."""
+        """Count the rows [n_sources] that a stream took before a turn of a phase (or the first turn after it)."""
         span = self._spans[number]
         blocks, slots = divmod(turn - span.first, self.block)
-        part = self._slots(number, stream, blocks).sources[:slots]
-        return span.consumed[stream] + blocks * span.quotas + np.bincount(part, minlength=len(self._rows))
+        block_sources = self._slots(number, stream, blocks).sources[:slots]
+        return (
+            span.consumed[stream]
+            + blocks * span.quotas
+            + np.bincount(block_sources, minlength=len(self._rows))
+        )
 
     def _slots(self, phase: int, stream: int, block: int) -> _Block:
         return self._blocks.get((phase, stream, block), partial(self._assign_slots, phase, stream, block))

@@ -1,6 +1,7 @@
-"""The order of training: how many positions a step takes, and the place in a corpus of each.
+"""The order of training rows: how many rows each step takes, and where in the corpus each row lies.
 
-Both are pure functions: of the step, also while batch and sequence length warm up; of the seed and the rows per block.
+Both are pure functions. The batch schedule depends on the step alone, also while batch size and sequence length warm
+up. The row order depends on the seed and the size of each block.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ from megatfm.rng import permutation
 
 Ints = NDArray[np.int64]
 MAX_GROUPS = 2**20
-"""Units whose order is held in memory; in larger corpora a unit is a run of blocks instead of one."""
+"""Largest number of shuffled units held in memory. In larger corpora a unit is a run of blocks, not one block."""
 
 
 class BatchStage(NamedTuple):
-    """Some steps alike: `global_batch` positions of the order in each, every row cut into `parts` shorter ones."""
+    """A run of `steps` with the same batch size and row length.
+
+    Each step takes `global_batch` rows; each row is split into `splits_per_row` shorter rows.
+    """
 
     steps: int
     global_batch: int
@@ -29,7 +33,7 @@ class BatchStage(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """`warmup` stages, one after another, and then `global_batch` rows without end."""
+    """Batch size and row length of every step: the `warmup` stages in turn, then `global_batch` full rows forever."""
 
     global_batch: int
     warmup: tuple[BatchStage, ...] = ()
@@ -43,7 +47,7 @@ class BatchSchedule:
         return BatchStage(1, self.global_batch)
 
     def position(self, step: int) -> int:
-        """Return the first position of a step (from 0), where nothing was skipped before."""
+        """Return the first row position of a step (from 0), if no rows were skipped before it."""
         position = 0
         for stage in self.warmup:
             n_steps = min(step, stage.steps)
@@ -52,20 +56,23 @@ class BatchSchedule:
 
     @property
     def batches(self) -> list[int]:
-        """Every global batch that occurs."""
+        """The distinct global batch sizes, sorted."""
         return sorted({self.global_batch, *(stage.global_batch for stage in self.warmup)})
 
 
 class Interleave(NamedTuple):
-    """Round-robin reading of `streams` places, `turn` rows of each (tf.data's cycle_length and block_length)."""
+    """Round-robin reading from `streams` segments, `turn` rows at a time (tf.data: cycle_length and block_length)."""
 
     streams: int
     turn: int = 1
 
 
 def choose_interleave(global_batch: int, streams: int | None = None) -> Interleave:
-    """Streams such that each slot of the batch always reads the same ones: the ranks, which divide the batch, then
-    divide the streams, and none reads what another reads. More than 256 would overflow a lone rank's cache."""
+    """Choose the interleaving so that each slot of the batch always reads from the same streams.
+
+    Data ranks split the batch, so they also split the streams, and no two ranks share a stream. The default is at most
+    256 streams; more would overflow the block cache of a single rank.
+    """
     if streams is None and global_batch < 64:
         streams = global_batch * -(-64 // global_batch)
     if streams is None:
@@ -74,7 +81,7 @@ def choose_interleave(global_batch: int, streams: int | None = None) -> Interlea
 
 
 class RowAddress(NamedTuple):
-    """Place of a row: the pass over the corpus, the block, and the row of the packed block."""
+    """Address of a row: the epoch, the block, and the row index in the packed block."""
 
     epoch: int
     block: int
@@ -82,13 +89,13 @@ class RowAddress(NamedTuple):
 
 
 class RowSlot(NamedTuple):
-    """Start of a row: `row` is its place in its block's `block_order`."""
+    """Start of a row: `row` indexes the `block_order` of its block."""
 
     epoch: int
     block: int
     row: int
     begin: int
-    """Size of the epoch before the block."""
+    """Offset of the block in the epoch."""
 
 
 class BlockSizes(Protocol):
@@ -98,24 +105,25 @@ class BlockSizes(Protocol):
 
 
 class _Table(NamedTuple):
-    numbers: Ints
-    """Numbers of units or blocks, in the epoch's order [n]."""
+    indices: Ints
+    """Unit or block indices in epoch order [n]."""
     starts: Ints
-    """Sizes before each in that order [n + 1]."""
+    """Offsets at which they start in the epoch, and the end of the last [n + 1]."""
 
 
 class RowOrder:
-    """A reproducible order without end of the rows of a corpus; `len` is the rows of an epoch.
+    """A reproducible, endless order of the rows of a corpus; `len` is the number of rows in an epoch.
 
-    An epoch lists units of consecutive blocks (one block each, up to `MAX_GROUPS` of them) in a permuted order, and in
-    each of them its blocks in a permuted order. What lies in that list is cut into rows of `length`, wherever blocks
-    end, so that only the last row of an epoch may be shorter. The list of N rows is cut into `streams` contiguous
-    segments that are read in turn, `turn` rows of each: neighbours in the order come from different places of the
-    corpus, while each stream reads on. The rows that start in a block are permuted. All permutations are keyed by
-    (seed, epoch), so `place(k)` needs nothing but k, and each epoch has each row once. `shuffle=False` gives the stored
-    order in every epoch.
+    1. Each epoch permutes the units, which are runs of consecutive blocks (one block each, up to `MAX_GROUPS` units),
+       and then the blocks inside each unit.
+    2. The epoch is cut into rows of `length`. Rows may span blocks, so only the last row of an epoch may be shorter.
+    3. The rows are split into `streams` contiguous segments, which are read round-robin, `turn` rows at a time.
+       Neighbouring rows come from distant blocks, while each stream still reads sequentially.
+    4. The rows that start in one block are permuted.
 
-    Blocks whose rows are planned have rows for their size, and a `length` of 1.
+    All permutations are keyed by (seed, epoch), so `row_address(k)` depends on k alone, and each epoch has each row
+    once. `shuffle=False` keeps the stored order in every epoch. Bin-packed blocks are measured in rows, with a
+    `length` of 1.
 
     Memory is bounded, independent of the number of blocks.
     """
@@ -132,7 +140,7 @@ class RowOrder:
         turn: int = 1,
         length: int = 1,
     ) -> None:
-        """group_sizes [n]: of each unit of `unit` blocks, the last of which may have fewer."""
+        """group_sizes [n]: size of each unit of `block_group` blocks; the last unit may have fewer blocks."""
         self.seed, self.streams, self.turn, self.shuffle, self.length = (
             seed,
             cycle_length,
@@ -151,7 +159,7 @@ class RowOrder:
         return -(-self.size // self.length)
 
     def row_address(self, position: int) -> RowAddress:
-        """Return where the row at a global position ≥ 0 starts; its number counts the rows that start in the block."""
+        """Return where the row at a global position ≥ 0 starts; `row` counts the rows that start in the block."""
         (slot,) = self.slots(np.array([position]))
         return RowAddress(slot.epoch, slot.block, self.block_order(slot)[slot.row])
 
@@ -165,7 +173,7 @@ class RowOrder:
             slots[0, is_in_epoch] = epoch
             slots[1, is_in_epoch], offsets = self._find(epoch, at)
             slots[2, is_in_epoch], slots[3, is_in_epoch] = offsets // self.length, at - offsets
-        return [RowSlot(*place) for place in slots.T.tolist()]
+        return [RowSlot(*slot) for slot in slots.T.tolist()]
 
     def block_at(self, epoch: int, at: int) -> int:
         """Return the block that contains offset `at` of the epoch."""
@@ -173,13 +181,13 @@ class RowOrder:
         return int(blocks[0])
 
     def _in_epoch(self, positions: Ints, epoch: int) -> Ints:
-        """Return the rows of the epoch's list [n] that are at positions [n] of it."""
+        """Map global positions [n] of an epoch to row indices [n] in its list before streams are interleaved."""
         steps, stream = np.divmod(self.interleave(positions, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
         return stream * rows + np.minimum(stream, longer) + steps
 
     def _find(self, epoch: int, at: Ints) -> tuple[Ints, Ints]:
-        """The blocks [n] in which places [n] of an epoch lie, and where in them."""
+        """Return the blocks [n] that contain offsets `at` [n] of an epoch, and the offsets [n] inside those blocks."""
         blocks, offsets = _find(self._table(epoch), at)
         if self._unit > 1:
             units = blocks.copy()
@@ -191,9 +199,9 @@ class RowOrder:
         return blocks, offsets
 
     def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
-        """Iterate over what a stream reads in an epoch after `turns` rows: block, and the slots from … to.
+        """Yield (block, first slot, end slot) for each block of a stream in an epoch, after its first `turns` rows.
 
-        Slots count in `block_order`, as `slots` finds them one by one, with `turn` and `length` = 1.
+        Slots index `block_order`. Needs `turn` = `length` = 1; then it agrees with `slots`.
         """
         rows, longer = divmod(len(self), self.streams)
         begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
@@ -204,15 +212,18 @@ class RowOrder:
                 yield from _runs(self._unit_table(epoch, number), at, stop)
 
     def carry_length(self, begin: int) -> int:
-        """Return how much of a long enough block at offset `begin` completes the row begun in the block before."""
+        """Return how many tokens of a block at offset `begin` complete the last row of the block before it."""
         return -begin % self.length
 
     def block_order(self, slot: RowSlot) -> list[int]:
-        """Return the rows that start in the block of a slot, in their order of the epoch."""
+        """Return the rows that start in the block of a slot, in epoch order."""
         return self._rows.get(slot[:2], partial(self._in_block, slot))
 
     def interleave(self, positions: Ints, epoch: int) -> Ints:
-        """Rounds of all streams' turns begin at multiples of their length, as batches do, and end with the epoch."""
+        """Map positions [n] that take `turn` rows per stream to positions that take one row per stream.
+
+        Rounds begin at multiples of `streams` · `turn`, as batches do, and end with the epoch.
+        """
         if self.turn == 1:
             return positions
         length = self.streams * self.turn
@@ -220,7 +231,7 @@ class RowOrder:
         begin = np.maximum(rounds, epoch * len(self))
         turns = (np.minimum(rounds + length, (epoch + 1) * len(self)) - begin) // self.streams
         at = positions - begin
-        # A round that an epoch's edge cuts short ends with single rows.
+        # A round that the edge of an epoch cuts short ends with single rows.
         return begin + np.where(
             at < turns * self.streams, interleave(at, self.streams, np.maximum(turns, 1)), at
         )
@@ -252,7 +263,7 @@ class RowOrder:
 
 
 def interleave(k: Ints, cycle_length: int, turn: Ints | int) -> Ints:
-    """Positions [n] of an order that takes `turn` rows of each stream, in one that takes single rows."""
+    """Map positions `k` [n] that take `turn` rows per stream to positions that take one row per stream."""
     rounds, at = np.divmod(k, cycle_length * turn)
     stream, row = np.divmod(at, turn)
     positions: Ints = np.asarray((rounds * turn + row) * cycle_length + stream, np.int64)
@@ -269,7 +280,7 @@ def make_row_order(
     length: int = 1,
     max_units: int = MAX_GROUPS,
 ) -> RowOrder:
-    """The order of blocks of these `sizes` [n_blocks]: their rows, or what is cut into rows of `length`."""
+    """Make the row order of blocks of `sizes` [n_blocks], in tokens to cut into rows of `length`, or in whole rows."""
     unit = -(-len(sizes) // max_units)
     starts = np.arange(0, len(sizes), unit)
     unit_sizes = np.asarray(sizes if unit == 1 else np.add.reduceat(sizes, starts, dtype=np.int64), np.int64)
@@ -296,19 +307,19 @@ class _Slices:
 
 
 def _find(table: _Table, at: Ints) -> tuple[Ints, Ints]:
-    places = table.starts.searchsorted(at, side="right") - 1
-    return table.numbers[places], at - table.starts[places]
+    entries = table.starts.searchsorted(at, side="right") - 1
+    return table.indices[entries], at - table.starts[entries]
 
 
 def _runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Units or blocks of the rows at … end − 1 of a table, and which of their own rows these are: from … to."""
-    place = int(table.starts.searchsorted(at, side="right")) - 1
+    """Yield (unit or block, first, end) for the offsets `at` … `end` − 1 of a table; first and end count inside it."""
+    entry = int(table.starts.searchsorted(at, side="right")) - 1
     while at < end:
-        first, after = table.starts[place : place + 2].tolist()
+        first, after = table.starts[entry : entry + 2].tolist()
         stop = min(after, end)
         if stop > at:
-            yield int(table.numbers[place]), at - first, stop - first
-        at, place = stop, place + 1
+            yield int(table.indices[entry]), at - first, stop - first
+        at, entry = stop, entry + 1
 
 
 def _list_bytes(rows: list[int]) -> int:

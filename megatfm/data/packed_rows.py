@@ -1,7 +1,7 @@
-"""Packed rows: sequences joined in the order of their rows, from which batches are copied.
+"""Packed rows: sequences joined in row order, from which batches are copied.
 
 `pack_chunked` joins the documents of a block and cuts them where rows end; `BinPackedRows` keeps sequences whole. Both
-make `PackedBlock`s, whose rows come into being when `collate` copies them.
+build a `PackedBlock`, and `collate` copies its rows into a batch.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,11 +32,11 @@ from megatfm.data.sequences import (
 from megatfm.errors import MegatfmError
 
 LOOP_LIMIT = 12
-"""Up to this many documents of a row are numbered one by one, which is faster then."""
+"""Rows of at most this many documents are numbered in a Python loop, which is faster than NumPy for so few."""
 
 
 class TypedField(NamedTuple):
-    """No plain integers [length]: values [total, *shape], or [rows, *shape] of a field of the row."""
+    """A field other than integers [length]: values [total, *shape], or [rows, *shape] for one value per row."""
 
     field: Field
     values: NDArray[Any]
@@ -44,35 +44,35 @@ class TypedField(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowStore:
-    """The rows of a block on one side: its documents joined in the order of the rows, which are made when copied.
+    """One side of a block: its documents joined in row order. Rows are built when they are copied into a batch.
 
-    Finished rows would take several times the memory: one block with a document of millions of tokens would push the
-    other streams' blocks out of the cache.
+    Finished rows would take several times the memory, and one block with a document of millions of tokens would evict
+    the blocks of other streams from the cache.
     """
 
     fields: Mapping[str, NDArray[np.integer]]
-    """The objective's integers [length], [total] each, of at most 32 bits."""
+    """The objective's plain integer fields, joined [total], of at most 32 bits."""
     typed: Mapping[str, TypedField]
-    """Its other fields."""
+    """The objective's other fields."""
     starts: list[int]
-    """Starts of the documents, and the end of the last. None is empty."""
+    """Starts of the documents, none of them empty, and the end of the last."""
     bounds: list[int]
     """Starts of the rows, and the end of the last."""
     blank: list[bool] | None
-    """Documents that are padding."""
+    """True for each document that is padding; None: there are none."""
     fills: Mapping[str, float]
-    """Padding values of `fields`, and then of "documents" and "positions"."""
+    """Padding values of `fields`, followed by those of "documents" and "positions"."""
     length: int
     as_one_document: bool
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Fields that a copy fills in."""
+        """Names of the integer fields that `write_row` writes, in order."""
         return tuple(self.fills)
 
     @property
     def n_rows(self) -> int:
-        """Rows that the block makes, of `length` each."""
+        """Number of rows of `length`."""
         return len(self.bounds) - 1
 
     @property
@@ -83,13 +83,13 @@ class RowStore:
 
     @property
     def padding(self) -> "RowStore":
-        """No rows."""
+        """A store without rows, so that every row of it is padding."""
         fields = {name: field[:0].copy() for name, field in self.fields.items()}
         empty = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
         return replace(self, fields=fields, typed=empty, starts=[0], bounds=[0])
 
     def allocate(self, rows: int) -> Fields:
-        """Arrays [rows, …] for the fields that are no plain integers."""
+        """Allocate arrays [rows, …] for the `typed` fields."""
         return {
             name: np.empty(
                 (rows, *([self.length] if field.per == "tokens" else []), *field.shape), values.dtype
@@ -98,7 +98,7 @@ class RowStore:
         }
 
     def write_typed(self, number: int, target: Fields, row: int, at: int = 0) -> None:
-        """Write the fields that are no plain integers into row `row`, from place `at` on, and padding after them."""
+        """Write the `typed` fields of row `number` into row `row` of `target` from offset `at`, then padding."""
         begin, n = self._extent(number)
         for name, (field, values) in self.typed.items():
             out = target[name]
@@ -108,17 +108,16 @@ class RowStore:
                 out[row, at : at + n], out[row, at + n :] = values[begin : begin + n], field.pad_value
 
     def _extent(self, number: int) -> tuple[int, int]:
-        """Return where a row begins, and its length; past the last one it is empty."""
+        """Return the start and length of a row; the length is 0 past the last row."""
         begin, *ends = self.bounds[number : number + 2] or (0,)
         return begin, ends[0] - begin if ends else 0
 
     def write_row(
         self, number: int, target: NDArray[np.int64], at: int = 0, documents: int = 0
     ) -> tuple[int, int]:
-        """Write all integers [fields, length] of a row from place `at` on, and padding after it; past the last row
-        there is nothing else.
+        """Write the integer fields [fields, length] of a row from offset `at`, then padding; all padding past the end.
 
-        documents: how many there are before `at`. Returns where the row ends, and how many there are then.
+        documents: number of documents before `at`. Returns the end of the row, and the number of documents up to it.
         """
         begin, n = self._extent(number)
         end = at + n
@@ -132,12 +131,12 @@ class RowStore:
         if at and self.as_one_document:
             target[-1, at:end] += at if self.blank is None else at * (target[-2, at:end] != PAD_DOCUMENT_ID)
         elif documents:
-            numbers = target[-2, at:end]
-            numbers += documents if self.blank is None else documents * (numbers != PAD_DOCUMENT_ID)
+            document_ids = target[-2, at:end]
+            document_ids += documents if self.blank is None else documents * (document_ids != PAD_DOCUMENT_ID)
         return end, documents + documents_added
 
     def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-        """Number the documents of a row that starts at `begin`, and the positions in their pieces; how many it has."""
+        """Write document ids and positions of a row that starts at `begin`; return its number of documents."""
         n, ramp, starts = len(documents), _arange(self.length), self.starts
         if self.as_one_document:
             documents[:], positions[:] = 0, ramp[:n]
@@ -161,14 +160,17 @@ class RowStore:
 
 @dataclass(frozen=True, eq=False)
 class PackedBlock:
-    """The rows of a block: every field, and for each side "documents" (0, 1, … in the row, the same for all sides of
-    a sequence; −1: padding) and "positions" (from 0 in each piece of a document)."""
+    """The rows of a block, with all fields of the objective.
+
+    Packing adds for each side "documents" (0, 1, … in the row, the same on all sides of a sequence; −1: padding) and
+    "positions" (from 0 in each piece of a document).
+    """
 
     sides: tuple[RowStore, ...]
 
     @property
     def n_rows(self) -> int:
-        """Number of rows, the same for every side."""
+        """Number of rows, equal on all sides."""
         return self.sides[0].n_rows
 
     @property
@@ -182,16 +184,19 @@ class PackedBlock:
         return PackedBlock(tuple(side.padding for side in self.sides))
 
     def row(self, number: int) -> Fields:
-        """One row by name, integers [length of the side] as int64; past the end of the block there is padding."""
+        """Return the fields of a row, integers [length of the side] as int64; padding past the last row."""
         return {name: rows[0] for name, rows in collate([[(self, number)]]).items()}
 
 
 RowSources = Sequence[tuple[PackedBlock, int]]
-"""Blocks, and the row of each, of which a row is made; several where it spans blocks."""
+"""The (block, row index) pairs that make up one row; several if the row spans blocks."""
 
 
 def collate(rows: Sequence[RowSources]) -> Fields:
-    """Rows of blocks that were packed alike, by name: integers [n, length of the side] as int64, others as they are."""
+    """Copy rows into a batch: integers [n, length of the side] as int64, other fields in their declared types.
+
+    All blocks must have the same packing settings.
+    """
     fields: Fields = {}
     for number, side in enumerate(rows[0][0][0].sides):
         batch = np.empty((len(side.names), len(rows), side.length), np.int64)
@@ -217,7 +222,8 @@ def pack_chunked(
 ) -> PackedBlock:
     """Join the documents of a block, and cut them into rows.
 
-    order: n → permutation [n] in which documents are joined. carry_length: the end of a row of the block before.
+    order: returns the permutation [n] in which n documents are joined. carry_length: tokens that complete the last row
+    of the previous block.
     """
     pieces = split_documents(documents.lengths, packing.objective, documents.first, packing.seed)
     blank = documents.is_quarantined
@@ -240,10 +246,10 @@ def concat_and_chunk(
     packing: PackingConfig,
     carry_length: int = 0,
 ) -> PackedBlock:
-    """Cut joined documents of these `lengths` [n]: `fields` [total, …]. blank [n]: those that are padding.
+    """Cut joined `fields` [total, …] of documents of `lengths` [n] into rows. blank [n]: documents that are padding.
 
-    Documents of length 0 take no place, and no number in a row. carry_length: how much is the end of a row of the block
-    before; then that is row 0.
+    Documents of length 0 are skipped. carry_length: tokens that complete the last row of the previous block; if
+    above 0, they are row 0.
     """
     (length,), is_filled = packing.row_lengths, lengths > 0
     starts = [0, *np.cumsum(lengths[is_filled]).tolist()]
@@ -264,7 +270,7 @@ def concat_and_chunk(
 
 
 class BinPackedRows:
-    """The rows of a group of blocks, each built on use, so that little is in memory."""
+    """The rows of a group of blocks. Each row is built when it is read, to save memory."""
 
     def __init__(self, documents: DocumentSource, packing: PackingConfig, epoch: int) -> None:
         self._documents, self._packing, self._epoch = documents, packing, epoch
@@ -283,15 +289,15 @@ class BinPackedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, without the documents."""
+        """Bytes in memory, excluding the documents."""
         return self._pieces.nbytes + self._bounds.nbytes
 
     def row(self, number: int) -> PackedBlock:
-        """A row as a block."""
+        """Build one row, as a block."""
         return self._build_rows(number, number + 1)
 
     def all_rows(self) -> PackedBlock:
-        """All rows."""
+        """Build all rows."""
         return self._build_rows(0, self.n_rows)
 
     @property
@@ -316,7 +322,7 @@ def lay_out_rows(
     blank: NDArray[np.bool_] | None,
     packing: PackingConfig,
 ) -> PackedBlock:
-    """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
+    """Join built sequences [P] into their `rows` [P], in stored order in each row. blank [P]: sequences of padding."""
     order = np.argsort(rows, kind="stable")
     firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
     sides, prefixes = [], packing.objective.field_prefixes
@@ -355,10 +361,10 @@ def pack_in_memory(
     order: Callable[[int], NDArray[np.int64]] | None = None,
     members: Sequence[Mapping[str, bytes]] | None = None,
 ) -> PackedBlock:
-    """Documents that are in memory, the first of which has the number `first`, as the only block of a corpus.
+    """Pack documents in memory as if they were the only block of a corpus.
 
-    order: for n documents a permutation [n] in which they are joined, where they are cut at row ends. members [D]: the
-    files that belong to each.
+    first: index of the first document. order: returns the permutation [n] in which n documents are joined, if they are
+    cut at row ends. members [D]: files of each document.
     """
     source = InMemoryDocuments(documents, first, members)
     source.measure(getattr(packing.objective, "piece_sizes", None))
@@ -370,7 +376,7 @@ def pack_in_memory(
 def split_plain_fields(
     fields: Mapping[str, NDArray[Any]], packing: PackingConfig
 ) -> tuple[dict[str, NDArray[np.integer]], dict[str, TypedField]]:
-    """Integers [total], in at most 32 bits, and all other fields. Raises a MegatfmError if an integer doesn't fit."""
+    """Split fields into plain integers [total], of at most 32 bits, and others. Raises a MegatfmError on overflow."""
     field_of = {name: packing.field(name) for name in fields}
     plain = {
         name

@@ -1,6 +1,6 @@
-"""Packing plans: the tokens of each block of a corpus, or the rows of each group of blocks.
+"""Packing plans: the token count of each block of a corpus, or the row count of each group of blocks.
 
-A plan is made once, from the index alone, and kept beside the corpus.
+A plan is computed once, from the index alone, and stored in the corpus folder.
 """
 
 import fcntl
@@ -23,19 +23,19 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write
 
 SAMPLES_AT_ONCE = 2**18
-"""Documents whose pieces are planned together, so that planning needs little memory."""
+"""Documents planned per pass, which bounds the memory of planning."""
 PLANS = ".plans"
-"""Folder of a corpus for plans; it may be deleted at any time."""
+"""Subfolder of a corpus that holds plans; it may be deleted at any time."""
 MAX_STORED_PLANS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Sizes that the order of rows needs of a corpus, and notes for the log on data that is left out or cut.
+    """Block sizes that the row order is computed from, and notes for the log on data that is left out or cut.
 
-    sizes [n]: of every block the tokens that are cut into rows; or of every group of blocks the rows.
-    groups [n + 1]: the first block of each group; None where rows are cut.
-    padding: its share of all rows.
+    sizes [n]: tokens of each block, to be cut into rows; or rows of each group of blocks, if bin-packed.
+    groups [n + 1]: first block of each group; None if documents are cut at row ends.
+    padding: share of padding in all rows.
     """
 
     sizes: NDArray[np.int64]
@@ -44,7 +44,7 @@ class PackingPlan:
     notes: tuple[str, ...] = ()
 
     def encode(self, key: str) -> bytes:
-        """Content of a plan file: a JSON line with the key and a hash, then sizes as uint32, and groups as uint64."""
+        """Encode as a plan file: a JSON line with the key and a hash, then sizes as uint32 and groups as uint64."""
         groups = b"" if self.groups is None else self.groups.astype("<u8").tobytes()
         content = self.sizes.astype("<u4").tobytes() + groups
         facts = {
@@ -58,7 +58,7 @@ class PackingPlan:
 
     @classmethod
     def decode(cls, data: bytes, key: str) -> "PackingPlan":
-        """Raises a ValueError, KeyError or TypeError if that is no whole plan of this key."""
+        """Decode a plan file. Raises a ValueError, KeyError or TypeError if it is damaged or has another key."""
         line, _, content = data.partition(b"\n")
         facts = json.loads(line)
         if facts["key"] != key or facts["blake3"] != blake3(content).hexdigest():
@@ -79,11 +79,11 @@ class PackingPlan:
 def load_or_build_packing_plan(
     corpus: Corpus, objective: PackingObjective, row_lengths: Sequence[int], seed: int, name: str | None
 ) -> PackingPlan:
-    """Return the plan, from the corpus's folder if it was made before.
+    """Load the plan from the corpus folder, or build and store it.
 
-    Of processes that ask at once, one makes it while the others wait. name: tells objectives apart; without it nothing
-    is stored. A plan that is damaged or another's is made again, and where the folder can't be written it is made each
-    time, by every process.
+    If several processes need it at once, one builds it while the others wait. A damaged or foreign plan is rebuilt; if
+    the folder is read-only, every process builds its own. name: identifies the objective's lengths; None: nothing is
+    stored.
     """
     if name is None:
         return build_packing_plan(corpus, objective, row_lengths, seed)
@@ -91,7 +91,7 @@ def load_or_build_packing_plan(
     path = Path(corpus.folder) / PLANS / key[:32]
     if (stored := _read(path, key)) is not None:
         return stored
-    with _alone(path):
+    with _lock_plan(path):
         if (stored := _read(path, key)) is not None:
             return stored
         plan = build_packing_plan(corpus, objective, row_lengths, seed)
@@ -108,9 +108,11 @@ def _read(path: Path, key: str) -> PackingPlan | None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time plan for `path`, as far as its file system can lock. One that comes while the lock is
-    removed plans as well, which harms nothing."""
+def _lock_plan(path: Path) -> Iterator[None]:
+    """Lock `path` so that one process builds the plan at a time, if the file system supports locks.
+
+    A process that arrives while the lock file is being removed builds the plan too, which is harmless.
+    """
     lock = path.with_name(f".{path.name}.lock")
     descriptor = None
     with suppress(OSError):
@@ -127,7 +129,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Machines, and processes without locks, may write the same plan at once: the last one's stays."""
+    """Write a plan atomically and drop the oldest ones. Of concurrent writers without locks, the last one wins."""
     path.parent.mkdir(exist_ok=True)
     atomic_write(path, data)
     plans = sorted(path.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
@@ -187,7 +189,7 @@ class _Planner:
         groups = np.array([0, *(end for end, _ in packed_groups)])
         sizes = np.array([rows for _, rows in packed_groups])
         if self.objective.needs_other_documents:
-            without_partner = self._alone(groups, np.cumsum(texts))
+            without_partner = self._count_without_partner(groups, np.cumsum(texts))
         room = int(sizes.sum()) * sum(self.row_lengths)
         padding = 1 - float(volumes.sum()) / room
         notes = []
@@ -218,14 +220,14 @@ class _Planner:
         return split_documents(n_tokens, self.objective, first, self.seed, sizes).without_empty()
 
     def _count_texts(self, begin: int, starts: NDArray[np.int64], pieces: ChunkTable) -> NDArray[np.int64]:
-        """Count the documents of each block that are not empty [n], of which `_planned` gives the pieces."""
+        """Count the non-empty documents of each block [n], from the pieces that `_planned` yields."""
         is_text = (pieces.numbers == 0) & (pieces.ends > 0)
         return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)
 
-    def _alone(self, groups: NDArray[np.int64], texts: NDArray[np.int64]) -> int:
-        """Count the sequences whose document is the only one of its group that is not empty.
+    def _count_without_partner(self, groups: NDArray[np.int64], texts: NDArray[np.int64]) -> int:
+        """Count the sequences whose document is the only non-empty one of its group.
 
-        texts [n_blocks + 1]: how many documents before each block are not empty.
+        texts [n_blocks + 1]: number of non-empty documents before each block.
         """
         return sum(
             len(self._sequences(*groups[at : at + 2].tolist()))
@@ -246,7 +248,7 @@ class _Planner:
             )
 
     def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:
-        """Some blocks at once: the number of the first, where the pieces of each start [n + 1], and the pieces."""
+        """Yield runs of n blocks: first block, offsets [n + 1] of each block's pieces, and the pieces."""
         blocks, begin = self.corpus.blocks, 0
         while begin < len(blocks) - 1:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)

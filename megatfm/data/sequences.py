@@ -1,7 +1,8 @@
 """Sequences: how documents are cut into pieces, and what an objective makes of each.
 
-`PackingObjective` is what packing asks of an objective. `split_documents` tells the lengths of all sequences before any
-text is read; `build_sequences` builds them, and holds each against the length and the fields that were promised.
+`PackingObjective` is the interface that packing needs from an objective. `split_documents` computes the lengths of all
+sequences before any text is read. `build_sequences` builds them, and checks each against the planned length and the
+declared fields.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,26 +18,26 @@ from megatfm.errors import MegatfmError, SampleError
 from megatfm.rng import PieceKey, piece_keys
 
 IGNORE_INDEX = -100
-"""The target of positions that count in no loss (torch's default `ignore_index`)."""
+"""Target of positions that the loss ignores (torch's default `ignore_index`)."""
 PAD_DOCUMENT_ID = -1
 """The document number of padding."""
 Fields = dict[str, NDArray[Any]]
 BatchBuild = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
-"""The fields of many documents, each framed as `PackingObjective.build` would, one after another [total]."""
+"""Builds the concatenated fields [total] of many documents, equal to `PackingObjective.build_example` of each."""
 ImageLengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""Lengths [D] of sequences by heights and widths of images [D, 2]."""
+"""Computes sequence lengths [D] from the heights and widths of images [D, 2]."""
 
 
 class OtherDocuments(Protocol):
-    """The other documents of a group of blocks, those without tokens left out, in stored order."""
+    """The other non-empty documents of a group of blocks, in stored order."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Their numbers of tokens [n]."""
+        """Token counts [n]."""
         ...
 
     def tokens(self, number: int) -> NDArray[np.integer]:
-        """The tokens of one of them."""
+        """Return the tokens of the document at index `number`."""
         ...
 
 
@@ -54,7 +55,7 @@ class NO_OTHER_DOCUMENTS:
 
 @dataclass(frozen=True, eq=False)
 class DocumentChunk:
-    """A piece of a document, of which an objective makes a sequence: its tokens [n], and what belongs to it.
+    """A piece of a document, from which an objective builds a sequence: tokens [n], other documents and files.
 
     files: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_files`.
     """
@@ -66,9 +67,9 @@ class DocumentChunk:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a sequence: its NumPy type, and its shape [length, *shape], or [*shape] where it is one `of` the row.
+    """A field of a sequence: its NumPy type, and its shape [length, *shape], or [*shape] for one value per row.
 
-    pad_value: the content of padding, a number or an array of the field's shape.
+    pad_value: value of padding, a scalar or an array of the field's shape.
     """
 
     dtype: str = "int64"
@@ -77,7 +78,7 @@ class Field:
     pad_value: float | tuple[float, ...] = 0
 
     def filled(self, *lengths: int) -> NDArray[Any]:
-        """An array [*lengths, *shape] of nothing but padding."""
+        """Return an array [*lengths, *shape] filled with padding."""
         return np.full((*lengths, *self.shape), self.pad_value, np.dtype(self.dtype))
 
 
@@ -86,54 +87,54 @@ class PackingObjective(Protocol):
 
     @property
     def field_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the fields of each row that a sequence takes room in: ("",), or ("encoder_", "")."""
+        """Field prefix of each side of a row: ("",), or ("encoder_", "") for an encoder-decoder."""
         ...
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest piece whose sequence fits a row; None: documents are not cut into pieces, but at row ends."""
+        """Longest piece whose sequence fits a row; None: documents are joined and cut where rows end."""
         ...
 
     @property
     def padding_values(self) -> Mapping[str, int]:
-        """Padding values of fields where it is neither 0 nor what packing knows."""
+        """Padding values of the fields whose padding is neither 0 nor a default of packing."""
         ...
 
     @property
     def fields(self) -> Mapping[str, Field] | None:
-        """All fields that `build` makes; None: its fields, integers [length of the side]."""
+        """Declarations of all fields that `build_example` returns; None: all are integers [length of the side]."""
         ...
 
     @property
     def needs_other_documents(self) -> bool:
-        """Whether `build` looks at other documents."""
+        """True if `build_example` reads other documents."""
         ...
 
     @property
     def needs_files(self) -> bool:
-        """Whether `build` looks at the files that are stored with a document."""
+        """True if `build_example` reads the files stored with a document."""
         ...
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The lengths [n] or [n, sides] of the sequences of pieces of `n_tokens` [n]; 0: there is none."""
+        """Return sequence lengths [n] or [n, sides] for pieces of `n_tokens` [n]; 0: the piece makes no sequence."""
         ...
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Mapping[str, NDArray[Any]]:
-        """The fields of a piece's sequence, as `fields` says; integers [length] must fit 32 bits."""
+        """Build the fields of a piece's sequence, as `fields` declares them; integers [length] must fit 32 bits."""
         ...
 
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """Settings by which documents become rows."""
+    """Settings for packing documents into rows."""
 
     objective: PackingObjective
     row_lengths: tuple[int, ...]
-    """One for each of the objective's sides."""
+    """Row length of each side of the objective."""
     seed: int
     pad_id: int = 0
     attend_across_documents: bool = False
-    """Whether what is in a row has one number and counts its positions on."""
+    """True if a row counts as one document: one document index, and positions that run through the row."""
 
     def __post_init__(self) -> None:
         if needs_own_row(self.objective) and self.objective.max_tokens is None:
@@ -154,19 +155,19 @@ class PackingConfig:
         )
 
     def fills(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
-        """Return the padding values of each of a side's plain fields, and of those that packing adds."""
+        """Return the padding value of each plain field of a side, and of the fields that packing adds."""
         prefix = self.objective.field_prefixes[side]
         pad_values: dict[str, float] = {name: self.field(name).pad_value for name in names}  # type: ignore[misc]
         return pad_values | {f"{prefix}documents": PAD_DOCUMENT_ID, f"{prefix}positions": 0}
 
 
 def needs_own_row(objective: PackingObjective) -> bool:
-    """Whether each sequence has a row of its own, since it has fields of the row."""
+    """Return True if the objective has fields with one value per row, so that each sequence needs its own row."""
     return any(field.per == "row" for field in (objective.fields or {}).values())
 
 
 def prefix_index(field: str, sides: Sequence[str]) -> int:
-    """Return the side of a field: the first whose prefix it has."""
+    """Return the index of a field's side: the first side whose prefix the name starts with."""
     return next(number for number, prefix in enumerate(sides) if field.startswith(prefix))
 
 
@@ -175,11 +176,11 @@ class ChunkTable:
     """Consecutive pieces of consecutive documents, in stored order. All arrays are [P]."""
 
     documents: NDArray[np.int64]
-    """The document of each, counted from the first one given."""
+    """Document index of each piece, relative to the first document of the table."""
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     numbers: NDArray[np.int64]
-    """0, 1, … in each document."""
+    """Index of each piece in its document (0, 1, …)."""
     lengths: NDArray[np.int64]
     """Lengths of the sequences that will be built, [P, sides]."""
 
@@ -193,16 +194,16 @@ class ChunkTable:
         return sum(column.nbytes for column in columns)
 
     def iter_chunks(self) -> Iterator[tuple[int, int, int, int, list[int]]]:
-        """Document, start, end, number and lengths of each piece, as plain numbers."""
+        """Yield document, start, end, piece index and lengths of each piece as Python integers."""
         columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def without_empty(self) -> "ChunkTable":
-        """The pieces that make a sequence: a side of them has tokens."""
+        """Return the pieces that make a sequence, those with a length above 0 on some side."""
         return self.take(np.flatnonzero(self.lengths.any(axis=1)))
 
     def take(self, chosen: NDArray[np.integer]) -> "ChunkTable":
-        """Some of them, in the order given."""
+        """Return the pieces at the given indices, in that order."""
         return ChunkTable(
             self.documents[chosen],
             self.starts[chosen],
@@ -219,12 +220,11 @@ def split_documents(
     seed: int,
     image_sizes: Callable[[], NDArray[np.int64]] | None = None,
 ) -> ChunkTable:
-    """Cut documents of `n_tokens` [D], the first of which has the number `first` in its corpus.
+    """Cut documents of `n_tokens` [D] into consecutive pieces of `objective.max_tokens`; the last may be shorter.
 
-    image_sizes: gives heights and widths [D, 2], for an objective whose lengths depend on them.
-
-    A document is cut into consecutive pieces of `objective.max_tokens`, of which the last may be shorter; an empty
-    document is one empty piece. Pieces that make no sequence are among them, with lengths of 0.
+    An empty document is one empty piece. Pieces that make no sequence are included, with lengths of 0.
+    first: index in the corpus of the first document. image_sizes: returns heights and widths [D, 2], for an objective
+    whose sequence lengths depend on them.
     """
     max_tokens = objective.max_tokens
     if max_tokens is None:
@@ -246,13 +246,13 @@ def split_documents(
 
 
 class DocumentSource(Protocol):
-    """Documents in stored order, of which the first has the number `first` in its corpus."""
+    """Consecutive documents in stored order; `first` is the index of the first one in the corpus."""
 
     @property
     def first(self) -> int: ...
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each [D]."""
+        """Token count of each document [D]."""
         ...
 
     @property
@@ -268,7 +268,7 @@ class DocumentSource(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> NDArray[Any]: ...
     def members(self, number: int) -> Mapping[str, bytes]:
-        """The files that are stored with a document."""
+        """Return the files stored with a document, by extension."""
         ...
 
     def describe(self, number: int) -> tuple[str, str]:
@@ -278,7 +278,7 @@ class DocumentSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PartnerDocuments:
-    """The candidate documents [K] but for number `excluded`."""
+    """The documents at indices `candidates` [K], without the document `excluded`."""
 
     documents: DocumentSource
     candidates: NDArray[np.int64]
@@ -320,8 +320,8 @@ def build_sequences(
         try:
             fields = dict(objective.build_example(chunk, key))
         except SampleError as error:
-            place, remedy = documents.describe(document)
-            raise MegatfmError(f"{place} {error}{remedy}") from error
+            location, remedy = documents.describe(document)
+            raise MegatfmError(f"{location} {error}{remedy}") from error
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
         _check_lengths(packing, fields, planned_lengths, first + document)
@@ -342,7 +342,7 @@ def _check_lengths(
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:
-    """The fields as arrays of the types and shapes that the objective says."""
+    """Convert fields to arrays. Raises a MegatfmError if a name, type or shape differs from the declaration."""
     if fields.keys() != declared.keys():
         raise MegatfmError(
             f"the objective built sample {sample} with fields {sorted(fields)}, but its `fields` are {sorted(declared)}"
@@ -375,8 +375,7 @@ def _declared_padding(objective: PackingObjective, planned_lengths: Sequence[int
 
 
 def batch_build_of(objective: PackingObjective) -> BatchBuild | None:
-    """An objective's `build_many`, if it has one that goes with its `build_example`: a subclass may have changed
-    that alone."""
+    """Return the objective's `build_many`; None if it has none, or if a subclass overrides `build_example` alone."""
     for kind in type(objective).__mro__:
         if "build_many" in vars(kind):
             return objective.build_many  # type: ignore[attr-defined]
@@ -388,7 +387,7 @@ def batch_build_of(objective: PackingObjective) -> BatchBuild | None:
 def build_batch(
     join: BatchBuild, pieces: ChunkTable, documents: DocumentSource
 ) -> Mapping[str, NDArray[np.integer]]:
-    """Join the documents of uncut pieces. Raises a MegatfmError if they have not the length that was planned."""
+    """Join the documents of uncut pieces. Raises a MegatfmError if the length is not the planned one."""
     fields = join([documents[number] for number in pieces.documents.tolist()])
     for name, field in fields.items():
         if len(field) != pieces.lengths.sum():

@@ -1,4 +1,4 @@
-"""The samples of a corpus one by one, shuffled, at the speed at which their frames unpack."""
+"""Iterates over the samples of a corpus in shuffled order, about as fast as their frames decompress."""
 
 import heapq
 from collections import deque
@@ -17,17 +17,16 @@ Numbered = tuple[int, NDArray[np.integer]]
 Run = tuple[int, int, int]
 """A run of `RowOrder.iter_stream_blocks`."""
 FRAMES_PER_CALL = 16
-"""Frames that a thread unpacks at once: to do so one by one, and to hand them over, takes half as long again."""
+"""Frames that a thread decompresses per call. One frame per call takes about 1.5 times as long."""
 
 
 class ShuffledDocuments(Iterator[Numbered]):
     """An endless iterator over (sample number, read-only tokens [n]) in the order of `RowOrder` over samples.
 
     Each epoch has each sample once; `position` counts the documents so far, and an iterator that starts there
-    continues. An iterator over documents rather than packed rows. Of each stream two frames are needed: the one that is
-    given, and the next, which `threads` unpack meanwhile. Frames unpacked together stay in memory until the last of
-    them was given, so it takes some three times as much. Of plain tars, frames are verified the first time, and their
-    samples read one by one.
+    continues. Each stream holds the current frame, and the next one, which `threads` decompress in the background.
+    Frames decompressed together stay in memory until all of them were yielded, so memory is about three times that.
+    Frames of plain tars are verified at their first use; their samples are then read one by one.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ShuffledDocuments(Iterator[Numbered]):
         return document
 
     def _epoch(self) -> Iterator[Numbered]:
-        """Iterate over the rest of the epoch in which `position` is."""
+        """Yield the remaining samples of the epoch that contains `position`."""
         epoch, n_drawn = divmod(self.position, len(self.order))
         turns, first = divmod(n_drawn, self.order.streams)
         prefetched = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
@@ -58,7 +57,7 @@ class ShuffledDocuments(Iterator[Numbered]):
             for stream in range(first, len(streams)):
                 document = next(streams[stream], None)
                 if document is None:
-                    # Results arrive in the order of the stream; at the end of the epoch none is left.
+                    # Runs arrive in the order of use; at the end of the epoch none is left.
                     streams[stream] = iter(next(prefetched, ()))
                     document = next(streams[stream], None)
                     if document is None:
@@ -67,7 +66,7 @@ class ShuffledDocuments(Iterator[Numbered]):
             first = 0
 
     def _read_sequence(self, epoch: int, turns: int, first: int) -> Iterator[Run]:
-        """The runs of all streams as they will be needed; the streams before `first` have had a turn more."""
+        """Yield the runs of all streams in the order of use; streams before `first` are one turn ahead."""
         begin = [(turns + (stream < first), stream) for stream in range(self.order.streams)]
         runs = [self.order.iter_stream_blocks(stream, epoch, turn) for turn, stream in begin]
         heapq.heapify(begin)
@@ -81,7 +80,7 @@ class ShuffledDocuments(Iterator[Numbered]):
             heapq.heapreplace(begin, (turn + run[2] - run[1], stream))
 
     def _prefetch(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[Numbered]]:
-        """The samples of each run, made ready by other threads."""
+        """Yield the samples of each run, decompressed by background threads."""
         parts = iter(lambda: list(islice(runs, FRAMES_PER_CALL)), [])
         pending = deque(
             self._executor.submit(self._read, epoch, part)

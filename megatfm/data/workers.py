@@ -1,4 +1,4 @@
-"""Processes that make rows for a loader, each a fixed part of every step, so that none reads another's text."""
+"""Worker processes that build rows for a loader: each builds a fixed share of every step, so reads do not overlap."""
 
 import contextlib
 import itertools
@@ -22,14 +22,14 @@ from megatfm.data.sequences import Fields
 from megatfm.errors import MegatfmError
 
 END_SECONDS = 10.0
-"""Time in which workers may end by themselves."""
+"""Seconds that workers have to exit before they are killed."""
 
 
 class RowWorkers:
-    """`n` processes with copies of `rows`, started with the first request; with n = 0 the calling thread does the work.
+    """Builds rows in `n` processes with copies of `rows`, or in the calling thread if n = 0.
 
-    The rows of a list of positions are the same for every n. A worker that fails raises its error here, one that dies
-    a MegatfmError. Close it when done; if this process dies, the workers end.
+    Processes start at the first request. The result is the same for every n. An error in a worker is raised here; the
+    death of a worker raises a MegatfmError. Close it when done; if this process dies, the workers exit.
     """
 
     def __init__(self, rows: RowDataset, n: int) -> None:
@@ -44,7 +44,7 @@ class RowWorkers:
         return [process.pid for process in self._processes]
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows [n] at positions, as `Rows` says."""
+        """Return the rows [n] at positions (see `RowDataset.rows`)."""
         if not self._n:
             return self._own_rows.rows(positions)
         with self._lock:
@@ -55,10 +55,10 @@ class RowWorkers:
         requests = []
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             if begin < end:
-                with contextlib.suppress(OSError):  # of a worker that died, which its answer tells
+                with contextlib.suppress(OSError):  # The worker died; `_answer` reports it.
                     pipes[number].send(list(positions[begin:end]))
                 requests.append(number)
-        # All are heard, also after an error, so that the next call finds no old answers.
+        # Reads all answers, also after an error, so that no stale answer is left for the next call.
         answers = [_answer(number, processes[number], pipes[number]) for number in requests]
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -66,17 +66,17 @@ class RowWorkers:
         return join_rows([answer for answer in answers if isinstance(answer, dict)])
 
     def close(self) -> None:
-        """End the processes, and kill those that still work after `END_SECONDS`; a later request starts new ones.
+        """Stop the processes, and kill those still alive after `END_SECONDS`; a later request starts new ones.
 
-        A request that waits for them in another thread gets an error. Its ends of the pipes are closed when it lets go
-        of them, since a number that is closed while it is read from may be another file's by then.
+        A request that waits in another thread gets an error. Pipes are shut down here, but closed only when that
+        thread drops them: a descriptor closed during a read could already belong to another file.
         """
         with self._lock:
             processes, pipes = self._processes, self._pipes
             self._processes, self._pipes = [], []
         for pipe in pipes:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)  # which a worker takes as the end
+                end.shutdown(socket.SHUT_RDWR)  # the worker reads end of file
         deadline = time.monotonic() + END_SECONDS
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -85,7 +85,7 @@ class RowWorkers:
                 process.join()
 
     def _start(self) -> None:
-        # Spawned, since a fork would copy the threads' locks of torch and of the network as they happen to be.
+        # Spawn, not fork: a fork copies the locks of torch's and the network's threads in whatever state they are.
         context, pickled = multiprocessing.get_context("spawn"), pickle.dumps(self._own_rows)
         for number in range(self._n):
             parent_pipe, worker_pipe = context.Pipe()
@@ -127,7 +127,7 @@ def _main(pipe: Connection, pickled: bytes) -> None:
 
 
 def worker_loop(pipe: Connection, pickled: bytes) -> None:
-    """Answer lists of positions with rows, until the other end closes."""
+    """Receive lists of positions and send back their rows, until the pipe closes."""
     try:
         rows = pickle.loads(pickled)
     except Exception as error:
@@ -150,7 +150,7 @@ def worker_loop(pipe: Connection, pickled: bytes) -> None:
 
 
 def picklable_error(error: Exception) -> Exception:
-    """The error, with its traceback in words, or where it can't travel, its words alone."""
+    """Return the error with its traceback as a note, or a MegatfmError with its message if it cannot be pickled."""
     error.add_note("".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))

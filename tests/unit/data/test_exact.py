@@ -201,7 +201,7 @@ def test_the_error_of_a_worker_is_raised_with_its_traceback(
     corpus.documents[2] = corpus.documents[2][:5]
     with (
         DataLoader(rows, global_batch=4, micro_batch=4, workers=2) as loader,
-        pytest.raises(MegatfmError, match="block 2 makes 6 tokens, its plan says 31") as caught,
+        pytest.raises(MegatfmError, match="block 2 has 6 tokens, but its packing plan says 31") as caught,
     ):
         list(loader)
     assert "in _pack" in "".join(caught.value.__notes__)

@@ -202,10 +202,13 @@ def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> Non
     sources: Any = dict([("a", FixedRows()), ("b", other)][::order])
     mixture = Mixture(sources, [Phase(0, {"a": 1, "b": 1})], seed=0, streams=2, block=4)
     with pytest.raises(
-        UsageError, match=r"data\.mixture\.[ab]: its rows are {.*: give all sources the same objective"
+        UsageError,
+        match=r"data\.mixture\.[ab]: its rows have fields {.*: give all sources the same objective",
     ):
         mixture.rows(range(8))
-    with pytest.raises(UsageError, match=r"data\.mixture: its rows are {"):  # of two workers, or readers
+    with pytest.raises(
+        UsageError, match=r"data\.mixture: its rows have fields {"
+    ):  # of two workers, or readers
         join_rows([source.rows(range(2)) for source in sources.values()])
 
 

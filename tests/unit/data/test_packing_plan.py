@@ -100,7 +100,7 @@ def test_a_plan_that_was_made_by_another_objective_is_named(folder: Path, causal
 
     open_rows(folder, causal_type())
     rows = open_rows(folder, Longer())
-    with pytest.raises(MegatfmError, match=r"its plan says .* delete the folder \.plans"):
+    with pytest.raises(MegatfmError, match=r"its packing plan says .* delete the subfolder \.plans"):
         rows.row(0)
 
 
