@@ -190,7 +190,7 @@ class LocalModel:
         host_values = HostValues() if self._by_values else nullcontext()
         with quiet(), self._mode, host_values, experts_by_shapes(self._note):
             if self._by_values:
-                fields, lengths = self._batch_with_values(micro_batch), {}
+                fields, lengths = self._batch_with_values(micro_batch), dict[str, int]()
             else:
                 fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
             written: dict[str, CarrySpec] = {}

@@ -368,4 +368,6 @@ def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
     with Saver(tmp_path, keep=1) as kept:
         kept.save(3, tensors(3), {})
     assert steps(tmp_path) == [3]
-    assert caplog.messages == ["old checkpoints could not be removed: can't list checkpoints: Input/output error"]
+    assert caplog.messages == [
+        "old checkpoints could not be removed: can't list checkpoints: Input/output error"
+    ]
