@@ -165,7 +165,7 @@ def test_everything_of_all_runs_is_cancelled(
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
     code, output = megatfm("cancel", "--all", capsys=capsys)
-    assert (code, output.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
+    assert (code, output.splitlines()[-1]) == (2, "error: no run under runs/ has a job or process to end")
     for words in ([], ["runs/a", "--all"]):
         code, output = megatfm("cancel", *words, capsys=capsys)
         assert (code, "name what to end" in output) == (2, True)
