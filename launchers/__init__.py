@@ -1,4 +1,4 @@
-"""Start runs on this machine, under MPI or as SLURM jobs, and watch them: render, submit, status, logs. No torch."""
+"""Starts runs on this machine, under MPI or as SLURM jobs, and reports their status and logs. Imports no torch."""
 
 from megatfm.launchers.cli import RunHandle, submit
 

@@ -1,4 +1,4 @@
-"""`megatfm launch`, and `submit`, its like in Python: from flags to a job and its launcher."""
+"""`megatfm launch` and its Python form `submit`: build a job and its launcher from flags."""
 
 import argparse
 import re
@@ -21,35 +21,35 @@ from megatfm.launchers.validation import launch_errors, launch_warnings
 from megatfm.registry import check_foreign_plugins, refuse_repeats
 
 SLURM_FLAGS = {
-    "nodes": ("N", "nodes of the job (1); MIN-MAX goes on with fewer when nodes fail"),
+    "nodes": ("N", "nodes of the job (1); with MIN-MAX, the run continues on fewer nodes when some fail"),
     "gpus_per_node": ("G", "GPUs of each node, one process on each"),
     "time": ("T", "time limit, for example 24:00:00"),
     "job_name": ("NAME", "name of the job (the run's name)"),
-    "chain": ("N", "queue N jobs that follow one another, where jobs aren't requeued"),
-    "array": ("N", "with --prep: N tasks side by side (8)"),
+    "chain": ("N", "queue N jobs that run one after another, for sites that don't requeue jobs"),
+    "array": ("N", "with --prep: N tasks in parallel (8)"),
     "partition": ("P", "partition (queue)"),
-    "account": ("A", "account that is charged"),
+    "account": ("A", "account to charge"),
     "qos": ("Q", "quality of service"),
     "constraint": ("C", "features that nodes must have"),
     "mem": ("M", "memory of each node, for example 480G"),
     "exclude": ("NODES", "nodes not to use, for example gpu[07,12]"),
     "nodelist": ("NODES", "nodes to use"),
     "reservation": ("NAME", "reservation to run in"),
-    "begin": ("WHEN", "start no sooner, for example now+2hours"),
+    "begin": ("WHEN", "earliest start, for example now+2hours"),
     "dependency": ("WHAT", "start after other jobs, for example afterok:4711"),
-    "sbatch": ("OPTION", "any other, as --sbatch=--mail-type=FAIL; repeat it"),
-    "start": ("srun|torchrun", "who starts the processes on the nodes (srun)"),
+    "sbatch": ("OPTION", "any other option of sbatch, as --sbatch=--mail-type=FAIL; repeatable"),
+    "start": ("srun|torchrun", "program that starts the processes on the nodes (srun)"),
     "site": ("FILE", "description of the site (slurm/site.toml)"),
 }
-"""Flags that only SLURM jobs have: how the value is called, and help."""
+"""Flags of SLURM jobs only: flag → (metavar, help)."""
 SITE_FLAGS = ("partition", "account", "qos", "constraint", "exclude", "start", "max_restarts")
-"""Flags for fields of the site file, with `--mem` for `memory`."""
+"""Flags that override fields of the site file. `--mem`, which overrides `memory`, is the only other one."""
 SBATCH_FLAGS = ("nodelist", "reservation", "begin", "dependency")
-"""Flags that become options of sbatch unchanged."""
+"""Flags that are passed to sbatch unchanged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `megatfm launch`, besides CONFIG and its overrides (`config`, `overrides`)."""
+    """Add the flags of `megatfm launch` to a parser. CONFIG and its overrides are added elsewhere."""
     parser.add_argument("--nproc", type=int, metavar="N", help="processes here, or on each node with --slurm")
     parser.add_argument("--mpi", type=int, metavar="N", help="start N processes with mpirun")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start again after a failure, at most N times in a row without a new checkpoint (0; with --slurm 3)",
     )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--prep", action="store_true", help="CONFIG is of `megatfm prep`: prepare a corpus")
-    kinds.add_argument("--evaluate", action="store_true", help="CONFIG is a run directory: evaluate it")
+    kinds.add_argument(
+        "--prep", action="store_true", help="prepare a corpus: CONFIG is one of `megatfm prep`"
+    )
+    kinds.add_argument("--evaluate", action="store_true", help="evaluate a run: CONFIG is its run directory")
     parser.add_argument(
         "--trust-plugins",
         action="store_true",
@@ -76,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, new_paths: NewPaths | None = None) -> int:
-    """Start the run that parsed arguments describe; returns its exit code. Raises MegatfmError.
+    """Start the run that the parsed arguments describe; return its exit code. Raises MegatfmError.
 
-    new_paths: what was made for the run; it goes again where the run is refused.
+    new_paths: files and folders already created for the run; they are removed if the run is refused.
     """
     if not args.dry_run:
         return launch(args, new_paths)[0]
@@ -91,15 +93,15 @@ def main(args: argparse.Namespace, new_paths: NewPaths | None = None) -> int:
 
 
 def launch(args: argparse.Namespace, new_paths: NewPaths | None = None) -> tuple[int, Job]:
-    """Run or submit what parsed arguments describe; the exit code, and what it was. Raises MegatfmError."""
+    """Run or submit the job that the parsed arguments describe; return exit code and job. Raises MegatfmError."""
     launcher, job = build_launch(args)
     return launcher.submit(job, new_paths or NewPaths()), job
 
 
 def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
-    """The launcher and the job; refuses flags that don't go together."""
+    """Build launcher and job from parsed arguments. Raises UsageError for flags or a job that can't work."""
     check_flags(args)
-    nodes, max_nodes = _nodes(args.nodes)
+    min_nodes, max_nodes = _parse_nodes(args.nodes)
     kind, resolved, name = resolve_job_config(args)
     gpus = args.gpus_per_node or 0
     job = Job(
@@ -108,7 +110,7 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
         config=resolved,
         name=args.job_name or name,
         kind=kind,
-        min_nodes=nodes,
+        min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc_per_node=next((n for n in (args.nproc, args.mpi) if n is not None), gpus or 1),
         gpus_per_node=gpus,
@@ -126,13 +128,12 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
         for note in launch_warnings(job, site, partition):
             print(f"note: {note}", file=sys.stderr)
         return SlurmLauncher(site), job
-    return (
-        LocalLauncher(args.max_restarts or 0) if args.mpi is None else MpiLauncher(args.max_restarts or 0)
-    ), job
+    launcher_class = LocalLauncher if args.mpi is None else MpiLauncher
+    return launcher_class(args.max_restarts or 0), job
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise UsageError for flags that don't go together."""
+    """Raise UsageError if flags contradict one another, or don't apply to this kind of job."""
     if args.slurm and args.mpi is not None:
         raise UsageError(
             f"--slurm and --mpi: choose one. A SLURM job starts its ranks by srun: --slurm --nproc {args.mpi} for "
@@ -156,21 +157,21 @@ def check_flags(args: argparse.Namespace) -> None:
         "key=value": args.evaluate and args.overrides,
         "--trust-plugins": args.trust_plugins and not args.evaluate,
     }
-    if wrong := [flag for flag, is_wrong in unsupported.items() if is_wrong]:
+    if flags := [flag for flag, is_unsupported in unsupported.items() if is_unsupported]:
         kind = "--prep" if args.prep else "--evaluate" if args.evaluate else "training"
-        raise UsageError(f"{', '.join(wrong)}: not for {kind}")
+        raise UsageError(f"{', '.join(flags)}: not for {kind}")
     if args.max_restarts is not None and args.max_restarts < 0:
         raise UsageError(f"--max-restarts {args.max_restarts}: it must be 0 or more")
 
 
 def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepConfig, str]:
-    """The kind of job, its config, and a name for it."""
+    """Load the config; return the kind of job, the config, and a default job name."""
     if args.prep:
         prep = load(PrepConfig, args.config, args.overrides)
         return "prep", prep, f"prep-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(prep.out).name)}"[:100]
     if args.evaluate:
         if not (Path(args.config) / "config.toml").is_file():
-            raise UsageError(f"{args.config}: not a run directory: give the one to evaluate")
+            raise UsageError(f"{args.config}: not a run directory: --evaluate takes the one to evaluate")
         run = load_config(args.config)
         check_foreign_plugins(run.plugins, args.config, trusted=args.trust_plugins)
         return "evaluate", run.model_copy(update={"run_dir": str(Path(args.config).absolute())}), run.name
@@ -178,11 +179,11 @@ def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepCon
     return "train", config, config.name
 
 
-def _nodes(text: str | None) -> tuple[int, int | None]:
-    """`4` or `2-4`."""
+def _parse_nodes(text: str | None) -> tuple[int, int | None]:
+    """Parse `4` or `2-4` into the smallest and, for a range, the largest number of nodes."""
     match = re.fullmatch(r"(-?\d+)(?:-(\d+))?", text or "1")
     if not match:
-        raise UsageError(f"--nodes {text!r}: give a number, or the least and the largest, for example 2-4")
+        raise UsageError(f"--nodes {text!r}: give a number or a range, for example 4 or 2-4")
     return int(match[1]), int(match[2]) if match[2] else None
 
 
@@ -195,29 +196,29 @@ def _site(args: argparse.Namespace) -> Site:
 # --- SLURM jobs from Python -----------------------------------------------------------------------------------------
 
 POLL_SECONDS = 30.0
-"""Schedulers don't like to be asked often."""
+"""Seconds between two queries of a job's state: frequent queries slow a scheduler down for everyone."""
 
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A submitted run, by its run directory: another process can make one of the same folder."""
+    """Handle of a submitted run. It needs only the run directory, so any process can construct one."""
 
     run_dir: Path
 
     @property
     def state(self) -> JobState:
-        """State of its job: PENDING, RUNNING, DONE, FAILED and such, with the reason."""
+        """State of the job (PENDING, RUNNING, DONE, FAILED, …) with its reason."""
         return self.progress.state
 
     @property
     def progress(self) -> RunStatus:
-        """Step, loss, time left and restarts, as `megatfm status` shows them."""
+        """Step, loss, time left and restarts: the values that `megatfm status` shows."""
         return run_status(self.run_dir)
 
     def wait(self, timeout: float | None = None, poll_interval: float = POLL_SECONDS) -> JobState:
-        """Wait for the end, through restarts and all links of a chain. Raises TimeoutError after `timeout` seconds.
+        """Wait until the run ends, across restarts and all jobs of a chain; return the final state.
 
-        A scheduler that doesn't answer is asked again.
+        Keeps polling while the scheduler doesn't answer. Raises TimeoutError after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -229,30 +230,32 @@ class RunHandle:
             time.sleep(poll_interval)
 
     def cancel(self) -> str:
-        """End all of its jobs; return which. Raises UsageError if none is left."""
+        """Cancel all jobs of the run; return a sentence that lists them. Raises UsageError if none is left."""
         return cancel(self.run_dir)
 
 
 def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:
-    """`megatfm launch CONFIG --slurm …`: overrides are its `key=value`, flags its flags, with `_` for `-`.
+    """Submit a run as a SLURM job, as `megatfm launch CONFIG --slurm …` does.
 
-    `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`. True means a
-    flag without a value, a list a repeated flag. Raises UsageError, MegatfmError.
+    For example `submit("mine.toml", "train.steps=100", nodes=2, gpus_per_node=8, time="24:00:00")`.
+
+    overrides: `key=value` settings of the config. flags: flags of the command, with `_` for `-`; True stands for a
+    flag without a value, a list for a repeated flag. Raises UsageError, MegatfmError.
     """
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
     add_arguments(parser)
-    words = ["--slurm"]
+    argv = ["--slurm"]
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
         for item in value if isinstance(value, list | tuple) else [value]:
-            words += [flag] if item is True else [] if item in (None, False) else [f"{flag}={item}"]
+            argv += [flag] if item is True else [] if item in (None, False) else [f"{flag}={item}"]
     try:
-        args, unknown = parser.parse_known_args(words)
+        args, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UsageError(f"submit: {error}") from None
     if unknown or args.dry_run:
         raise UsageError(
-            f"submit: {(unknown or ['--dry-run'])[0]}: no flag for a job: see `megatfm launch --help`"
+            f"submit: {(unknown or ['--dry-run'])[0]}: not a flag of jobs: see `megatfm launch --help`"
         )
     refuse_repeats(overrides)
     args.config, args.overrides = str(config), list(overrides)

@@ -1,4 +1,4 @@
-"""Describes a job (`Job`), its state (`JobState`), and the interface of launchers (`Launcher`)."""
+"""A job (`Job`), its state (`JobState`), and the interface of launchers (`Launcher`)."""
 
 import os
 import re
@@ -18,19 +18,19 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
 
 MEGATFM_COMMAND = (sys.executable, "-P", "-m", "megatfm", "train")
-"""The command that starts ranks. -P keeps the working directory off the path: a `queue.py` there would hide
-Python's."""
+"""Command of a rank. -P keeps the working directory off sys.path: a `queue.py` there would shadow the standard
+library's."""
 
 Kind = Literal["train", "prep", "evaluate"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training, preparation or evaluation: its config, its name, and the nodes and processes that it asks for.
+    """A training, preparation or evaluation: config, name, and requested nodes and processes.
 
-    `config_name` is the config as the user named it; `max_nodes` is `min_nodes` if left out. `array_size`: tasks of a
-    preparation that work side by side. `chain_length`: jobs that follow one another. Raises UsageError for a field that
-    is out of range or holds characters that it can't.
+    `config_name`: the config as the user named it. `max_nodes`: None unless a range of nodes was requested.
+    `array_size`: number of parallel tasks of a preparation. `chain_length`: number of jobs that run one after another.
+    Raises UsageError for a field that is out of range or contains invalid characters.
     """
 
     config_name: str
@@ -59,10 +59,10 @@ class Job:
             if count < 1:
                 raise UsageError(f"number of {subject} is {count}: it must be at least 1")
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
-            raise UsageError(f"--nodes {self.min_nodes}-{self.max_nodes}: the least number comes first")
+            raise UsageError(f"--nodes {self.min_nodes}-{self.max_nodes}: the smaller number comes first")
         if self.gpus_per_node and self.nproc_per_node != self.gpus_per_node:
             raise UsageError(
-                f"{self.nproc_per_node} processes on {self.gpus_per_node} GPUs of a node: one process drives one "
+                f"{self.nproc_per_node} processes on {self.gpus_per_node} GPUs of a node: each process uses one "
                 "GPU, so leave --nproc out"
             )
         if self.time_limit is not None and not TIME.fullmatch(self.time_limit):
@@ -73,17 +73,17 @@ class Job:
 
     @property
     def largest_node_count(self) -> int:
-        """Nodes that the run may grow to; without a range, the nodes that it has."""
+        """Largest number of nodes that the run may use."""
         return self.max_nodes or self.min_nodes
 
     @property
     def world_size(self) -> int:
-        """Processes of the whole run, at most."""
+        """Number of processes on the largest number of nodes."""
         return self.largest_node_count * self.nproc_per_node
 
     @property
     def run_dir(self) -> Path:
-        """The run directory, absolute. A preparation has one beside what it makes."""
+        """Absolute run directory. A preparation uses OUT.jobs, beside the corpus."""
         if isinstance(self.config, PrepConfig):
             out = Path(self.config.out).absolute()
             return out.with_name(f"{out.name}.jobs")
@@ -96,24 +96,24 @@ class Job:
 
 
 def megatfm_command(kind: Kind, python: str | None = None) -> list[str]:
-    """The command line of megatfm for a kind of job."""
+    """Return the command line that starts a process of this kind of job."""
     return [python or MEGATFM_COMMAND[0], *MEGATFM_COMMAND[1:-1], kind]
 
 
 def python_path() -> dict[str, str]:
-    """PYTHONPATH for ranks, where this megatfm is found in the working directory alone; else nothing.
+    """Return PYTHONPATH for ranks if megatfm can be imported only from the working directory; else an empty dict.
 
-    That is an uninstalled checkout, used by `python -m megatfm` from its top.
+    This is the case in a checkout that isn't installed, when `python -m megatfm` runs in its top folder.
     """
     root = Path(version.__file__).resolve().parents[1]
     first, *later_paths = sys.path
-    if sys.flags.safe_path or Path(first or ".").resolve() != root or _origin(later_paths) == root:
+    if sys.flags.safe_path or Path(first or ".").resolve() != root or _import_root(later_paths) == root:
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
 
 
-def _origin(path: list[str]) -> Path | None:
-    """The folder in which megatfm is found on another path than today's, by all finders."""
+def _import_root(path: list[str]) -> Path | None:
+    """Return the folder from which megatfm would be imported if sys.path were `path`."""
     original_path, sys.path = sys.path, path
     try:
         specs = (finder.find_spec("megatfm", None) for finder in sys.meta_path)
@@ -128,14 +128,14 @@ OVER = {
     *("REVOKED", "TIMEOUT"),
     *("DONE", "ENDED", "GONE", "NO PROGRESS", "STOPPED"),
 }
-"""States of a job that has ended for good: SLURM's, then ours. Jobs in other states hold nodes or may start."""
+"""Final states of a job: SLURM's, then ours. A job in any other state holds nodes or may still start."""
 UNKNOWN = "UNKNOWN"
-"""State of a job whose state is unknown: the scheduler doesn't answer, or it runs on another machine."""
+"""State of a job if the scheduler doesn't answer, or if the job runs on another machine."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a job as its scheduler reports it: name (RUNNING, …), reason, start in seconds since 1970."""
+    """State of a job: name (RUNNING, …), reason, and `since`, its start in seconds since 1970."""
 
     name: str
     reason: str = ""
@@ -143,7 +143,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has surely ended for good: one that waits to be started again has not."""
+        """Whether the job has ended for good. A requeued job has not."""
         return self.name.partition(" by ")[0] in OVER  # sacct: "CANCELLED by 1000"
 
     @property
@@ -153,16 +153,15 @@ class JobState:
 
 
 class Launcher(Protocol):
-    """A way to run a job."""
+    """Interface of launchers: render a job's files, and run or queue the job."""
 
     def render(self, job: Job) -> dict[str, str]:
-        """The files that describe the job, by name. Pure: touches nothing."""
+        """Return the job's files, name → text, without writing anything."""
         ...
 
     def submit(self, job: Job, new_paths: NewPaths) -> int:
-        """Run or queue the job. Returns the exit code of the command.
+        """Run or queue the job; return the command's exit code.
 
-        new_paths: what was made for the job so far. A job that is refused before it begins leaves nothing in a run
-        directory that is new.
+        new_paths: files and folders created for the job so far; they are removed if the job is refused.
         """
         ...

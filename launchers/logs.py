@@ -1,4 +1,4 @@
-"""Log files of a run: the job's own (without a job, rank 0's), and those of ranks that logged errors."""
+"""Shows the logs of a run: the job's log (without a job, rank 0's), and those of ranks that logged errors."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from megatfm.launchers.run_jobs import job_ids
 
 POLL_SECONDS = 0.5
 LINE_BYTES = 4096
-"""Bytes kept of a line that the last look ended in; longer ones begin with the error."""
+"""Bytes before the last read position that are searched again, for errors in a line that was incomplete then."""
 ERROR_PATTERN = re.compile(
     r"\b(ERROR|CRITICAL|Traceback|Fatal Python error|Segmentation fault|Aborted|hangs?|hung|out of memory)\b"
 )
@@ -25,7 +25,7 @@ _RANK = re.compile(r"(?:rank|worker)-(\d+)\.log")
 
 @dataclass
 class Tail:
-    """One file that is followed: what of it was shown."""
+    """A log file that is followed, and the offset up to which it has been shown."""
 
     path: Path
     label: str
@@ -33,12 +33,12 @@ class Tail:
     unfinished: bytes = field(default=b"", repr=False)
 
     def begin(self, count: int) -> None:
-        """Leave out what comes before the last `count` lines."""
+        """Skip to the last `count` lines."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             self.offset = start_of_last_lines(file, count)
 
     def read_new_lines(self) -> Iterator[str]:
-        """Yield the complete lines since the last look. A file that became shorter is read from its start."""
+        """Yield the complete lines since the last call. A file that became shorter is read from its start."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self.offset:
@@ -49,35 +49,36 @@ class Tail:
             return
         self.offset += len(data)
         *lines, self.unfinished = (self.unfinished + data).split(b"\n")
-        yield from map(_shown, lines)
+        yield from map(_decode_line, lines)
 
-    def end(self) -> Iterator[str]:
-        """The last line where it was never finished, as by a process that was killed."""
+    def read_unfinished_line(self) -> Iterator[str]:
+        """Yield the last line if it has no line break, for example because its process was killed."""
         if self.unfinished:
-            yield _shown(self.unfinished)
+            yield _decode_line(self.unfinished)
         self.unfinished = b""
 
 
-def _shown(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r")
 
 
-class Troubles:
-    """Return the ranks' logs that contain errors; a log is read once, and later only its new part."""
+class ErrorScanner:
+    """Finds logs that contain errors. Reads only the part of a log that was added since the last scan."""
 
     def __init__(self) -> None:
-        self._seen: dict[Path, tuple[int, bool]] = {}
+        self._results: dict[Path, tuple[int, bool]] = {}
+        """Log → bytes scanned, and whether they contain an error."""
 
-    def has(self, path: Path) -> bool:
-        """Whether there is any in the last part of a file, or was when it was looked at before."""
-        n_read, has_error = self._seen.get(path, (0, False))
+    def has_error(self, path: Path) -> bool:
+        """Scan a log's new bytes, at most TAIL_BYTES; return whether this or an earlier scan found an error."""
+        n_read, has_error = self._results.get(path, (0, False))
         try:
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 if size < n_read:
                     n_read, has_error = 0, False
                 if not has_error and size > n_read:
-                    # The line in which the last look ended is looked at again.
+                    # Rescan the line in which the last scan ended.
                     file.seek(max(0, size - TAIL_BYTES, n_read - LINE_BYTES))
                     has_error = (
                         ERROR_PATTERN.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace"))
@@ -85,26 +86,28 @@ class Troubles:
                     )
         except OSError:
             return has_error
-        self._seen[path] = size, has_error
+        self._results[path] = size, has_error
         return has_error
 
 
-def select_logs(run: Path, all_ranks: bool = False, troubles: Troubles | None = None) -> dict[Path, str]:
-    """The files that matter, with a short label each: all of them, or those of ranks with trouble. What rank 0 writes
-    is in the job's log too. troubles: what earlier looks have found."""
-    jobs, troubles = job_logs(run), troubles or Troubles()
-    files = {path: "job" if len(jobs) == 1 else path.stem.rpartition("_")[2] for path in jobs}
-    for path in sorted((run / "logs").glob("*.log"), key=_number):
-        match = _RANK.fullmatch(path.name)
-        if not match:
+def select_logs(run: Path, all_ranks: bool = False, scanner: ErrorScanner | None = None) -> dict[Path, str]:
+    """Return the logs to show, path → short label: the job's log, and those of all ranks or of ranks with errors.
+
+    Omits rank 0's log if there is a job, whose log contains it. scanner: one that has scanned the logs before.
+    """
+    batch_logs, scanner = job_logs(run), scanner or ErrorScanner()
+    labels = {path: "job" if len(batch_logs) == 1 else path.stem.rpartition("_")[2] for path in batch_logs}
+    for path in sorted((run / "logs").glob("*.log"), key=_rank_of_log):
+        rank = _rank_of_log(path)
+        if rank < 0:
             continue
-        if all_ranks or (not jobs if match[1] == "0" else troubles.has(path)):
-            files[path] = path.stem.replace("-", " ")
-    return files
+        if all_ranks or (not batch_logs if rank == 0 else scanner.has_error(path)):
+            labels[path] = path.stem.replace("-", " ")
+    return labels
 
 
 def job_logs(run: Path) -> list[Path]:
-    """The batch log of the SLURM job that ran last, or of each task of its array; none without a job."""
+    """Return the log of the SLURM job that ran last, or those of all tasks of its array; none without a job."""
     for job in reversed(job_ids(run)):
         if logs := sorted((run / "logs").glob(f"slurm-{job}.log")) or sorted(
             (run / "logs").glob(f"slurm-{job}_*.log")
@@ -113,26 +116,31 @@ def job_logs(run: Path) -> list[Path]:
     return []
 
 
-def _number(path: Path) -> int:
+def _rank_of_log(path: Path) -> int:
     match = _RANK.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def print_tails(
-    run: Path, count: int, everything: bool = False, out: TextIO | None = None, *, to_the_end: bool = False
+    run: Path,
+    count: int,
+    all_ranks: bool = False,
+    out: TextIO | None = None,
+    *,
+    include_unfinished: bool = False,
 ) -> list[Tail]:
-    """Print the last `count` lines of each file; returns where to go on from.
+    """Print the last `count` lines of each log; return the tails, from which `follow_logs` can continue.
 
-    to_the_end: also a last line that isn't finished, which who goes on would print in two parts.
+    include_unfinished: also print a last line without line break. Following would then print such a line in two parts.
     """
     out, tails = out or sys.stdout, []
-    for path, label in select_logs(run, everything).items():
+    for path, label in select_logs(run, all_ranks).items():
         tail = Tail(path, label)
         tail.begin(count)
         print(f"==> {path} <==", file=out)
         for line in tail.read_new_lines():
             print(line, file=out)
-        for line in tail.end() if to_the_end else ():
+        for line in tail.read_unfinished_line() if include_unfinished else ():
             print(line, file=out)
         tails.append(tail)
     out.flush()
@@ -142,23 +150,25 @@ def print_tails(
 def follow_logs(
     run: Path,
     tails: list[Tail],
-    everything: bool = False,
+    all_ranks: bool = False,
     is_over: Callable[[], bool] = lambda: False,
     out: TextIO | None = None,
 ) -> None:
-    """Print new lines, each with its file's label, until `is_over`. Ranks that get into trouble join in."""
-    out, tail_of, troubles = out or sys.stdout, {tail.path: tail for tail in tails}, Troubles()
+    """Print new lines with their log's label until `is_over`. The log of a rank is added when it contains an error."""
+    out, tail_of_path, scanner = out or sys.stdout, {tail.path: tail for tail in tails}, ErrorScanner()
     while True:
-        ending = is_over()  # asked first, so that the last words are still shown
-        for path, label in select_logs(run, everything, troubles).items():
-            if path not in tail_of:
-                tail_of[path] = Tail(path, label)
+        has_ended = is_over()  # before the last read, so that no line is missed
+        for path, label in select_logs(run, all_ranks, scanner).items():
+            if path not in tail_of_path:
+                tail_of_path[path] = Tail(path, label)
                 print(f"==> {path} <==", file=out)
-        width = max((len(tail.label) for tail in tail_of.values()), default=0)
-        for tail in tail_of.values():
-            for line in itertools.chain(tail.read_new_lines(), tail.end() if ending else ()):
+        width = max((len(tail.label) for tail in tail_of_path.values()), default=0)
+        for tail in tail_of_path.values():
+            for line in itertools.chain(
+                tail.read_new_lines(), tail.read_unfinished_line() if has_ended else ()
+            ):
                 print(f"{tail.label:<{width}} | {line}", file=out)
         out.flush()
-        if ending:
+        if has_ended:
             return
         time.sleep(POLL_SECONDS)

@@ -1,9 +1,9 @@
-"""Prolog and epilog of the batch script: choose the nodes of an attempt; requeue the job or stop after it.
+"""Prolog and epilog of the batch script: choose the nodes of an attempt, then requeue the job or stop.
 
-`python -m megatfm.launchers.prolog_epilog prolog …` prints `NODES HEAD LIST` for srun, or nothing where nothing is left
-to do. `… epilog …` requeues the job, leaves the run to the next job of its chain, or stops. `… requeue …` requeues a
-task of a preparation that was stopped. All write to stderr, the job's log, what they decided and why, and exit with the
-code that the job shall end with.
+`python -m megatfm.launchers.prolog_epilog prolog …` prints `N_NODES HEAD_NODE NODE_LIST` for srun, or nothing if the
+run is finished. `… epilog …` requeues the job, leaves the run to the next job of its chain, or stops. `… requeue …`
+requeues a stopped task of a preparation. All three log their decision and its reason to stderr, which is the job's log,
+and exit with the code with which the job shall end.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from megatfm.config import load_config
+from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, NO_PROGRESS, MegatfmError
 from megatfm.files import atomic_write
 from megatfm.launchers import scheduler
@@ -31,7 +31,7 @@ from megatfm.launchers.record import (
     UNFINISHED,
     Attempt,
     AttemptLog,
-    finished,
+    is_finished,
     latest_checkpoint_step,
     number_of,
     read_json,
@@ -44,22 +44,25 @@ from megatfm.launchers.validation import layout_error, max_fitting_nodes
 
 PREFIX = "megatfm job: "
 LOG_BYTES = 2**24
-"""Bytes at a log's end that are searched for SLURM's messages, which are few and come last."""
-UNSEEN_STOPS = 100
-"""Stops of a task whose parts can't be counted, as they lie in the scratch folder of a preparation to a URL."""
+"""Bytes at the end of a log that are searched for SLURM's messages."""
+MAX_UNCOUNTED_STOPS = 100
+"""Largest number of stops of a task whose finished parts can't be counted: a preparation that writes to a URL keeps
+them in a scratch folder."""
 PROLOG_MARK = f"{PREFIX}attempt"
-# srun names the node and how its tasks ended; a rank killed by a signal is no victim of another's failure.
+# srun's messages name the node and how its tasks ended.
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node ([\w.-]+): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
 _ENDED = re.compile(
     r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE
 )
-_SIGNALLED = re.compile(r"Segmentation fault|Bus error|Aborted|Illegal instruction|Killed|Floating point")
+_KILLED_BY_SIGNAL = re.compile(
+    r"Segmentation fault|Bus error|Aborted|Illegal instruction|Killed|Floating point"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one of the three; returns the exit code."""
+    """Run the prolog, the epilog or the requeue of a prep task; return the exit code."""
     parser = argparse.ArgumentParser(prog="megatfm.launchers.prolog_epilog", description=__doc__)
     actions = parser.add_subparsers(required=True, dest="action")
     actions.add_parser("requeue").add_argument("--run", type=Path, required=True)
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument("--processes-per-node", type=int, required=True)
         else:
             action.add_argument("--code", type=int, required=True)
-            action.add_argument("--asked", default="", help="the signal that asked it to stop")
+            action.add_argument("--asked", default="", help="signal that told the job to stop")
             action.add_argument("--requeue", action=argparse.BooleanOptionalAction, required=True)
     args = parser.parse_args(argv)
     try:
@@ -85,156 +88,154 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prolog(args: argparse.Namespace) -> int:
-    """Note the attempt; print the nodes to use, or nothing when the run is finished or must not go on."""
+    """Record a new attempt; print the nodes to use, or nothing if the run is finished or must stop."""
     config = load_config(args.config)
     nodes = scheduler.expand_nodelist(os.environ["SLURM_JOB_NODELIST"])
-    restarts, now = AttemptLog(args.run), time.time()
-    if latest_checkpoint_step(args.run) >= config.train.steps and finished(args.run, config.train.steps):
+    attempt_log, now = AttemptLog(args.run), time.time()
+    if latest_checkpoint_step(args.run) >= config.train.steps and is_finished(args.run, config.train.steps):
         log(f"the run is finished: all of its {config.train.steps} steps are done")
         return EXIT_OK
     job = os.environ["SLURM_JOB_ID"]
-    group = submission_id(args.run, job)
-    if unfinished := restarts.unfinished_attempt(group):
+    submission = submission_id(args.run, job)
+    if unfinished := attempt_log.unfinished_attempt(submission):
         cause = find_failure_cause(args.log, args.run, unfinished.time)
-        reason = cause.reason or "lost with its job script"
-        restarts.end(
+        attempt_log.end(
             replace(
                 unfinished,
                 ended=now,
                 asked=cause.ended_by_slurm,
-                reason=reason,
+                reason=cause.reason or "its job script was killed",
                 failed_host=cause.host,
                 failed_rank=cause.rank,
             )
         )
-    attempt = restarts.begin(Attempt(now, group, job, _restart(), nodes))
-    number = sum(earlier.submission == group for earlier in restarts.attempts)
-    log(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
-    if spent := restarts.restart_limit_reason(group, args.max_restarts):
-        # Reached when SLURM itself requeued the job, without a record.
-        return _stop_without_progress(args, restarts, attempt, spent)
-    bad = set(restarts.faulty_hosts(now)) & set(nodes)
-    usable = [node for node in nodes if node not in bad]
-    if (
-        bad
-        and max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node) is None
-    ):
-        log(f"{', '.join(sorted(bad))}: failed before but used again: too few other nodes are left")
-        usable = nodes
-    elif bad:
-        log(f"{', '.join(sorted(bad))}: left out, since the run failed there before")
+    attempt = attempt_log.begin(Attempt(now, submission, job, _restart_count(), nodes))
+    n_attempts = sum(earlier.submission == submission for earlier in attempt_log.attempts)
+    log(f"attempt {n_attempts}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
+    if limit_reason := attempt_log.restart_limit_reason(submission, args.max_restarts):
+        # Only after SLURM itself has requeued the job, since then no epilog ran.
+        return _stop_without_progress(args, attempt_log, attempt, limit_reason)
+    usable = _usable_nodes(args, config, nodes, set(attempt_log.faulty_hosts(now)))
     count = max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
+    error = layout_error(config, len(usable) * args.processes_per_node)
     if count is None:
-        misfit = layout_error(config, len(usable) * args.processes_per_node)
-        restarts.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=misfit or "too few nodes"))
-        log(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on the last, {misfit}")
+        attempt_log.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=error or "too few nodes"))
+        log(
+            f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on {len(usable)}, {error}"
+        )
         return EXIT_USAGE
     if count < len(nodes):
-        log(
-            f"trains on {count} of {len(nodes)} nodes: "
-            f"{layout_error(config, len(usable) * args.processes_per_node) or ''}"
-        )
+        log(f"trains on {count} of {len(nodes)} nodes: {error or ''}")
     print(count, usable[0], ",".join(usable[:count]))
     return EXIT_OK
 
 
+def _usable_nodes(
+    args: argparse.Namespace, config: Config, nodes: Sequence[str], faulty_hosts: set[str]
+) -> Sequence[str]:
+    """Return the job's nodes without faulty ones; all of them if the run doesn't fit on the others."""
+    usable, faulty = [node for node in nodes if node not in faulty_hosts], sorted(faulty_hosts & set(nodes))
+    if not faulty:
+        return nodes
+    counts = range(args.min_nodes, len(usable) + 1)
+    if max_fitting_nodes(config, counts, args.processes_per_node) is None:
+        log(f"{', '.join(faulty)}: failed before but used again: too few other nodes are left")
+        return nodes
+    log(f"{', '.join(faulty)}: not used, since the run failed there before")
+    return usable
+
+
 def epilog(args: argparse.Namespace) -> int:
-    """Note how the attempt ended, and see to the next one."""
-    restarts, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
-    started_attempt = restarts.attempt_of_job(job, _restart())
+    """Record how the attempt ended; requeue the job, leave the run to the next job of its chain, or stop."""
+    attempt_log, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
+    started_attempt = attempt_log.attempt_of_job(job, _restart_count())
     if started_attempt is None:
-        raise MegatfmError(f"{args.run / RESTARTS}: nothing is noted of job {job}: was the file removed?")
+        raise MegatfmError(f"{args.run / RESTARTS}: job {job} is not recorded: was the file removed?")
     code = args.code
-    is_requested = args.asked or (
-        "USR1" if code == 128 + signal.SIGUSR1 else ""
-    )  # of which a rank died while it started
-    if code in (EXIT_OK, EXIT_REQUEUE) or is_requested:  # asked to stop, it may have done its last step
-        has_finished = finished(args.run, load_config(args.config).train.steps)
+    # A rank dies of USR1 if the signal arrives before its handler is installed.
+    stop_signal = args.asked or ("USR1" if code == 128 + signal.SIGUSR1 else "")
+    if code in (EXIT_OK, EXIT_REQUEUE) or stop_signal:  # the signal may have come after the last step
+        has_finished = is_finished(args.run, load_config(args.config).train.steps)
         code = EXIT_OK if has_finished else code or EXIT_FAILED
-    attempt = replace(started_attempt, ended=time.time(), code=code, asked=bool(is_requested))
+    attempt = replace(started_attempt, ended=time.time(), code=code, asked=bool(stop_signal))
     if code in FINAL_EXIT_REASONS:
-        restarts.end(replace(attempt, asked=False, reason=FINAL_EXIT_REASONS[code]))
+        attempt_log.end(replace(attempt, asked=False, reason=FINAL_EXIT_REASONS[code]))
         log(f"the run ended with {code}: {FINAL_EXIT_REASONS[code]}")
         if code in (EXIT_OK, EXIT_USAGE, NO_PROGRESS):
             _cancel_later_chain_jobs(args.run, job)
         return int(code)
-    if is_requested or code == EXIT_REQUEUE:
-        attempt = replace(attempt, reason=f"stopped by {is_requested or 'a signal'}")
+    if stop_signal or code == EXIT_REQUEUE:
+        attempt = replace(attempt, reason=f"stopped by {stop_signal or 'a signal'}")
     else:
-        following = restarts.next_attempt(started_attempt)
-        cause = find_failure_cause(
-            args.log, args.run, started_attempt.time, following.time if following else None
-        )
+        next_attempt = attempt_log.next_attempt(started_attempt)
+        next_started_at = next_attempt.time if next_attempt else None
+        cause = find_failure_cause(args.log, args.run, started_attempt.time, next_started_at)
         reason = cause.reason or (f"exit code {code}" if args.code else UNFINISHED)
         attempt = replace(attempt, failed_host=cause.host, failed_rank=cause.rank, reason=reason)
-    attempt = restarts.end(attempt)
+    attempt = attempt_log.end(attempt)
     log(f"{attempt.reason}; the newest checkpoint is of step {attempt.step}")
-    if spent := restarts.restart_limit_reason(attempt.submission, args.max_restarts):
-        return _stop_without_progress(args, restarts, attempt, spent)
-    _requeue_or_chain(args, restarts, attempt)
+    if limit_reason := attempt_log.restart_limit_reason(attempt.submission, args.max_restarts):
+        return _stop_without_progress(args, attempt_log, attempt, limit_reason)
+    _requeue_or_chain(args, attempt_log, attempt)
     return EXIT_FAILED if attempt.is_failure else EXIT_REQUEUE
 
 
 def requeue_prep_task(args: argparse.Namespace) -> int:
-    """Requeue a task of a preparation that was stopped, unless stop after stop no part was finished by any task."""
+    """Requeue a stopped task of a preparation, unless repeated stops passed without any task finishing a part."""
     job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
-    note, submitted = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
-    previous, work = read_json(note, {}), prep_progress(args.run)
-    is_same_job = isinstance(previous, dict) and (
+    stops_file, array_job = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
+    previous, progress = read_json(stops_file, {}), prep_progress(args.run)
+    has_no_progress = isinstance(previous, dict) and (
         previous.get("job"),
         previous.get("work"),
-    ) == (submitted, work)
-    stops = 1 + (previous["stops"] if is_same_job and isinstance(previous.get("stops"), int) else 0)
-    atomic_write(note, json.dumps({"job": submitted, "work": work, "stops": stops}) + "\n")
-    if stops > (MAX_STOPS_WITHOUT_PROGRESS if work else UNSEEN_STOPS):
+    ) == (array_job, progress)
+    stops = 1 + (previous["stops"] if has_no_progress and isinstance(previous.get("stops"), int) else 0)
+    atomic_write(stops_file, json.dumps({"job": array_job, "work": progress, "stops": stops}) + "\n")
+    if stops > (MAX_STOPS_WITHOUT_PROGRESS if progress else MAX_UNCOUNTED_STOPS):
         log(
-            f"no progress: task {task} was stopped {stops} times in a row, and no part was finished: give more --time"
+            f"no progress: task {task} was stopped {stops} times in a row, and no task finished a part: give more "
+            "--time"
         )
         return NO_PROGRESS
     if job_state(job).name == "RUNNING":  # else it was cancelled
         scheduler.requeue(job)
-        log(f"task {task} is requeued: it goes on when its turn comes")
+        log(f"task {task} is requeued, and will continue")
     return EXIT_REQUEUE
 
 
-def _requeue_or_chain(args: argparse.Namespace, restarts: AttemptLog, attempt: Attempt) -> None:
-    """Requeue, or leave it to the next link; either way not on a node that failed twice."""
+def _requeue_or_chain(args: argparse.Namespace, attempt_log: AttemptLog, attempt: Attempt) -> None:
+    """Requeue the job, or leave the run to the next job of its chain; exclude nodes that failed twice."""
     job = attempt.job
     record = scheduler.show_job(job)
     state = record.get("JobState", "")
-    out_of_time = (scheduler.parse_time(record.get("RunTime", "")) or 0) >= (
+    is_out_of_time = (scheduler.parse_time(record.get("RunTime", "")) or 0) >= (
         scheduler.parse_time(record.get("TimeLimit", "")) or sys.maxsize
     )
-    requeued = int(record.get("Restarts", "0")) > attempt.restart
-    if not requeued and (state == "CANCELLED" or (state == "COMPLETING" and not out_of_time)):
-        log(f"job {job} was cancelled, so nothing goes on")
+    is_requeued = int(record.get("Restarts", "0")) > attempt.restart
+    if not is_requeued and (state == "CANCELLED" or (state == "COMPLETING" and not is_out_of_time)):
+        log(f"job {job} was cancelled, so it is not requeued")
         return
-    following = later_chain_jobs(args.run, job)
-    if requeued:
+    next_jobs = later_chain_jobs(args.run, job)
+    if is_requeued:
         log(f"SLURM has requeued job {job}")
-        following = [job]
+        next_jobs = [job]
     elif args.requeue:
         scheduler.requeue(job)
-        log(f"job {job} is requeued: it goes on from its checkpoint when its turn comes")
-        following = [job]
-    elif following:
-        log(f"the next link of the chain, job {following[0]}, goes on from here")
+        log(f"job {job} is requeued, and will resume from its checkpoint")
+        next_jobs = [job]
+    elif next_jobs:
+        log(f"the next job of the chain, {next_jobs[0]}, will resume from here")
     else:
-        log("this site requeues nothing, and the chain has no further link: start the same command again")
-    if (hosts := restarts.faulty_hosts(time.time())) and following:
-        _exclude(following, hosts, record)
+        log("this site doesn't requeue jobs, and the chain has no further job: start the same command again")
+    if (hosts := attempt_log.faulty_hosts(time.time())) and next_jobs:
+        _exclude_hosts(next_jobs, hosts, record)
 
 
-def _exclude(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, str]) -> None:
-    """Keep jobs off hosts, if enough others are left for them ever to start."""
+def _exclude_hosts(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, str]) -> None:
+    """Exclude hosts from jobs, if enough other nodes are left for the jobs to start."""
     try:
-        site_value = record.get(
-            "ExcNodeList", "(null)"
-        )  # what the site leaves out, which an update would forget
-        excluded = {
-            *hosts,
-            *(scheduler.expand_nodelist(site_value) if site_value != "(null)" else ()),
-        }
+        current_list = record.get("ExcNodeList", "(null)")  # must be repeated, since an update replaces it
+        excluded = {*hosts, *(scheduler.expand_nodelist(current_list) if current_list != "(null)" else ())}
         free_nodes = scheduler.usable_nodes(record.get("Partition", "")) - excluded
         needed = int(re.match(r"\d+", record.get("NumNodes", "1"))[0])  # type: ignore[index]
         if len(free_nodes) < needed:
@@ -250,36 +251,36 @@ def _exclude(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, str]) 
 
 
 def _stop_without_progress(
-    args: argparse.Namespace, restarts: AttemptLog, attempt: Attempt, reason: str
+    args: argparse.Namespace, attempt_log: AttemptLog, attempt: Attempt, reason: str
 ) -> int:
     log(f"no progress: {reason}. Mend the cause, then launch again")
-    restarts.end(replace(attempt, ended=time.time(), code=NO_PROGRESS, reason=reason))
+    attempt_log.end(replace(attempt, ended=time.time(), code=NO_PROGRESS, reason=reason))
     _cancel_later_chain_jobs(args.run, attempt.job)
     return NO_PROGRESS
 
 
 def submission_id(run: Path, job: str) -> str:
-    """Job under which restarts are counted: the first of the chain, or itself."""
+    """Return the job under which restarts are counted: the first of the chain, or the job itself."""
     jobs = job_ids(run)
     return jobs[0] if job in jobs else job
 
 
 def later_chain_jobs(run: Path, job: str) -> list[str]:
-    """The jobs of a chain that were submitted after this one."""
+    """Return the jobs of a chain that were submitted after this one."""
     jobs = job_ids(run)
     return jobs[jobs.index(job) + 1 :] if job in jobs else []
 
 
 def _cancel_later_chain_jobs(run: Path, job: str) -> None:
-    if following := later_chain_jobs(run, job):
-        with contextlib.suppress(MegatfmError):  # gone already
-            scheduler.cancel(following)
-        log(f"took the rest of the chain out of the queue: {', '.join(following)}")
+    if later_jobs := later_chain_jobs(run, job):
+        with contextlib.suppress(MegatfmError):  # they have already ended
+            scheduler.cancel(later_jobs)
+        log(f"cancelled the later jobs of the chain: {', '.join(later_jobs)}")
 
 
 @dataclass(frozen=True)
 class FailureCause:
-    """Cause of an attempt's end: host, rank and reason of the first failure, and whether SLURM itself ended it."""
+    """Cause of an attempt's end: host, rank and reason of the first failure, and whether SLURM ended the job."""
 
     host: str | None = None
     rank: int | None = None
@@ -290,17 +291,16 @@ class FailureCause:
 def find_failure_cause(
     log: Path, run: Path, started_at: float, next_started_at: float | None = None
 ) -> FailureCause:
-    """Return how the attempt that began at `started_at` ended: by the run's events, else by srun's lines in the log.
+    """Find out why an attempt ended, from the run's events, else from srun's messages in the job's log.
 
-    next_started_at: when the next attempt began, whose events are none of this one's.
+    started_at, next_started_at: start of this attempt and the next, in seconds since 1970; only events between them
+    belong to this attempt.
     """
-    text = _since_mark(log)
-    cut, until = "", next_started_at or sys.float_info.max
-    if ended := _ENDED.search(text):  # what SLURM then kills has done nothing wrong
-        cut, until = (
-            (ended[2] or "cancelled").strip(),
-            min(until, datetime.fromisoformat(ended[1]).timestamp()),
-        )
+    text = _log_of_last_attempt(log)
+    slurm_reason, until = "", next_started_at or sys.float_info.max
+    if ended := _ENDED.search(text):  # SLURM kills the tasks after this message: their ends are no failures
+        slurm_reason = (ended[2] or "cancelled").strip()
+        until = min(until, datetime.fromisoformat(ended[1]).timestamp())
         text = text[: ended.start()]
     for event in reversed(tail_jsonl(run / EVENTS, 8)):
         if event.get("event") == "failed" and started_at <= (number_of(event, "time") or 0) < until:
@@ -310,27 +310,27 @@ def find_failure_cause(
             return FailureCause(host, rank, str(event.get("detail", "failed")))
     if lost_node := _LOST_NODE.search(text):
         return FailureCause(lost_node[1], None, f"node {lost_node[1]} failed")
-    if reason_of_node := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
-        # srun then kills the tasks that did start, on nodes that are in order.
+    if node_reasons := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
+        # These nodes come first: srun then kills the tasks that did start, on healthy nodes.
         reasons = "; ".join(
-            f"node {node} could not start its tasks: {reason}" for node, reason in reason_of_node.items()
+            f"node {node} could not start its tasks: {reason}" for node, reason in node_reasons.items()
         )
-        return FailureCause(next(iter(reason_of_node)) if len(reason_of_node) == 1 else None, None, reasons)
+        return FailureCause(next(iter(node_reasons)) if len(node_reasons) == 1 else None, None, reasons)
     tasks = list(_SRUN.finditer(text))
-    guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
-    if not guilty and len({match[1] for match in tasks}) > 1:
+    # A rank that a signal killed can't have failed because of another's failure.
+    killed = [match for match in tasks if _KILLED_BY_SIGNAL.search(match[3])]
+    if not killed and len({match[1] for match in tasks}) > 1:
         return FailureCause(reason=f"{tasks[0][3]} on several nodes")  # the first failure is unknown
-    if first := next(iter(guilty or tasks), None):
+    if first := next(iter(killed or tasks), None):
         return FailureCause(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
-    return (
-        FailureCause(reason=f"ended by SLURM: {cut.lower()}", ended_by_slurm=cut != "NODE FAILURE")
-        if cut
-        else FailureCause()
-    )
+    if slurm_reason:
+        reason = f"ended by SLURM: {slurm_reason.lower()}"
+        return FailureCause(reason=reason, ended_by_slurm=slurm_reason != "NODE FAILURE")
+    return FailureCause()
 
 
-def _since_mark(log: Path) -> str:
-    """Text of a job's log since the last attempt began, its end at most; empty without a log."""
+def _log_of_last_attempt(log: Path) -> str:
+    """Return the last LOG_BYTES of a job's log from the start of the last attempt on; empty without a log."""
     try:
         with log.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
@@ -341,12 +341,12 @@ def _since_mark(log: Path) -> str:
     return data[data.rfind(PROLOG_MARK.encode()) + 1 :].decode(errors="replace")
 
 
-def _restart() -> int:
+def _restart_count() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def log(line: str) -> None:
-    """Print a line for the job's log, marked as the launcher's, at once: to stderr."""
+    """Print a line with PREFIX to stderr, the job's log, and flush."""
     print(PREFIX + line, file=sys.stderr, flush=True)
 
 

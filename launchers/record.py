@@ -1,7 +1,7 @@
-"""Files that a run directory holds for launchers and watchers: launch.json, restarts.json, the ends of its JSON lines.
+"""Reads and writes what launchers need in a run directory: launch.json, restarts.json, the last lines of JSONL files.
 
-`restarts.json` lists all attempts at a run, from which follows whether another one makes sense. Only launchers write
-it: the job script's prolog and epilog, or `megatfm launch`.
+`restarts.json` lists all attempts at a run; they decide whether another restart makes sense. Only launchers write it:
+the job script's prolog and epilog, or `megatfm launch`.
 """
 
 import json
@@ -26,8 +26,8 @@ LAUNCH = "launch.json"
 TAIL_BYTES = 2**18
 BLOCK_BYTES = 2**16
 LAST_EVENT_STATES = {"finished": "DONE", "stopped": "STOPPED"}
-"""State of a run whose process is gone, by its last event."""
-_COMMITTED = re.compile(r"step-(\d+)")
+"""Last event of a run whose process is gone → state of the run."""
+_STEP_DIR = re.compile(r"step-(\d+)")
 
 
 def read_json(path: Path, default: Any) -> Any:
@@ -39,7 +39,7 @@ def read_json(path: Path, default: Any) -> Any:
 
 
 def number_of(record: Mapping[str, Any], key: str) -> float | None:
-    """A number of a record that others write; None where there is none. JSON has NaN and infinities as text."""
+    """Return a number of a JSON record; None if missing or malformed. NaN and infinities may be stored as text."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -50,64 +50,64 @@ def number_of(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def texts_of(record: Mapping[str, Any], key: str) -> list[str]:
-    """A list of a record that others write, as texts; empty where there is none."""
+    """Return a list of a JSON record as strings; empty if missing or malformed."""
     value = record.get(key)
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def read_launch_record(run: Path) -> dict[str, Any]:
-    """Read how a run was started last: launcher, jobs or process, command; empty without a record.
+    """Read launch.json, which describes the last launch of a run: launcher, jobs or process, command; {} if missing.
 
-    `evaluations`: SLURM jobs that were submitted beside it, and may still live.
+    Its `evaluations` are SLURM jobs that evaluate the run, and may still run.
     """
     record = read_json(run / LAUNCH, {})
     return record if isinstance(record, dict) else {}
 
 
-def write_launch_record(run: Path, **facts: object) -> None:
-    """Leave in the run directory how it was started, for status, logs and cancel. Raises OSError."""
-    note = {"evaluations": texts_of(read_launch_record(run), "evaluations"), **facts}
+def write_launch_record(run: Path, **fields: object) -> None:
+    """Write launch.json, for `megatfm status`, `logs` and `cancel`; keeps its `evaluations`. Raises OSError."""
+    record = {"evaluations": texts_of(read_launch_record(run), "evaluations"), **fields}
     atomic_write(
-        run / LAUNCH, json.dumps({**note, "time": time.time(), "command": sys.argv}, indent=1) + "\n"
+        run / LAUNCH, json.dumps({**record, "time": time.time(), "command": sys.argv}, indent=1) + "\n"
     )
 
 
 def record_evaluation_jobs(run: Path, jobs: Sequence[str]) -> None:
-    """Leave these SLURM jobs beside what is noted of the run itself. Raises OSError."""
+    """Write the ids of evaluation jobs into launch.json, without changing its other fields. Raises OSError."""
     atomic_write(
         run / LAUNCH, json.dumps({**read_launch_record(run), "evaluations": list(jobs)}, indent=1) + "\n"
     )
 
 
 def latest_checkpoint_step(run: Path) -> int:
-    """Step of the newest committed checkpoint, from its folder's name alone; 0 where there is none."""
+    """Return the step of the newest committed checkpoint, read from its folder's name; 0 if there is none."""
     try:
-        names = [_COMMITTED.fullmatch(path.name) for path in (run / "checkpoints").iterdir()]
+        names = [_STEP_DIR.fullmatch(path.name) for path in (run / "checkpoints").iterdir()]
     except OSError:
         return 0
     return max((int(match[1]) for match in names if match), default=0)
 
 
-def finished(run: Path, steps: int) -> bool:
-    """Whether the run's last event says that all of so many steps are done.
+def is_finished(run: Path, steps: int) -> bool:
+    """Return whether the run's last event says that all `steps` are done, or that early stopping ended it.
 
-    An exit code is not enough: srun leaves with 0 when its node is taken away.
+    The exit code is not enough: srun exits with 0 when its node is taken away.
     """
-    last = next(iter(tail_jsonl(run / EVENTS, 1)), {})
-    if last.get("event") == "finished early":  # as train.patience asks
+    last_event = next(iter(tail_jsonl(run / EVENTS, 1)), {})
+    if last_event.get("event") == "finished early":  # train.patience
         return True
-    return last.get("event") == "finished" and (number_of(last, "step") or 0) >= steps
+    return last_event.get("event") == "finished" and (number_of(last_event, "step") or 0) >= steps
 
 
 def tail_jsonl(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last whole JSON lines of a file, at most `count`, the oldest first."""
+    """Return the last `count` complete JSON lines of a file, oldest first; fewer if it has no more."""
     records: list[dict[str, Any]] = []
     for line in reversed_lines(path):
         if len(records) == count:
             break
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # torn by a kill
+        except (ValueError, RecursionError):  # the process was killed while it wrote this line
             continue
         if isinstance(record, dict):
             records.append(record)
@@ -115,14 +115,17 @@ def tail_jsonl(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def start_of_last_lines(file: BinaryIO, count: int) -> int:
-    """Offset of the last `count` lines, an unfinished one among them; reads blocks from the file's end."""
+    """Return the offset at which the last `count` lines begin. A line without line break counts, too.
+
+    Reads the file in blocks from its end.
+    """
     position = end = file.seek(0, os.SEEK_END)
     missing = count
     while position > 0 and count > 0:
         start = max(0, position - BLOCK_BYTES)
         file.seek(start)
         block = file.read(position - start)
-        if position == end:  # what ends the last line begins no other
+        if position == end:  # the line break at the end of the file starts no line
             missing += block.endswith(b"\n")
         n_breaks = block.count(b"\n")
         if n_breaks >= missing:
@@ -134,7 +137,7 @@ def start_of_last_lines(file: BinaryIO, count: int) -> int:
 
 
 def reversed_lines(path: Path) -> Iterator[str]:
-    """The lines at the end of a text file, the last one first; none where there is no such file."""
+    """Yield the lines in the last TAIL_BYTES of a text file, last line first; nothing if there is no such file."""
     if not path.is_file():
         return
     try:
@@ -151,38 +154,39 @@ def reversed_lines(path: Path) -> Iterator[str]:
 RESTARTS = "restarts.json"
 FINAL_EXIT_REASONS = {
     EXIT_OK: "done",
-    EXIT_USAGE: "the command line or the config asks for what can't be",
-    NO_PROGRESS: "restarts gain no new checkpoint",
+    EXIT_USAGE: "the command line or the config is invalid",
+    NO_PROGRESS: "restarts make no progress: no new checkpoint",
     LOCKED: "another job trains this run",
 }
-"""Codes after which the same command would say the same again."""
+"""Exit codes after which a restart would end the same way → reason."""
 
 UNFINISHED = "exit code 0, but events.jsonl has no `finished` event"
 
 MAX_STOPS_WITHOUT_PROGRESS = 10
-"""Stops by a signal in a row that saved nothing, say a time limit shorter than the start: more are no accident."""
+"""Largest number of stops by a signal in a row without a new checkpoint. More have a systematic cause, for example a
+time limit shorter than the start."""
 MAX_HOST_FAILURES = 2
-HOST_FAILURE_WINDOW_S = 7 * 86400.0  # by then a broken node was repaired, or drained by the site
+HOST_FAILURE_WINDOW_S = 7 * 86400.0  # by then the site has repaired or drained a broken node
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run. `code` is None while it goes on, and for one that was lost with its job script."""
+    """One start of a run. `code` is None while it runs, and if its job script was killed before the epilog."""
 
     time: float
-    """Seconds since 1970 at which it began."""
+    """Start in seconds since 1970."""
     submission: str
-    """Id that restarts are counted under: the first job of the chain."""
+    """Id under which restarts are counted: the first job of the chain."""
     job: str = ""
     restart: int = 0
     nodes: list[str] = field(default_factory=list)
     first_step: int = 0
-    """Newest checkpoint when it began."""
+    """Step of the newest checkpoint when the attempt began."""
     step: int = 0
-    """Newest checkpoint when it ended."""
+    """Step of the newest checkpoint when the attempt ended."""
     code: int | None = None
     asked: bool = False
-    """Whether it was asked to stop: by the time limit, preemption or a person."""
+    """Whether the attempt was told to stop: by the time limit, preemption or a person."""
     reason: str = ""
     failed_host: str | None = None
     failed_rank: int | None = None
@@ -190,42 +194,42 @@ class Attempt:
 
     @property
     def made_progress(self) -> bool:
-        """Whether it left a newer checkpoint than it began with."""
+        """Whether the attempt saved a checkpoint."""
         return self.step > self.first_step
 
     @property
     def is_failure(self) -> bool:
-        """Whether it ended by itself, and not well."""
+        """Whether the attempt ended with an error, without having been told to stop."""
         return self.ended is not None and self.code not in (EXIT_OK, EXIT_REQUEUE) and not self.asked
 
     @property
     def state_name(self) -> str:
-        """State for `megatfm status`. One that was asked to stop is STOPPED, even if a signal killed it."""
-        words = {EXIT_OK: "DONE", EXIT_REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
-        return words.get(
+        """State for `megatfm status`. An attempt that was told to stop is STOPPED, even if a signal killed it."""
+        state_names = {EXIT_OK: "DONE", EXIT_REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
+        return state_names.get(
             EXIT_FAILED if self.code is None else self.code, "STOPPED" if self.asked else "FAILED"
         )
 
 
 class AttemptLog:
-    """The attempts at a run, the oldest first."""
+    """The attempts at a run, oldest first, as restarts.json stores them."""
 
     def __init__(self, run: Path) -> None:
-        """Read what there is; what is damaged is named on stderr, and left out."""
+        """Read restarts.json. Damaged entries are reported on stderr and ignored."""
         self.run = run
         self.attempts = self._read()
         if self._damaged:
-            print(f"megatfm: {run / RESTARTS}: left out: {self._damaged}", file=sys.stderr)
+            print(f"megatfm: {run / RESTARTS}: ignored, since damaged: {self._damaged}", file=sys.stderr)
 
     def begin(self, attempt: Attempt) -> Attempt:
-        """Note that an attempt begins; returns it with the step that it begins at."""
+        """Record the start of an attempt; return the attempt with its first step filled in."""
         attempt = replace(attempt, first_step=latest_checkpoint_step(self.run))
         self.attempts = [*self._read(), attempt]
         self._save()
         return attempt
 
     def end(self, attempt: Attempt) -> Attempt:
-        """Note how an attempt ended; returns it with the step that it came to."""
+        """Record the end of an attempt; return the attempt with its last step filled in."""
         ended = replace(attempt, step=latest_checkpoint_step(self.run))
         self.attempts = [
             ended if (stored.job, stored.time) == (attempt.job, attempt.time) else stored
@@ -242,16 +246,16 @@ class AttemptLog:
         return last if last and last.ended is None else None
 
     def attempt_of_job(self, job: str, restart: int) -> Attempt | None:
-        """The attempt of one start of a job, whatever came after it: its script may outlive the next one's begin."""
+        """Return the attempt of one start of a job. Later attempts may have begun before it ends."""
         attempts = [attempt for attempt in self.attempts if (attempt.job, attempt.restart) == (job, restart)]
         return attempts[-1] if attempts else None
 
     def next_attempt(self, attempt: Attempt) -> Attempt | None:
-        """The first attempt that began after this one."""
+        """Return the first attempt that began after this one."""
         return next((later for later in self.attempts if later.time > attempt.time), None)
 
     def restart_limit_reason(self, submission: str, max_restarts: int) -> str | None:
-        """Why a submission shall not be tried again; None if it may be."""
+        """Return why a submission must not be restarted; None if it may be."""
         failures, stops = self.count_without_progress(submission)
         if failures > max_restarts:
             cause = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
@@ -261,12 +265,12 @@ class AttemptLog:
             return None
         reason = f"{cause} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
         if failures <= max_restarts:
-            return f"{reason}: they need more time to start and save, by more --time or a lower stop_seconds"
-        last = next((attempt.reason for attempt in reversed(self.attempts) if attempt.is_failure), "")
-        return reason + (f"; the last: {last}" if last else "")
+            return f"{reason}: give them time to start and save, by more --time or a lower stop_seconds"
+        last_reason = next((attempt.reason for attempt in reversed(self.attempts) if attempt.is_failure), "")
+        return reason + (f"; the last: {last_reason}" if last_reason else "")
 
     def count_without_progress(self, submission: str) -> tuple[int, int]:
-        """Failures and stops of a submission since its last attempt that gained a checkpoint."""
+        """Count failures and stops of a submission since its last attempt that saved a checkpoint."""
         failures = stops = 0
         for attempt in reversed([past for past in self.attempts if past.submission == submission]):
             if attempt.made_progress:
@@ -276,13 +280,13 @@ class AttemptLog:
         return failures, stops
 
     def faulty_hosts(self, now: float) -> list[str]:
-        """Hosts on which the run failed twice or more of late."""
+        """Return the hosts on which the run failed at least MAX_HOST_FAILURES times within the last week."""
         recent = [attempt for attempt in self.attempts if attempt.time > now - HOST_FAILURE_WINDOW_S]
         counts = Counter(attempt.failed_host for attempt in recent if attempt.failed_host)
         return sorted(host for host, count in counts.items() if count >= MAX_HOST_FAILURES)
 
     def _read(self) -> list[Attempt]:
-        """Afresh before each change: a link of a chain and the one before it may both be writing."""
+        """Read the file anew before each change: two jobs of a chain may both write it."""
         self._damaged = ""
         attempts: list[Attempt] = []
         try:
@@ -295,21 +299,21 @@ class AttemptLog:
         if not isinstance(entries, list):
             self._damaged = "all of it, which is no list of attempts"
             return attempts
-        for number, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             try:
                 attempts.append(_ATTEMPT.validate_python(entry))
             except ValidationError as error:
                 location = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
-                self._damaged = f"entry {number} and perhaps more ({location}: {error.errors()[0]['msg']})"
+                self._damaged = f"entry {index} and perhaps more ({location}: {error.errors()[0]['msg']})"
         return attempts
 
     def _save(self) -> None:
-        atomic_write(self.run / RESTARTS, dump(self.attempts))
+        atomic_write(self.run / RESTARTS, dump_attempts(self.attempts))
 
 
 _ATTEMPT = TypeAdapter(Attempt)
 
 
-def dump(attempts: Sequence[Attempt]) -> str:
-    """The text of the file of restarts: indented JSON, an object for each."""
+def dump_attempts(attempts: Sequence[Attempt]) -> str:
+    """Return the attempts as restarts.json stores them: an indented JSON list with one object per attempt."""
     return json.dumps([asdict(attempt) for attempt in attempts], indent=1) + "\n"

@@ -1,6 +1,6 @@
-"""Jobs and processes of a run directory: their states, the refusal of a second one beside them, and their end.
+"""Jobs and processes of a run: report their state, refuse a second launch, cancel them.
 
-A job's state comes from the queue, or from the run's own record once SLURM has forgotten the job.
+A job's state comes from SLURM, and from the run's own files once SLURM has forgotten the job.
 """
 
 import re
@@ -27,57 +27,57 @@ from megatfm.launchers.record import (
     texts_of,
 )
 
-HELD_ADVICE = "it is held: `scontrol release {job}` lets it go on"
-HINTS = "cancel it, and launch with"
+HELD_ADVICE = "it is held: `scontrol release {job}` releases it"
+RELAUNCH = "cancel it, and launch with"
 PENDING_ADVICE = {
     "JobHeldUser": HELD_ADVICE,
-    "JobHeldAdmin": "it is held by the site, or was requeued too often: ask, or `scontrol release {job}`",
+    "JobHeldAdmin": "the site holds it, or it was requeued too often: ask, or `scontrol release {job}`",
     "launch failed requeued held": "a node could not start it, so SLURM holds it: `scontrol release {job}`",
     "job requeued in held state": HELD_ADVICE,
-    "PartitionTimeLimit": f"its time limit is above the partition's: {HINTS} less --time",
-    "PartitionNodeLimit": f"more nodes than the partition gives: {HINTS} fewer --nodes or another --partition",
-    "PartitionDown": f"the partition is closed: wait until it opens, or {HINTS} another --partition",
-    "PartitionInactive": f"the partition is closed: {HINTS} another --partition",
-    "BadConstraints": f"no node has what it asks for: {HINTS} less",
+    "PartitionTimeLimit": f"its time limit is above the partition's: {RELAUNCH} less --time",
+    "PartitionNodeLimit": f"it requests more nodes than the partition allows: {RELAUNCH} fewer --nodes or another "
+    "--partition",
+    "PartitionDown": f"the partition is closed: wait until it opens, or {RELAUNCH} another --partition",
+    "PartitionInactive": f"the partition is closed: {RELAUNCH} another --partition",
+    "BadConstraints": f"no node has the requested features: {RELAUNCH} fewer",
     "DependencyNeverSatisfied": "the job that it waits for failed: cancel it",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved: `sinfo -R` says why",
     "Nodes required for job are DOWN, DRAINED or reserved": "`sinfo -R` says why",
 }
-"""squeue's reasons that no waiting mends by itself, by how they begin → what that means, and the way out."""
+"""Advice for reasons of squeue that need action: beginning of the reason → meaning and remedy."""
 
 
 def job_ids(run: Path) -> list[str]:
-    """Numbers of the jobs that were submitted last for a run, in the order of their chain."""
+    """Return the ids of the jobs of a run's last submission, in chain order."""
     return texts_of(read_launch_record(run), "jobs")
 
 
 def evaluation_job_ids(run: Path) -> list[str]:
-    """Numbers of the jobs that evaluate a run, or did."""
+    """Return the ids of a run's evaluation jobs, including ended ones."""
     return texts_of(read_launch_record(run), "evaluations")
 
 
 def active_jobs(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Return the jobs of these that wait or run, or whose state is unknown, with their states."""
+    """Return those of the jobs that wait, run or have an unknown state: job id → state."""
     states = {job: job_state(job) for job in jobs}
     return {job: state for job, state in states.items() if not state.is_over}
 
 
 def run_job_state(run: Path) -> JobState:
-    """The state of a run's jobs: the one that runs, else the next to run, else what became of the last.
+    """Return the state of a run's jobs: of the running one, else the next pending one, else the last.
 
-    Where the scheduler doesn't say, the run's own record is believed only if it says that nothing goes on.
+    While the scheduler doesn't answer, the run's own record counts only if it says that the run has ended for good.
     """
     jobs, tasks = job_ids(run), int(number_of(read_launch_record(run), "array") or 1)
     states = [(job, job_state(job, tasks)) for job in jobs]
-    living = [(job, state) for job, state in states if not (state.is_over or state.is_unknown)]
-    for is_wanted in (lambda state: state.name == "RUNNING", lambda state: True):
-        for job, state in living:
-            if is_wanted(state):
-                n_waiting = len(living) - 1
-                details = [f"job {job}", state.reason, f"{n_waiting} more in the chain" if n_waiting else ""]
-                return JobState(state.name, ", ".join(part for part in details if part), state.since)
+    active = [(job, state) for job, state in states if not (state.is_over or state.is_unknown)]
+    if active:
+        job, state = next((pair for pair in active if pair[1].name == "RUNNING"), active[0])
+        n_waiting = len(active) - 1
+        details = [f"job {job}", state.reason, f"{n_waiting} more in the chain" if n_waiting else ""]
+        return JobState(state.name, ", ".join(filter(None, details)), state.since)
     if not states:
-        return JobState(UNKNOWN, "no job was noted")
+        return JobState(UNKNOWN, "no job is recorded")
     attempts = [attempt for attempt in AttemptLog(run).attempts if attempt.job in jobs]
     unknown = [(job, state) for job, state in states if state.is_unknown]
     job, state = (unknown or states)[-1]
@@ -94,14 +94,14 @@ def run_job_state(run: Path) -> JobState:
 
 
 def _explain_pending(job: str, reason: str) -> str:
-    """Why a job waits, and what helps where waiting does not. Versions of SLURM write `_` or a blank."""
-    plain = reason.replace("_", " ")
+    """Return squeue's reason why a job waits, with advice if the job needs action."""
+    plain = reason.replace("_", " ")  # depends on SLURM's version
     advice = next((text for start, text in PENDING_ADVICE.items() if plain.startswith(start)), "")
     return f"{reason}: {advice.format(job=job)}" if advice else reason
 
 
 def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
-    """Count the tasks of an array that run, wait and are over, in words."""
+    """Describe how many tasks of an array run, wait and are over."""
     running = [row[2] for row in rows if row[0] == "RUNNING"]
     pending = [row for row in rows if row[0] == "PENDING"]
     parts = [
@@ -113,9 +113,9 @@ def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
 
 
 def job_state(job: str, tasks: int = 1) -> JobState:
-    """State of a job by SLURM: from squeue while it is queued, then scontrol for a while, then sacct if there is one.
+    """Ask SLURM for a job's state: squeue while it is queued, scontrol for a while after, then sacct if installed.
 
-    tasks: how many there are in its array.
+    tasks: number of tasks in the job's array.
     """
     try:
         line = scheduler.run_slurm_command("squeue", "-h", "-a", "-r", "-j", job, "-o", "%T|%r|%N")
@@ -126,16 +126,14 @@ def job_state(job: str, tasks: int = 1) -> JobState:
             return JobState(UNKNOWN, str(error))
         line = ""
     if rows := [row.split("|") for row in line.splitlines() if row.count("|") == 2]:
-        words = {row[0] for row in rows}
-        word = "RUNNING" if "RUNNING" in words else rows[0][0]
-        row = next(row for row in rows if row[0] == word)
-        if word == "STOPPED":  # which is our word for a run that saved and ended
+        name, reason, nodes = next((row for row in rows if row[0] == "RUNNING"), rows[0])
+        if name == "STOPPED":  # megatfm uses this name for a run that saved and ended
             return JobState(
-                "SUSPENDED", f"SIGSTOP stopped it on {row[2]}: `scancel -s CONT {job}` lets it go on"
+                "SUSPENDED", f"SIGSTOP stopped it on {nodes}: `scancel -s CONT {job}` continues it"
             )
         if tasks > 1:
-            return JobState(word, _describe_array(job, rows, tasks))
-        return JobState(word, row[2] if word == "RUNNING" else _explain_pending(job, row[1]))
+            return JobState(name, _describe_array(job, rows, tasks))
+        return JobState(name, nodes if name == "RUNNING" else _explain_pending(job, reason))
     try:
         record = scheduler.show_job(job)
     except MegatfmError as error:
@@ -150,8 +148,8 @@ def job_state(job: str, tasks: int = 1) -> JobState:
     except MegatfmError:
         past = ""
     if "|" in past:
-        word, exit_code = past.split("|")
-        return JobState(word, f"exit code {exit_code}")
+        name, exit_code = past.split("|")
+        return JobState(name, f"exit code {exit_code}")
     return JobState("GONE", "SLURM has forgotten it")
 
 
@@ -161,33 +159,34 @@ def job_state(job: str, tasks: int = 1) -> JobState:
 def refuse_concurrent_launch(job: Job) -> list[str]:
     """Raise if the run already has an active job of this kind; return the ids of its active evaluation jobs.
 
-    Raises LockedError for a process, UsageError for a SLURM job. A queued job reads its config when it starts, and the
-    note of a run knows one submission: a second one would change what the first does, and hide it.
+    A second submission would overwrite the config that a queued job reads when it starts, and its launch record.
+    Raises LockedError for a process, UsageError for a SLURM job.
     """
     run = job.run_dir
     if job.kind != "evaluate":
         check_no_process(run)
     evaluations = active_jobs(evaluation_job_ids(run))
-    living = evaluations if job.kind == "evaluate" else active_jobs(job_ids(run))
-    for number, state in living.items():
+    conflicting = evaluations if job.kind == "evaluate" else active_jobs(job_ids(run))
+    for job_id, state in conflicting.items():
         if state.is_unknown:
             raise UsageError(
-                f"{run}: can't tell whether job {number} still waits or runs ({state.reason}): try again, or where "
-                f"SLURM answers; give this one another name; or, if that job is surely gone, delete {run / LAUNCH}"
+                f"{run}: can't tell whether job {job_id} still waits or runs ({state.reason}): try again, or on a "
+                f"machine where SLURM answers; give this run another name; or, if that job is surely gone, delete "
+                f"{run / LAUNCH}"
             )
         purpose = "evaluates this run" if job.kind == "evaluate" else "is of this run"
-        doing = "runs" if state.name == "RUNNING" else f"is in the queue ({state.name})"
-        end = number if job.kind == "evaluate" else shlex.quote(str(run))
-        other_name = "" if job.kind == "evaluate" else ", or give this one another name"
+        activity = "runs" if state.name == "RUNNING" else f"is in the queue ({state.name})"
+        target = job_id if job.kind == "evaluate" else shlex.quote(str(run))
+        other_name = "" if job.kind == "evaluate" else ", or give this run another name"
         raise UsageError(
-            f"{run}: job {number} {purpose}, and {doing}: wait for it, or end it with "
-            f"`megatfm cancel {end}`{other_name}"
+            f"{run}: job {job_id} {purpose}, and {activity}: wait for it, or end it with "
+            f"`megatfm cancel {target}`{other_name}"
         )
     return list(evaluations)
 
 
 def check_no_process(run: Path) -> None:
-    """Refuse a run that a process of this machine has launched. Raises LockedError."""
+    """Raise LockedError if a process on this machine has launched the run and still lives."""
     if process := launcher_process(run):
         raise LockedError(f"{run}: process {process.pid} runs this already: wait for it or give another name")
 
@@ -201,14 +200,14 @@ def launcher_process(run: Path) -> psutil.Process | None:
         process = psutil.Process(int(number_of(launch_record, "pid") or 0))
         is_same_job = (
             abs(process.create_time() - (number_of(launch_record, "started") or 0)) < 1
-        )  # else the number was used again
+        )  # else another process has the pid now
         return process if is_same_job and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
         return None
 
 
 def foreground_state(run: Path) -> JobState:
-    """State of a run that a process launched: RUNNING while that process lives; else how it ended."""
+    """Return the state of a run without SLURM: RUNNING while its launcher process lives, else its recorded end."""
     launch_record = read_launch_record(run)
     if launcher_process(run):
         return JobState(
@@ -219,24 +218,24 @@ def foreground_state(run: Path) -> JobState:
     ended = _recorded_end(run)
     if launch_record.get("host") != socket.gethostname() and not ended:
         return JobState(UNKNOWN, f"started on {launch_record.get('host')}: ask there")
-    return ended or JobState("FAILED", "its launcher is gone, and left no word")
+    return ended or JobState("FAILED", "its launcher process is gone, and recorded no end")
 
 
 def _recorded_end(run: Path) -> JobState | None:
-    """The end that the last attempt or the run's last event records."""
+    """Return the end that the last attempt or the run's last event records."""
     attempts = AttemptLog(run).attempts
     if attempts and (last := attempts[-1]).ended is not None:
         return JobState(last.state_name, last.reason, last.ended)
     events = tail_jsonl(run / EVENTS, 1)
-    if events and (word := LAST_EVENT_STATES.get(str(events[0].get("event")))):
-        return JobState(word, str(events[0].get("detail", "")), number_of(events[0], "time"))
+    if events and (name := LAST_EVENT_STATES.get(str(events[0].get("event")))):
+        return JobState(name, str(events[0].get("detail", "")), number_of(events[0], "time"))
     return None
 
 
 def cancel(run: Path) -> str:
-    """End all that was launched for a run: every job, and the process here, which saves first. Return what was done.
+    """Cancel all jobs of a run; tell its launcher process on this machine to save and stop. Return a summary.
 
-    Raises UsageError if there is nothing to end.
+    Raises UsageError if neither a job nor a process is left.
     """
     cancelled, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
     if jobs:
@@ -246,34 +245,34 @@ def cancel(run: Path) -> str:
             process.send_signal(signal.SIGTERM)
         except psutil.AccessDenied:
             raise UsageError(
-                f"{run}: process {process.pid} is of {process.username()}, who alone can end it (or root)"
+                f"{run}: process {process.pid} belongs to {process.username()}: only they and root can end it"
             ) from None
         except psutil.NoSuchProcess:
-            pass  # ended at this moment
+            pass  # it has just ended
         cancelled.append(f"told process {process.pid} to save and stop")
     if not cancelled:
         raise UsageError(f"{run}: {_why_nothing_runs(run)}")
     return ", ".join(cancelled)
 
 
-def cancel_job_id(number: str) -> str:
-    """Cancel the run that a SLURM job belongs to; a job that evaluates, or that no run records, is cancelled alone.
+def cancel_job_id(job_id: str) -> str:
+    """Cancel the run that a SLURM job belongs to. An evaluation job, and a job no run records, is cancelled alone.
 
     Raises UsageError for a job that megatfm didn't submit.
     """
-    record = scheduler.show_job(number)
+    record = scheduler.show_job(job_id)
     script, log = Path(record.get("Command", "")), Path(record.get("StdOut", ""))
     run = log.parent.parent
     is_slurm_log = script.parent == run / "slurm" and re.fullmatch(r"slurm-.*\.log", log.name)
     if not record or not is_slurm_log:
         raise UsageError(
-            f"{number}: {'no job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run directory "
-            f"or a job's number{f', or end it with `scancel {number}`' if record else ''}"
+            f"{job_id}: {'not a job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run "
+            f"directory or a job's number{f', or end it with `scancel {job_id}`' if record else ''}"
         )
-    if number in job_ids(run):
+    if job_id in job_ids(run):
         return cancel(run)
-    if not (jobs := list(active_jobs([number]))):
-        raise UsageError(f"job {number} of {run} is over")
+    if not (jobs := list(active_jobs([job_id]))):
+        raise UsageError(f"job {job_id} of {run} is over")
     return _scancel(jobs)
 
 
@@ -287,7 +286,7 @@ def _why_nothing_runs(run: Path) -> str:
     if launch_record.get("launcher") == "slurm" or launch_record.get("evaluations"):
         return "none of its jobs is in the queue"
     if not (run / LAUNCH).exists():
-        return "was not started by `megatfm launch`: stop its process by SIGTERM, and it saves"
+        return "was not started by `megatfm launch`: send its process SIGTERM, and it saves and stops"
     if launch_record.get("host") not in (None, socket.gethostname()):
         return f"was started on {launch_record['host']}: cancel it there"
     return "nothing runs"

@@ -1,4 +1,4 @@
-"""Calls SLURM's commands and parses their output: few fields, since many change between versions (22.05 and later)."""
+"""Calls SLURM's commands (22.05 and later) and parses their output. It reads few fields: many change with versions."""
 
 import os
 import re
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from megatfm.errors import MegatfmError, UsageError
 
-TIMEOUT_SECONDS = 60.0  # a dead slurmctld would hang its commands for longer
-_FACT = re.compile(r"(\w[\w:/]*)=(.*?)(?= \w[\w:/]*=|$)")
+TIMEOUT_SECONDS = 60.0  # SLURM's commands hang for longer when slurmctld is dead
+_FIELD = re.compile(r"(\w[\w:/]*)=(.*?)(?= \w[\w:/]*=|$)")
 
 
 def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command of SLURM; return its output. Raises UsageError where there is none, MegatfmError when it refuses.
+    """Run a SLURM command; return its output.
 
-    environment: all of its variables, in place of ours.
+    environment: the command's environment, if not this process's. Raises UsageError if the command isn't installed,
+    MegatfmError if it fails or times out.
     """
     try:
         result = subprocess.run(
@@ -37,29 +38,34 @@ def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) 
 
 
 def show_job(job: str) -> dict[str, str]:
-    """Fields of `scontrol show job`; empty once SLURM has forgotten the job."""
+    """Return the fields of `scontrol show job`; empty once SLURM has forgotten the job."""
     try:
         text = run_slurm_command("scontrol", "-o", "show", "job", job)
     except MegatfmError as error:
         if isinstance(error, UsageError) or "Invalid job id" not in str(error):
             raise
         return {}
-    return {key: value.strip() for key, value in _FACT.findall(text.splitlines()[0])} if text.strip() else {}
+    return _parse_fields(text.splitlines()[0]) if text.strip() else {}
+
+
+def _parse_fields(line: str) -> dict[str, str]:
+    """Parse the `Key=value Key=value …` of one line of `scontrol -o`; values may contain blanks."""
+    return {key: value.strip() for key, value in _FIELD.findall(line)}
 
 
 def expand_nodelist(nodes: str) -> list[str]:
-    """The hosts of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
+    """Return the hosts of a compressed node list such as `gpu[07-09,12]`."""
     if re.fullmatch(r"[\w.-]+(,[\w.-]+)*", nodes):
         return nodes.split(",")
-    if not (names := run_slurm_command("scontrol", "show", "hostnames", nodes).split()):
+    if not (hosts := run_slurm_command("scontrol", "show", "hostnames", nodes).split()):
         raise MegatfmError(f"scontrol show hostnames {nodes}: names no host")
-    return names
+    return hosts
 
 
 def parse_time(text: str) -> int | None:
-    """A time as SLURM writes and takes it: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
+    """Parse a SLURM time into seconds: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
 
-    None for UNLIMITED and the like.
+    Returns None for UNLIMITED and other words.
     """
     if match := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -72,7 +78,7 @@ def parse_time(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition: UP or why it is closed; longest and default time limit in seconds, None for no limit."""
+    """A partition: its state (UP, or why it is closed), and its longest and default time limit in seconds, if any."""
 
     name: str
     state: str
@@ -81,57 +87,57 @@ class Partition:
 
 
 def partition(name: str | None) -> Partition | None:
-    """A partition, or the one that jobs go to by default; None where SLURM doesn't say, as without its commands."""
+    """Return the named partition, without a name SLURM's default one; None if SLURM can't be asked or names none."""
     try:
-        lines = run_slurm_command(
-            "scontrol", "-o", "show", "partition", *([name] if name else [])
-        ).splitlines()
+        output = run_slurm_command("scontrol", "-o", "show", "partition", *([name] if name else []))
     except MegatfmError:
         return None
-    for line in lines:
-        facts = {key: value.strip() for key, value in _FACT.findall(line)}
-        if "PartitionName" in facts and (name or facts.get("Default") == "YES"):
-            longest, usual = parse_time(facts.get("MaxTime", "")), parse_time(facts.get("DefaultTime", ""))
-            return Partition(facts["PartitionName"], facts.get("State", "UP"), longest, usual or longest)
+    for line in output.splitlines():
+        fields = _parse_fields(line)
+        if "PartitionName" in fields and (name or fields.get("Default") == "YES"):
+            max_time, default_time = (parse_time(fields.get(key, "")) for key in ("MaxTime", "DefaultTime"))
+            return Partition(
+                fields["PartitionName"], fields.get("State", "UP"), max_time, default_time or max_time
+            )
     return None
 
 
 def usable_nodes(partition: str) -> set[str]:
-    """Nodes of a partition that could run a job now or later: not down, drained or failing."""
+    """Return the nodes of a partition that can run a job now or later: not down, drained or failing."""
     usable = set()
     for line in run_slurm_command("sinfo", "-h", "-N", "-p", partition, "-o", "%N %t").splitlines():
-        name, _, state = line.strip().partition(" ")  # a node that is just being added has no state
+        name, _, state = line.strip().partition(" ")  # the state is empty while a node is being added
         if state and not re.match(r"down|drain|drng|fail|unk|maint|.*\*$", state):
             usable.add(name)
     return usable
 
 
 def submit(script: str, dependency: str = "") -> str:
-    """Submit a script and return sbatch's output. A dependency takes the place of the script's own.
+    """Submit a script and return sbatch's output. `dependency` replaces the script's own.
 
-    sbatch's variables of this shell (SBATCH_TIMELIMIT and the like) would overrule the script: they are taken out.
+    Removes sbatch's input variables (SBATCH_TIMELIMIT, …) from the environment, since they would override the script.
     """
     option = [f"--dependency={dependency}"] if dependency else []
-    environment = {name: value for name, value in os.environ.items() if name not in overruling()}
+    environment = {name: value for name, value in os.environ.items() if name not in sbatch_variables()}
     return run_slurm_command("sbatch", "--parsable", *option, script, environment=environment)
 
 
-def overruling() -> list[str]:
-    """Variables of this shell by which sbatch would overrule what a script asks for."""
+def sbatch_variables() -> list[str]:
+    """Return the names of this shell's variables that sbatch would let override a script's options."""
     return sorted(name for name in os.environ if name.startswith("SBATCH_"))
 
 
 def requeue(job: str) -> None:
-    """Back into the queue, also from within the job: it goes on from its checkpoint when its turn comes."""
+    """Put a job back into the queue. It may be the job that calls this."""
     run_slurm_command("scontrol", "requeue", job)
 
 
 def set_excluded_nodes(job: str, hosts: Sequence[str]) -> None:
-    """Keep a pending job off some nodes."""
+    """Set the nodes that a pending job must not use."""
     run_slurm_command("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}")
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """End jobs, and take those that wait out of the queue."""
+    """Cancel running and pending jobs."""
     if jobs:
         run_slurm_command("scancel", *jobs)

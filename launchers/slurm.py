@@ -1,7 +1,7 @@
-"""SLURM: the description of a cluster (`Site`, from slurm/site.toml), and the launcher that queues jobs there.
+"""SLURM: the description of a cluster (`Site`, read from slurm/site.toml), and the launcher that queues jobs there.
 
-A training job saves ahead of its time limit and goes on in the next; a preparation is an array of tasks that share
-their work; an evaluation reads a run directory. The templates are slurm/*.sbatch.
+A training job saves before its time limit, and the next job resumes it. A preparation is a job array whose tasks share
+the work. An evaluation reads a run directory. The templates of the job scripts are slurm/*.sbatch.
 """
 
 import json
@@ -26,7 +26,7 @@ from megatfm.launchers.job import Job, megatfm_command
 from megatfm.launchers.record import record_evaluation_jobs, write_launch_record
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 
-# Wide enough for every site's names, too narrow for a quote, a space, a newline or a `$`.
+# Allow the names that sites use, but no quote, blank, newline or `$`.
 SlurmToken = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/+@-]*\z", max_length=200)]
 Constraint = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\[(][A-Za-z0-9_.,:&|*()\[\]-]*\z", max_length=200)]
 NodeList = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*\z", max_length=1000)]
@@ -43,21 +43,21 @@ class Site(Section):
     partition: SlurmToken | None = None
     """Partition (queue) of jobs."""
     account: SlurmToken | None = None
-    """Account that jobs are charged to."""
+    """Account to charge."""
     qos: SlurmToken | None = None
     """Quality of service."""
     constraint: Constraint | None = None
     """Features that nodes must have."""
     exclude: NodeList | None = None
-    """Nodes never to use."""
+    """Nodes that jobs never use."""
     cpus_per_task: PositiveInt | None = None
-    """Cores for each process."""
+    """Cores of each process."""
     memory: Memory | None = None
-    """Memory of each node; left out, what the partition gives."""
+    """Memory of each node; by default the partition's default."""
     exclusive: bool = False
-    """Whole nodes, with no other jobs on them."""
+    """Whether jobs use whole nodes, shared with no other job."""
     gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """The option that requests GPUs; sites with old settings know only gres."""
+    """Option that requests GPUs; some sites support only gres."""
     sbatch: list[SbatchOption] = Field(default_factory=list)
     """More options of sbatch."""
     srun: list[SbatchOption] = Field(default_factory=list)
@@ -65,23 +65,23 @@ class Site(Section):
     modules: list[SlurmToken] = Field(default_factory=list)
     """Environment modules to load."""
     setup: list[list[SingleLine]] = Field(default_factory=list)
-    """Commands before anything else, as lists of words."""
+    """Commands that run first in a job, each a list of arguments."""
     container: list[SingleLine] = Field(default_factory=list)
-    """Command put before every process, one word an item."""
+    """Command prefix that runs a process in a container, as a list of arguments."""
     python: SingleLine | None = None
-    """Python inside the container; left out, the one that submits."""
+    """Python inside the container; by default the Python that submits."""
     start: Literal["srun", "torchrun"] = "srun"
-    """Starter of the processes: srun, one task a process, or torchrun, one task a node."""
+    """Program that starts the processes: srun, one task per process, or torchrun, one task per node."""
     interface: SlurmToken | None = None
-    """Network interface over which processes meet."""
+    """Network interface for communication between processes."""
     stop_seconds: PositiveInt = 300
     """Seconds before the time limit at which a run is signalled to save and requeue."""
     requeue: bool = True
-    """Whether jobs may be requeued here; where not, use `--chain`."""
+    """Whether the site allows jobs to be requeued; if not, use `--chain`."""
     max_restarts: NonNegativeInt = 3
-    """Failures in a row without a new checkpoint after which a run is still started again."""
+    """Largest number of failures in a row, without a new checkpoint, after which a run is restarted."""
     environment: dict[VariableName, SingleLine] = Field(default_factory=dict)
-    """Variables for every process."""
+    """Environment variables of every process."""
 
 
 RESERVED_SBATCH_OPTIONS = (
@@ -99,30 +99,36 @@ RESERVED_SBATCH_OPTIONS = (
         "time",
     ),
 )
-"""Options of sbatch on which the scripts rely as they are, and those for which there are flags and fields."""
-WRITTEN_OUT = (*RESERVED_SBATCH_OPTIONS, "begin", "dependency", "nodelist", "reservation")
-"""Options that are read here, for which sbatch would take a beginning of the name, too."""
+"""Options of sbatch that users can't set: the templates set them, or there are flags and site fields for them."""
+UNABBREVIATED_OPTIONS = (*RESERVED_SBATCH_OPTIONS, "begin", "dependency", "nodelist", "reservation")
+"""Options that must not be abbreviated, as sbatch would allow, because this module looks for their full names."""
 FROM_SHELL = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
-"""Field → the variable of sbatch whose value it has where neither the site nor a flag says another."""
+"""Site field → sbatch's environment variable that is its default."""
 
 
 def load_site(path: Path | None, overrides: dict[str, str | int | None], options: Sequence[str] = ()) -> Site:
-    """Read a site: `path`, else `slurm/site.toml` here, else the one that ships with megatfm.
+    """Load a site file: `path`, else `slurm/site.toml` in the working directory, else megatfm's default.
 
-    `overrides` replace fields where they are not None; `options` of sbatch are added to the site's. Raises UsageError.
+    overrides: values that replace fields, unless None. options: options of sbatch to add to the site's. Raises
+    UsageError.
     """
-    local_file, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
-    site_file = path or (local_file if local_file.is_file() else shipped)
+    local_file = Path("slurm/site.toml")
+    default_file = Path(str(resources.files("megatfm.slurm") / "site.toml"))
+    site_file = path or (local_file if local_file.is_file() else default_file)
     for option in options:
         if re.fullmatch(SBATCH_OPTION_PATTERN, option) is None:
             raise UsageError(
-                f"{option!r}: no option of sbatch: give one as --name=value, without blanks or quotes"
+                f"{option!r}: not an option of sbatch: write one as --name=value, without blanks or quotes"
             )
     fields = {key: value for key, value in overrides.items() if value is not None}
     site = _load(site_file, fields)
-    shell = {key: os.environ.get(name) for key, name in FROM_SHELL.items() if getattr(site, key) is None}
-    if any(shell.values()):
-        site = _load(site_file, fields | {key: value for key, value in shell.items() if value})
+    shell_values: dict[str, str | int] = {
+        key: value
+        for key, name in FROM_SHELL.items()
+        if getattr(site, key) is None and (value := os.environ.get(name))
+    }
+    if shell_values:
+        site = _load(site_file, fields | shell_values)
     for option in (*site.sbatch, *options):
         _check_option(option)
     return site.model_copy(update={"sbatch": [*site.sbatch, *options]})
@@ -133,17 +139,17 @@ def _load(path: Path, fields: dict[str, str | int]) -> Site:
 
 
 def _check_option(option: str) -> None:
-    """Raise UsageError for one that `megatfm launch` sets itself, also where the name is cut short."""
+    """Raise UsageError for an option, or an abbreviation of one, that `megatfm launch` sets itself."""
     name = option.removeprefix("--").partition("=")[0]
     if name in RESERVED_SBATCH_OPTIONS:
         raise UsageError(
             f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's fields"
         )
-    longer = [option_name for option_name in WRITTEN_OUT if option_name.startswith(name)]
-    if longer and name not in WRITTEN_OUT:
+    full_names = [full_name for full_name in UNABBREVIATED_OPTIONS if full_name.startswith(name)]
+    if full_names and name not in UNABBREVIATED_OPTIONS:
         raise UsageError(
-            f"{option}: sbatch would take this for --{' or --'.join(longer)}: write the name out, or leave it to "
-            "`megatfm launch`, which has flags for what it sets itself"
+            f"{option}: sbatch would take this for --{' or --'.join(full_names)}: write the full name, or use the "
+            "flag of `megatfm launch`"
         )
 
 
@@ -153,16 +159,16 @@ TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 
 
 class SlurmLauncher:
-    """Renders a template of `slurm/` for a site and hands it to sbatch."""
+    """Renders a template of `slurm/` for a site and submits it to sbatch."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
 
     def render(self, job: Job) -> dict[str, str]:
-        """The batch script, and the resolved config that it uses: later edits don't reach a queued job.
+        """Return the batch script and its resolved config: later edits of the user's file don't affect a queued job.
 
-        Every value that the template puts in is quoted; what stands in #SBATCH lines, which no shell reads, is
-        checked for characters that sbatch would trip over. Raises UsageError for such a path.
+        The template quotes every value for the shell. No shell reads #SBATCH lines, so paths there are checked for
+        characters that sbatch can't handle. Raises UsageError for such a path.
         """
         name = TEMPLATES[job.kind]
         template = Environment(
@@ -173,10 +179,10 @@ class SlurmLauncher:
             lstrip_blocks=True,
             keep_trailing_newline=True,
         ).get_template(name)
-        agent = self.site.start == "torchrun" and job.kind == "train"
-        tasks = 1 if agent else job.nproc_per_node
+        uses_torchrun = self.site.start == "torchrun" and job.kind == "train"
+        tasks = 1 if uses_torchrun else job.nproc_per_node
         cpus = self.site.cpus_per_task
-        cpus = cpus * job.nproc_per_node if cpus and agent else cpus
+        cpus = cpus * job.nproc_per_node if cpus and uses_torchrun else cpus
         srun_cpus = cpus or (1 if job.max_nodes else None)
         folder, run = _sbatch_path(Path.cwd()), _sbatch_path(job.run_dir)
         job_id_pattern = "%A_%a" if job.kind == "prep" else "%j"
@@ -188,14 +194,14 @@ class SlurmLauncher:
             dependency=",".join(dependencies),
             environment=self._environment(),
             cpus_per_task=(cpus or 1) * tasks if job.max_nodes else cpus,
-            # srun does not take it from the job by itself (SLURM 22.05 and later).
+            # Since SLURM 22.05, srun doesn't inherit it from the job.
             srun=[*([f"--cpus-per-task={srun_cpus}"] if srun_cpus else []), *self.site.srun],
             command=[*self.site.container, *self._command(job)],
             python=sys.executable,
             pythonpath=self._slurm_dir(job) / snapshot.collect_code(job.config.plugins).dir_name,
             node_range=f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes),
             tasks_per_node=tasks,
-            # In a chain, the next link goes on; on nodes lost, SLURM itself requeues where that is allowed.
+            # In a chain, the next job continues the run. SLURM itself still requeues after a node failure, if allowed.
             requeue="--requeue" if self.site.requeue and job.chain_length == 1 else "--no-requeue",
             config=self._slurm_dir(job) / "config.toml",
             folder=folder,
@@ -206,16 +212,16 @@ class SlurmLauncher:
         if isinstance(config, Config):
             config = config.model_copy(update={"run_dir": str(job.run_dir)})
         files = {f"{name}.sbatch": script}
-        # An evaluation reads the run's own config. The one here is of the training job, which may still wait.
+        # An evaluation reads the run's own config. RUN/slurm/config.toml is for the training job, which may be queued.
         return files if job.kind == "evaluate" else {**files, "config.toml": to_toml(config)}
 
     def submit(self, job: Job, new_paths: NewPaths) -> int:
-        """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""
+        """Write code, config and script into RUN/slurm/, queue the job, and print its number and where to look."""
         files, evaluations = self.render(job), refuse_concurrent_launch(job)
         jobs: list[str] = []
         try:
-            script, code = self._write_files(job, files, new_paths)
-            self._queue(job, script, code, jobs, evaluations)
+            script, code_name = self._write_files(job, files, new_paths)
+            self._queue(job, script, code_name, jobs, evaluations)
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or self._slurm_dir(job)}: can't write the job's files: {error.strerror}"
@@ -227,30 +233,32 @@ class SlurmLauncher:
         return 0
 
     def _write_files(self, job: Job, files: Mapping[str, str], new_paths: NewPaths) -> tuple[Path, str]:
-        """Write the job's files into RUN/slurm/; returns the script and the name of the code's copy. Raises OSError."""
+        """Write the job's files into RUN/slurm/; return the script and the code snapshot's name. Raises OSError."""
         folder = self._slurm_dir(job)
-        new_paths.make_folder(job.run_dir / "logs")  # sbatch would lose the log without it
+        new_paths.make_folder(job.run_dir / "logs")  # without it, SLURM would discard the log
         if not folder.exists():
             new_paths.trees.append(folder)
         folder.mkdir(exist_ok=True)
-        code = snapshot.collect_code(job.config.plugins).copy_to(folder)
+        code_dir = snapshot.collect_code(job.config.plugins).copy_to(folder)
         script = next(iter(files))
-        if code.name not in files[script]:
+        if code_dir.name not in files[script]:
             raise MegatfmError("the code changed while it was copied: submit again")
         for name, text in files.items():
             atomic_write(folder / name, text)
-        return folder / script, code.name
+        return folder / script, code_dir.name
 
-    def _queue(self, job: Job, script: Path, code: str, jobs: list[str], evaluations: Sequence[str]) -> None:
-        """Submit the job, or the links of its chain, and record their numbers, which are added to `jobs`."""
+    def _queue(
+        self, job: Job, script: Path, code_name: str, jobs: list[str], evaluations: Sequence[str]
+    ) -> None:
+        """Submit the job, or all jobs of its chain; append their ids to `jobs` and record them."""
         _, dependencies = self._options()
         for _ in range(job.chain_length):
-            jobs.append(_sbatch(script, _following(dependencies, jobs)))
+            jobs.append(_sbatch(script, _chain_dependency(dependencies, jobs)))
             if job.kind == "evaluate":
                 record_evaluation_jobs(job.run_dir, [*evaluations, *jobs])
-            else:  # after each, so that the first knows of the others as soon as can be
-                facts = {"launcher": "slurm", "kind": job.kind, "array": job.array_size, "code": code}
-                write_launch_record(job.run_dir, **facts, jobs=jobs)
+            else:  # after each submission, since the first job may already run and look for the others
+                fields = {"launcher": "slurm", "kind": job.kind, "array": job.array_size, "code": code_name}
+                write_launch_record(job.run_dir, **fields, jobs=jobs)
 
     def _slurm_dir(self, job: Job) -> Path:
         return job.run_dir / "slurm"
@@ -274,10 +282,10 @@ class SlurmLauncher:
         return [*megatfm, config]
 
     def _options(self) -> tuple[list[str], list[str]]:
-        """sbatch's further options, and what the job waits for."""
+        """Split the site's sbatch options into ordinary options and values of --dependency."""
         flag = "--dependency="
-        waits = [option.removeprefix(flag) for option in self.site.sbatch if option.startswith(flag)]
-        return [option for option in self.site.sbatch if not option.startswith(flag)], waits
+        dependencies = [option.removeprefix(flag) for option in self.site.sbatch if option.startswith(flag)]
+        return [option for option in self.site.sbatch if not option.startswith(flag)], dependencies
 
     def _environment(self) -> dict[str, str]:
         interface = self.site.interface
@@ -289,14 +297,16 @@ class SlurmLauncher:
         }
 
     def _print_summary(self, job: Job, jobs: list[str]) -> None:
-        run, numbers = job.run_dir, ", ".join(jobs)
+        run = job.run_dir
         if job.kind == "prep":
             size = f"{job.array_size} tasks"
         else:
             nodes = f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes)
             size = f"{job.world_size} processes on {nodes} nodes"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
-        print(f"job{'s' * (len(jobs) > 1)} {numbers} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
+        print(
+            f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)} {'are' if len(jobs) > 1 else 'is'} queued: {size}"
+        )
         print(f"  state    megatfm status {run}")
         print(f"  log      megatfm logs -f {run}    ({log})")
         if job.kind == "train":
@@ -304,15 +314,16 @@ class SlurmLauncher:
         print(f"  cancel   megatfm cancel {run}")
         if not self.site.requeue and job.chain_length == 1 and job.kind == "train":
             print(
-                "  note     jobs are not requeued at this site: --chain N queues N jobs that follow one another"
+                "  note     this site doesn't requeue jobs: --chain N queues N jobs that run one after another"
             )
 
 
-def _following(dependencies: Sequence[str], jobs: Sequence[str]) -> str:
-    """Dependencies of a link of a chain: the link before it, however that ends, and what the first one waits for.
+def _chain_dependency(dependencies: Sequence[str], jobs: Sequence[str]) -> str:
+    """Return sbatch's --dependency of the next job of a chain; empty for the first, whose script contains its own.
 
-    Not by the name of the job (`singleton`), which runs in other folders may have, too. Of alternatives (`?`), which
-    sbatch doesn't take together with another condition, the first link alone waits for one.
+    The job waits for the previous one, however that ends, and for the conditions of the first. `singleton` would be
+    simpler, but runs in other folders may have the same job name. Alternatives (`?`) hold only for the first job:
+    sbatch doesn't accept them together with another condition.
     """
     if not jobs:
         return ""
@@ -324,7 +335,7 @@ def _template(name: str) -> str:
 
 
 def _sbatch(script: Path, dependency: str) -> str:
-    """Queue a script; returns the job's number."""
+    """Queue a script; return the job's id."""
     try:
         output = scheduler.submit(str(script), dependency)
     except UsageError as error:

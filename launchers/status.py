@@ -1,4 +1,4 @@
-"""Status of a run or a preparation, from the files in its directory. No torch, since this runs on a login node."""
+"""Status of a run or a preparation, from the files in its directory. Imports no torch: it runs on login nodes."""
 
 import math
 import os
@@ -7,6 +7,7 @@ import socket
 import statistics
 import time
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,17 @@ from megatfm.launchers.record import (
 from megatfm.launchers.run_jobs import active_jobs, evaluation_job_ids, foreground_state, run_job_state
 
 SPEED_STEPS = 50
-"""Last steps over whose median speed and time left are estimated."""
+"""Number of last steps whose median gives speed and time left."""
 HEARTBEAT_SECONDS = 30.0
-"""A run's lock moves every few seconds while it trains, wherever it does."""
-CLOCK_SECONDS = 60.0
-"""By how much the clocks of two machines may differ."""
+"""Age at which a lock counts as abandoned: a run that trains touches its lock every few seconds."""
+CLOCK_SKEW_SECONDS = 60.0
+"""Largest assumed difference between the clocks of two machines."""
 _PART = re.compile(r"([a-z-]+)\.\d{5}\.json")
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run at one moment. What is not known is None."""
+    """Status of a run at one moment. Unknown values are None."""
 
     run: Path
     state: JobState
@@ -54,28 +55,28 @@ class RunStatus:
     checkpoint: int = 0
     event: str = ""
     work: str = ""
-    """Stage and parts of a preparation."""
+    """Stage of a preparation, and its number of finished parts."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: JSON's types only."""
-        facts = {**vars(self), "run": str(self.run), "state": self.state.name, "detail": self.state.reason}
-        return {"run": facts.pop("run"), "state": facts.pop("state"), **facts}
+        """Return all fields as JSON's types."""
+        fields = {**vars(self), "run": str(self.run), "state": self.state.name, "detail": self.state.reason}
+        return {"run": fields.pop("run"), "state": fields.pop("state"), **fields}
 
 
 def resolve_run_dir(path: Path) -> Path:
-    """The run directory that a user names. Raises UsageError where there is none."""
+    """Return the absolute path of a run directory. Raises UsageError if it isn't one."""
     if not is_run_dir(path):
         raise UsageError(f"{path}: not a run directory: give one such as runs/quickstart")
     return check_path(path.absolute())
 
 
 def is_run_dir(path: Path) -> bool:
-    """Whether a folder holds any trace of a run, though it may not have started yet."""
+    """Return whether a folder is a run directory, even if the run hasn't started yet."""
     return any((path / name).is_file() for name in ("config.toml", "launch.json", METRICS))
 
 
 def list_run_dirs() -> list[Path]:
-    """The run directories under runs/. Raises UsageError where there is none."""
+    """Return the run directories under runs/. Raises UsageError if there is none."""
     folders = sorted(Path("runs").iterdir()) if Path("runs").is_dir() else []
     if not (runs := [path.absolute() for path in folders if is_run_dir(path)]):
         raise UsageError("no runs under runs/ here: name a run directory")
@@ -83,17 +84,17 @@ def list_run_dirs() -> list[Path]:
 
 
 def run_status(run: Path) -> RunStatus:
-    """Status of a run now."""
+    """Return the present status of a run."""
     records = tail_jsonl(run / METRICS, SPEED_STEPS)
     events = tail_jsonl(run / EVENTS, 1)
     steps, last = _steps(run), records[-1] if records else {}
     state = launched_state(run) or _state_from_lock(run, events)
-    prepares = is_prep_run(run)
-    if prepares:
+    is_prep = is_prep_run(run)
+    if is_prep:
         state = prep_job_state(run, state)
     for job, evaluation in active_jobs(evaluation_job_ids(run)).items():
-        detail = f"{state.reason}; " if state.reason else ""
-        state = replace(state, reason=f"{detail}evaluation in job {job}: {evaluation.name}")
+        prefix = f"{state.reason}; " if state.reason else ""
+        state = replace(state, reason=f"{prefix}evaluation in job {job}: {evaluation.name}")
     last_step = number_of(last, "step")
     step = int(last_step) if last_step is not None and math.isfinite(last_step) else None
     seconds = [value for record in records if (value := number_of(record, "step_seconds")) is not None]
@@ -114,12 +115,12 @@ def run_status(run: Path) -> RunStatus:
         restarts=_restarts(run),
         checkpoint=latest_checkpoint_step(run),
         event=detail,
-        work=prep_progress(run) if prepares else "",
+        work=prep_progress(run) if is_prep else "",
     )
 
 
 def launched_state(run: Path) -> JobState | None:
-    """State of the jobs or processes that launched a run last; None if no launch is recorded."""
+    """Return the state of a run's last launch; None if no launch is recorded."""
     launcher = read_launch_record(run).get("launcher")
     if launcher == "slurm":
         return run_job_state(run)
@@ -127,7 +128,7 @@ def launched_state(run: Path) -> JobState | None:
 
 
 def _steps(run: Path) -> int | None:
-    """Steps that are due: of the config that trains, else of the one that is queued."""
+    """Return `train.steps` of the run's config, else of the config of its queued job."""
     for name in ("config.toml", "slurm/config.toml"):
         try:
             return int(tomllib.loads((run / name).read_text(encoding="utf-8"))["train"]["steps"])
@@ -137,13 +138,13 @@ def _steps(run: Path) -> int | None:
 
 
 def _restarts(run: Path) -> int:
-    """Restarts of the last submission."""
+    """Return the number of restarts of the last submission."""
     attempts = AttemptLog(run).attempts
     return sum(attempt.submission == attempts[-1].submission for attempt in attempts) - 1 if attempts else 0
 
 
 def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
-    """A run that was started by hand: its lock says whether it trains, its last event what became of it."""
+    """Return the state of a run without launch record: RUNNING if its lock is held, else from its last event."""
     holder = read_json(run / "lock", {})
     if isinstance(holder, dict) and "pid" in holder and _lock_is_held(run, holder):
         return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", number_of(holder, "time"))
@@ -152,43 +153,43 @@ def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
 
 
 def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
-    """Whether the holder of a run's lock lives: its process here, or a holder on another machine."""
+    """Return whether a run's lock is held: by a live process here, or on another machine by a recent heartbeat."""
     if holder.get("host") == socket.gethostname():
         lock_time, pid = number_of(holder, "time"), number_of(holder, "pid")
         try:
-            # One that began after the lock was taken got the number of a dead one.
+            # A process that began after the lock was taken has only inherited the pid of a dead one.
             return pid is not None and psutil.Process(int(pid)).create_time() < (lock_time or math.inf) + 1
         except (psutil.Error, ValueError, OverflowError):
             return False
     try:
-        moved = (run / "lock").stat().st_mtime
+        last_heartbeat = (run / "lock").stat().st_mtime
     except OSError:
         return False
-    try:  # by the clock of the file server, from which this machine's may differ
+    try:  # measure the age by the file server's clock, from which this machine's may differ
         probe = run / f".now.{os.getpid()}"
         probe.touch()
-        age = probe.stat().st_mtime - moved
+        age = probe.stat().st_mtime - last_heartbeat
         probe.unlink()
         return age < HEARTBEAT_SECONDS
-    except OSError:  # a directory that can't be written to
-        return time.time() - moved < HEARTBEAT_SECONDS + CLOCK_SECONDS
+    except OSError:  # the directory is not writable
+        return time.time() - last_heartbeat < HEARTBEAT_SECONDS + CLOCK_SKEW_SECONDS
 
 
 # --- preparations ---------------------------------------------------------------------------------------------------
 
 
 def is_prep_run(run: Path) -> bool:
-    """Whether a folder is of `megatfm launch` for a corpus; False for one that nothing launched."""
+    """Return whether a folder is the run directory of `megatfm launch --prep`."""
     return read_launch_record(run).get("kind") == "prep"
 
 
 def corpus_dir(run: Path) -> Path:
-    """Corpus that a preparation writes: the job folder lies beside it, as NAME.jobs."""
+    """Return the corpus that a preparation writes. Its run directory is beside it, as CORPUS.jobs."""
     return run.with_name(run.name.removesuffix(".jobs"))
 
 
 def prep_job_state(run: Path, state: JobState) -> JobState:
-    """State of a preparation: DONE only if prep.json exists; an ended job without it is FAILED."""
+    """Correct the state of a preparation's jobs: an ended job is DONE if prep.json exists, else FAILED."""
     if (corpus_dir(run) / "prep.json").is_file():
         return replace(state, name="DONE") if state.is_over else state
     if state.is_over and state.name in ("COMPLETED", "DONE", "GONE"):
@@ -197,16 +198,18 @@ def prep_job_state(run: Path, state: JobState) -> JobState:
 
 
 def prep_progress(run: Path) -> str:
-    """The stage at which a preparation is, and how many of its parts are done; nothing where there is none."""
+    """Return a preparation's newest stage and its number of finished parts; empty if there is none."""
     if (corpus_dir(run) / "prep.json").is_file():
         return "the corpus is finished"
-    parts: dict[str, int] = {}
-    newest = 0.0, ""
+    n_parts: Counter[str] = Counter()
+    newest_time, newest_stage = 0.0, ""
     try:
-        for path in (corpus_dir(run) / ".work").rglob("*.json"):  # below a folder for each set of settings
+        for path in (corpus_dir(run) / ".work").rglob(
+            "*.json"
+        ):  # one folder for each version of the settings
             if match := _PART.fullmatch(path.name):
-                parts[match[1]] = parts.get(match[1], 0) + 1
-                newest = max(newest, (path.stat().st_mtime, match[1]))
-    except OSError:  # not begun, or finished at this moment
+                n_parts[match[1]] += 1
+                newest_time, newest_stage = max((newest_time, newest_stage), (path.stat().st_mtime, match[1]))
+    except OSError:  # not begun, or just finished
         return ""
-    return f"{newest[1]}: {parts[newest[1]]} parts done" if newest[1] else ""
+    return f"{newest_stage}: {n_parts[newest_stage]} parts done" if newest_stage else ""

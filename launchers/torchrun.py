@@ -1,9 +1,10 @@
-"""torchrun on one node of a SLURM step: `agent` starts it, and `worker` is one of its ranks.
+"""torchrun on one node of a SLURM step: `agent` starts torchrun, and `worker` is one of its ranks.
 
-`python -m megatfm.launchers.torchrun agent --processes N train CONFIG …` runs on each node. torchrun itself dies of
-USR1, gives its workers half a minute after TERM, too short for a large checkpoint, and returns 1 whatever they return.
-So it is started with both signals blocked, and its workers too, until their handlers are installed. The agent passes
-the signals on to the workers, and returns the exit code that they agree on: each leaves its own in a folder. No torch.
+`python -m megatfm.launchers.torchrun agent --processes N train CONFIG …` runs on each node. By itself, torchrun dies of
+USR1, kills its workers half a minute after TERM, which is too short for a large checkpoint, and returns 1 for every
+failure. So the agent starts it with both signals blocked (the workers inherit this until they install their handlers)
+and forwards signals to the workers. Each worker writes its exit code to a file; the agent returns the code on which
+they agree. The agent imports no torch.
 """
 
 import argparse
@@ -22,15 +23,14 @@ from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, LOCKE
 from megatfm.launchers.supervisor import Child, supervise
 
 EXIT_CODE_DIR = "MEGATFM_EXIT_CODES"
-"""Variable that names the folder in which workers leave their exit codes."""
+"""Environment variable with the folder to which workers write their exit codes."""
 
-
-# Below the kernel's range for outgoing connections; another range than the one of tasks that srun starts.
+# Below Linux's default range of ephemeral ports, and apart from the range for tasks that srun starts.
 FIRST_PORT, N_PORTS = 22_000, 10_000
 
 
 def main() -> int:
-    """Run what `sys.argv` says, `agent` or `worker`; returns the agent's exit code."""
+    """Run the agent or a worker, as `sys.argv` says; return the exit code."""
     if sys.argv[1:2] == ["worker"]:
         del sys.argv[1]
         run_worker()
@@ -38,20 +38,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="megatfm.launchers.torchrun", description=__doc__)
     agent = parser.add_subparsers(required=True).add_parser("agent")
     agent.add_argument("--processes", type=int, required=True, help="workers on this node")
-    agent.add_argument("command", nargs=argparse.REMAINDER, help="words for megatfm")
+    agent.add_argument("command", nargs=argparse.REMAINDER, help="arguments of megatfm")
     args = parser.parse_args()
     return run_agent(args.processes, args.command)
 
 
 def run_agent(processes: int, argv: Sequence[str]) -> int:
-    """Run torchrun with so many workers of `megatfm ARGV`; returns the exit code."""
+    """Run torchrun with `processes` workers that run `megatfm ARGV`; return their common exit code."""
     with tempfile.TemporaryDirectory(prefix="megatfm-agent-") as codes:
         stopped_before_start: list[int] = []
 
         def deliver(pid: int, number: int) -> None:
-            if not signal_workers(pid, number) and not any(
-                Path(codes).iterdir()
-            ):  # there is nothing to save yet
+            has_started = signal_workers(pid, number) or any(Path(codes).iterdir())
+            if not has_started:  # so there is nothing to save
                 stopped_before_start.append(number)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -70,7 +69,7 @@ def run_agent(processes: int, argv: Sequence[str]) -> int:
 
 
 def torchrun_command(environment: Mapping[str, str], processes: int, argv: Sequence[str]) -> list[str]:
-    """The torchrun command of this node. Ranks follow SLURM's order of nodes, so every restart has the same."""
+    """Return this node's torchrun command. Node ranks are SLURM's, so they are the same after every restart."""
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return [
         *(sys.executable, "-P", "-m", "torch.distributed.run"),
@@ -79,16 +78,16 @@ def torchrun_command(environment: Mapping[str, str], processes: int, argv: Seque
         f"--nproc-per-node={processes}",
         f"--master-addr={environment['MASTER_ADDR']}",
         f"--master-port={FIRST_PORT + (31 * job + step) % N_PORTS}",
-        "--max-restarts=0",  # the job restarts the run, on nodes that are known to be there
+        "--max-restarts=0",  # the job script restarts the run, on nodes that are known to work
         *("-m", "megatfm.launchers.torchrun", "worker", *argv),
     ]
 
 
 def signal_workers(pid: int, number: int) -> bool:
-    """Send a signal to the workers below torchrun; whether it has any yet."""
+    """Send a signal to torchrun's workers; return whether it has any yet."""
     workers = list(_workers(pid))
     for worker in workers:
-        with contextlib.suppress(psutil.Error):  # it ends just now
+        with contextlib.suppress(psutil.Error):  # it has just ended
             worker.send_signal(number)
     return bool(workers)
 
@@ -102,29 +101,27 @@ def _workers(pid: int) -> Iterator[psutil.Process]:
         try:
             if "LOCAL_RANK" in process.environ():
                 yield process
-        except psutil.Error:  # ended meanwhile
+        except psutil.Error:  # it has just ended
             continue
 
 
 def common_exit_code(code: int, folder: Path) -> int:
-    """The code that the workers left, where all that left one agree; else 1."""
+    """Return the exit code that all workers wrote, if they agree; else 1. `code` is torchrun's own."""
     if code == EXIT_OK:
         return EXIT_OK
+    # Workers that torchrun killed after another's exit wrote none. A file is empty if its worker died while writing.
     texts = {path.read_text() for path in folder.iterdir()}
-    exit_codes = {
-        int(text) if text.isdecimal() else EXIT_FAILED for text in texts
-    }  # empty: killed while it wrote
-    (agreed,) = exit_codes if len(exit_codes) == 1 else (EXIT_FAILED,)
-    # A worker that torchrun ended because another left with such a code could not leave its own.
-    return agreed if agreed in (EXIT_USAGE, EXIT_REQUEUE, NO_PROGRESS, LOCKED) else EXIT_FAILED
+    exit_codes = {int(text) if text.isdecimal() else EXIT_FAILED for text in texts}
+    common_code = exit_codes.pop() if len(exit_codes) == 1 else EXIT_FAILED
+    return common_code if common_code in (EXIT_USAGE, EXIT_REQUEUE, NO_PROGRESS, LOCKED) else EXIT_FAILED
 
 
 def run_worker() -> None:
-    """Run the command of `sys.argv` and exit with its code."""
+    """Run megatfm with the arguments of `sys.argv`; write its exit code to this worker's file, and exit with it."""
     try:
         runpy.run_module("megatfm", run_name="__main__", alter_sys=True)
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
         (Path(os.environ[EXIT_CODE_DIR]) / os.environ["RANK"]).write_text(str(code))
         raise
 

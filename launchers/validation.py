@@ -1,4 +1,4 @@
-"""Checks of a job before it waits in a queue: layout and batch against processes, paths, time limits. No torch."""
+"""Checks of a job before it is queued: layout and batch against processes, paths, time limits. Imports no torch."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -12,17 +12,17 @@ from megatfm.config.section import divisors
 from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job
-from megatfm.launchers.record import finished, latest_checkpoint_step
+from megatfm.launchers.record import is_finished, latest_checkpoint_step
 from megatfm.launchers.slurm import FROM_SHELL, Site
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
-"""Fixed axes; dp_shard takes the ranks that are left, or is fixed too."""
+"""Axes of fixed size; dp_shard = -1 takes all remaining ranks."""
 
 
 def layout_error(config: Config, processes: int) -> str | None:
-    """Why a run can't train on so many processes; None if it can."""
+    """Return why a run can't train on this number of processes; None if it can."""
     parallel, train = config.parallel, config.train
-    if config.resilience.elastic:  # the run itself takes another layout and micro-batch where it must
+    if config.resilience.elastic:  # the run itself adapts its layout and micro-batch
         model_ranks = parallel.tp * parallel.pp * parallel.cp
         for batch, key in global_batches(config).items():
             if processes % model_ranks or batch % (processes // model_ranks):
@@ -35,9 +35,9 @@ def layout_error(config: Config, processes: int) -> str | None:
         all_sizes = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
         layout = " × ".join(f"{axis} {size}" for axis, size in all_sizes.items() if size > 1)
         return f"the layout {layout} does not divide {processes} processes"
-    expert_sizes = shard * (parallel.expert_mesh_size // parallel.dp_shard)  # -1 over -1 where dp_shard is -1
-    if expert_sizes % parallel.ep:
-        return f"parallel.ep = {parallel.ep} does not divide the {expert_sizes} ranks over which experts lie"
+    expert_ranks = shard * (parallel.expert_mesh_size // parallel.dp_shard)  # -1 over -1 where dp_shard is -1
+    if expert_ranks % parallel.ep:
+        return f"parallel.ep = {parallel.ep} does not divide the {expert_ranks} ranks that share the experts"
     data_ranks = sizes["dp_replicate"] * shard
     batches = global_batches(config)
     for batch, key in batches.items():
@@ -50,7 +50,7 @@ def layout_error(config: Config, processes: int) -> str | None:
 
 
 def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
-    """A micro-batch that would do."""
+    """Return the end of an error message: the largest micro-batch below the present one that works, if any."""
     if batch % data_ranks:
         return ""
     rows = batch // data_ranks
@@ -59,48 +59,51 @@ def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
 
 
 def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
-    """The largest of these numbers of nodes on which the run fits; None if it fits on none."""
+    """Return the largest of `counts`, numbers of nodes, on which the run can train; None if it can on none."""
     return max((n for n in counts if layout_error(config, n * processes_per_node) is None), default=None)
 
 
 # --- errors and warnings of a launch ---------------------------------------------------------------------------------
 
 START_SECONDS = 120
-"""Seconds that a start takes, and by which SLURM may signal too early (a minute)."""
+"""Seconds that a run needs to start, including the minute by which SLURM may send its signal early."""
 
 
 def launch_errors(job: Job, site: Site | None, partition: scheduler.Partition | None = None) -> Iterator[str]:
-    """Why a job must not be started, a line each. site: of a SLURM job; partition: what SLURM says of its own."""
-    if job.kind == "train" and (problem := _misfit(job, site is not None)):
+    """Yield one line for each reason why a job can't be launched.
+
+    site: None unless it is a SLURM job. partition: the job's partition, if SLURM describes it.
+    """
+    if job.kind == "train" and (problem := _size_error(job, site is not None)):
         yield problem
-    if site and job.kind == "train" and (problem := _finished(job)):
+    if site and job.kind == "train" and (problem := _finished_error(job)):
         yield problem
     if site is None or not site.container:
         yield from missing_paths(job)
-        yield from _json_problem(job)
+        yield from _deepspeed_errors(job)
     if site:
         yield from _time_limit_errors(job, site, partition)
 
 
-def _finished(job: Job) -> str | None:
-    """Error for a run that has done all of its steps already."""
+def _finished_error(job: Job) -> str | None:
+    """Return an error if the run has already done all of its steps."""
     assert isinstance(job.config, Config)
     run, steps = job.run_dir, job.config.train.steps
-    if latest_checkpoint_step(run) < steps or not finished(run, steps):
+    if latest_checkpoint_step(run) < steps or not is_finished(run, steps):
         return None
     return (
-        f"{run}: the run is finished: all of its {steps} steps are done: give the new one another name, as name="
-        f"{job.config.name}-2, or go on with more train.steps (and resume.allow=schedule)"
+        f"{run}: the run is finished: all of its {steps} steps are done: give the new run another name, as name="
+        f"{job.config.name}-2, or continue this one with more train.steps (and resume.allow=schedule)"
     )
 
 
 def launch_warnings(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
-    """Warnings of a SLURM job that its user may heed, a line each."""
+    """Yield one line for each doubt about a SLURM job that does not prevent its submission."""
     if site.container:
         for problem in missing_paths(job):
-            yield f"{problem}; let it be in the container"
-    if left_out := sorted(set(scheduler.overruling()) - set(FROM_SHELL.values())):
-        yield f"{', '.join(left_out)}: not passed on to sbatch, so that the job is as its script says: use flags"
+            yield f"{problem}; make sure that it exists in the container"
+    if ignored := sorted(set(scheduler.sbatch_variables()) - set(FROM_SHELL.values())):
+        yield f"{', '.join(ignored)}: not passed on to sbatch, so that the script alone describes the job: use flags"
     if partition and partition.state != "UP":
         yield (
             f"partition {partition.name} is closed ({partition.state}): the job waits until it opens; `sinfo` shows "
@@ -109,45 +112,50 @@ def launch_warnings(job: Job, site: Site, partition: scheduler.Partition | None)
     limit, _ = _time_limit(job, partition)
     if limit is not None and job.kind != "evaluate" and 0 < limit - site.stop_seconds < START_SECONDS:
         yield (
-            f"{limit - site.stop_seconds} s are left to start and to train before the job is told to save, "
-            f"{site.stop_seconds} s ahead of its time limit: give more --time, or lower stop_seconds in the site file"
+            f"the job is told to save {site.stop_seconds} s ahead of its time limit, so it has only "
+            f"{limit - site.stop_seconds} s to start and to train: give more --time, or lower stop_seconds in the site "
+            "file"
         )
 
 
 def _time_limit_errors(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
-    """A job that SLURM would take and never start, or tell to stop as soon as it starts."""
+    """Yield errors for time limits with which SLURM would never start the job, or stop it as soon as it starts."""
     limit, origin = _time_limit(job, partition)
     if limit is None:
         return
     if partition and partition.max_time is not None and limit > partition.max_time:
         yield (
             f"--time {job.time_limit} is above the limit of partition {partition.name}, "
-            f"{_minutes(partition.max_time)}: "
-            "the job would wait for ever; give less (a run goes on in the next job), or another --partition"
+            f"{_format_duration(partition.max_time)}: the job would wait for ever; give less (a run continues in the "
+            "next job), or another --partition"
         )
     if job.kind != "evaluate" and limit <= site.stop_seconds:
         yield (
             f"{origin} leaves no time to work: the job is told to save {site.stop_seconds} s ahead of its limit "
-            f"(stop_seconds in the site file): give more than {_minutes(site.stop_seconds)}, or lower stop_seconds"
+            f"(stop_seconds in the site file): give more than {_format_duration(site.stop_seconds)}, or lower "
+            "stop_seconds"
         )
 
 
 def _time_limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None, str]:
-    """The time limit of a job in seconds, if there is one, and what sets it."""
+    """Return a job's time limit in seconds, None if unknown, and a phrase that says what sets it."""
     if job.time_limit is not None:
         return scheduler.parse_time(job.time_limit), f"--time {job.time_limit}"
     if partition is None or partition.default_time is None:
         return None, ""
-    usual = partition.default_time
-    return usual, f"the time limit of partition {partition.name} for jobs without --time, {_minutes(usual)},"
+    limit = partition.default_time
+    return (
+        limit,
+        f"the time limit of partition {partition.name} for jobs without --time, {_format_duration(limit)},",
+    )
 
 
-def _minutes(seconds: int) -> str:
+def _format_duration(seconds: int) -> str:
     return f"{seconds // 60} min" if seconds % 60 == 0 else f"{seconds} s"
 
 
-def _json_problem(job: Job) -> Iterator[str]:
-    """Errors that DeepSpeed's engine would raise for the user's own JSON."""
+def _deepspeed_errors(job: Job) -> Iterator[str]:
+    """Yield the error that the DeepSpeed engine would raise for the user's JSON file, if any."""
     config = job.config
     if job.kind == "train" and isinstance(config, Config) and config.deepspeed.json_file:
         try:
@@ -157,26 +165,27 @@ def _json_problem(job: Job) -> Iterator[str]:
 
 
 def missing_paths(job: Job) -> Iterator[str]:
-    """Files and folders that a config names and that are not there. URLs are not looked up."""
-    for key, path, inside in _paths(job):
-        place = Path(path)
-        if "://" in path or (place / inside).exists():
+    """Yield an error for each file or folder that the config names and that doesn't exist. URLs are not checked."""
+    for key, path, required_file in _config_paths(job):
+        if "://" in path or (Path(path) / required_file).exists():
             continue
-        if place.exists():
-            yield f"{key} = {path!r}: no corpus of `megatfm prep` or `megatfm data index`: it has no {inside}"
+        if Path(path).exists():
+            yield (
+                f"{key} = {path!r}: not a corpus of `megatfm prep` or `megatfm data index`: it has no {required_file}"
+            )
         else:
             yield f"{key} = {path!r}: there is no such file or folder"
 
 
-def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
-    """Key, path, and what a folder must hold."""
+def _config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, path, file that must exist under the path or "") for all input paths of a config."""
     config = job.config
     if isinstance(config, PrepConfig):
         paths = {"read.folder": config.read.folder, "tokenizer.file": config.tokenizer.file}
         yield from ((key, path, "") for key, path in paths.items() if path)
-        for number, step in enumerate(config.steps):
+        for index, step in enumerate(config.steps):
             files = [*([step.file] if hasattr(step, "file") else []), *getattr(step, "against", ())]
-            yield from ((f"steps[{number}]", path, "") for path in files)
+            yield from ((f"steps[{index}]", path, "") for path in files)
         return
     data = config.data
     for name, path in data.validation.items():
@@ -195,8 +204,8 @@ def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
         yield "train.branch_from", config.train.branch_from.rpartition("@")[0], ""
 
 
-def _misfit(job: Job, on_nodes: bool) -> str | None:
-    """Error if layout and batch fit none of the job's numbers of nodes, with one that would fit."""
+def _size_error(job: Job, on_nodes: bool) -> str | None:
+    """Return an error if layout and batch fit none of the requested numbers of nodes; it suggests one that works."""
     assert isinstance(job.config, Config)
     counts = range(job.min_nodes, job.largest_node_count + 1)
     if max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
@@ -209,15 +218,12 @@ def _misfit(job: Job, on_nodes: bool) -> str | None:
 
 
 def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
-    """Numbers of nodes or processes near the wanted one that would do."""
-    per_unit, n_processes = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
-    nearby: Iterator[int] = (
-        count
-        for distance in range(1, 64)
-        for count in (n_processes - distance, n_processes + distance)
-        if count > 0 and layout_error(config, count * per_unit) is None
+    """Return the end of an error message: the nearest number of nodes or processes on which the run can train."""
+    processes_per_unit, n_units = (
+        (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
     )
-    fitting = next(nearby, None)
-    if fitting is None:
-        return "; change the layout or the batch"
-    return f"; it would fit on {fitting} {'nodes' if on_nodes else 'processes'}"
+    for distance in range(1, 64):
+        for count in (n_units - distance, n_units + distance):
+            if count > 0 and layout_error(config, count * processes_per_unit) is None:
+                return f"; it would fit on {count} {'nodes' if on_nodes else 'processes'}"
+    return "; change the layout or the batch"

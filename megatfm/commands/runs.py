@@ -138,7 +138,7 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
 def logs_command(args: argparse.Namespace) -> int:
     """Print the logs that matter: the job's or rank 0's, those of ranks with trouble."""
     run = resolve_run_dir(args.run_dir)
-    tails = print_tails(run, args.lines, args.all, to_the_end=not args.follow)
+    tails = print_tails(run, args.lines, args.all, include_unfinished=not args.follow)
     if not tails and not args.follow:
         print(f"{run}: no logs yet")
     last_query, run_is_over = 0.0, False

@@ -1,4 +1,4 @@
-"""The console: a progress bar on a terminal, plain lines in a log."""
+"""Console and log files of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import faulthandler
 import logging
@@ -23,25 +23,23 @@ log = logging.getLogger("megatfm")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Progress lines on the console. When they have gone (`megatfm train … | head`), the run goes on without them."""
+    """Writes log lines to the console. If that is closed (`megatfm train … | head`), the run continues without it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Stop writing to a closed screen; other errors are reported as `logging` does."""
+        """Stop writing after the console was closed. Other errors are handled as `logging` does."""
         if not isinstance(sys.exception(), BrokenPipeError):
             super().handleError(record)
             return
         log.removeHandler(self)
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), self.stream.fileno())
-        log.warning(
-            "nobody reads the screen any more: the run goes on, and says in its log what it would say here"
-        )
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), self.stream.fileno())
+        log.warning("the console was closed: the run continues, and writes to its log file only")
 
 
 class RunLog:
-    """While entered, this rank's messages go to logs/rank-K.log, those of rank 0 to the screen as well.
+    """Context manager that writes this rank's messages to logs/rank-K.log, and rank 0's also to the console.
 
-    The log file also receives the traceback of an exception, and every thread's stack when the process crashes.
+    The log file also receives the traceback of an exception, and every thread's stack if the process crashes.
     """
 
     def __init__(self, run: RunDirectory, steps: int) -> None:
@@ -49,13 +47,13 @@ class RunLog:
         self._has_console, self._steps = run.is_main, steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
-        self._began, self._steps_here = time.monotonic(), 0
+        self._start_time, self._n_steps_done = time.monotonic(), 0
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:  # undone where the log can't be written
-            self._to_file = logging.StreamHandler(stack.enter_context(self._open()))
-            self._to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            handlers: list[logging.Handler] = [self._to_file]
+        with ExitStack() as stack:  # undoes everything if a log file can't be opened
+            self._file_handler = logging.StreamHandler(stack.enter_context(self._open()))
+            self._file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            handlers: list[logging.Handler] = [self._file_handler]
             if self._has_console and self._console.is_terminal:
                 handlers.append(
                     RichHandler(
@@ -63,17 +61,16 @@ class RunLog:
                     )
                 )
             elif self._has_console:
-                to_screen = ConsoleHandler(sys.stdout)
-                to_screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-                handlers.append(to_screen)
+                console_handler = ConsoleHandler(sys.stdout)
+                console_handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+                handlers.append(console_handler)
             for handler in handlers:
                 log.addHandler(handler)
                 stack.callback(handler.close)
                 stack.callback(log.removeHandler, handler)
             stack.callback(log.setLevel, log.level)
             log.setLevel(logging.INFO)
-            crashes = stack.enter_context(self._open())
-            faulthandler.enable(crashes)
+            faulthandler.enable(stack.enter_context(self._open()))
             stack.callback(faulthandler.disable)
             self._stack = stack.pop_all()
         return self
@@ -82,27 +79,27 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and kind is not None:
-            # A usage error is one line; a stack would add nothing.
-            stack = None if isinstance(error, UsageError) else (kind, error, traceback)
-            record = log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), stack)
-            self._to_file.handle(record)
+            # A usage error explains itself: it needs no traceback.
+            exc_info = None if isinstance(error, UsageError) else (kind, error, traceback)
+            record = log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), exc_info)
+            self._file_handler.handle(record)
         self._stack.close()
 
     def step(self, record: Mapping[str, Any], is_due: bool) -> None:
-        """Show a step: in a line when one is due, on a terminal above the bar, which tells every step."""
-        facts = (
-            f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s{_utilization(record)}"
+        """Show a step's metrics: as a log line if one is due, and on a terminal in the progress bar."""
+        metrics = (
+            f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s{_format_mfu(record)}"
         )
-        self._steps_here += 1
+        self._n_steps_done += 1
         if self._has_console and self._console.is_terminal:
             if self._progress is None:
                 self._progress = self._stack.enter_context(self._bar(record["step"] - 1))
-            self._progress.update(self._progress.task_ids[0], completed=record["step"], facts=facts)
+            self._progress.update(self._progress.task_ids[0], completed=record["step"], metrics=metrics)
         if is_due:
             log.info(
                 "step %d  %s  lr %.2e  grad norm %.2f%s",
                 record["step"],
-                facts,
+                metrics,
                 record["lr"],
                 record["grad_norm"],
                 self._eta(record["step"]),
@@ -112,10 +109,10 @@ class RunLog:
                 log.info("step %d  loss by source: %s", record["step"], losses)
 
     def _eta(self, step: int) -> str:
-        """The time that the steps to come will take if they go as those since the start went; nothing at the end."""
+        """Format the time left, from the average duration of steps since this start; empty at the last step."""
         if step >= self._steps:
             return ""
-        seconds = (time.monotonic() - self._began) / self._steps_here * (self._steps - step)
+        seconds = (time.monotonic() - self._start_time) / self._n_steps_done * (self._steps - step)
         return f"  {timedelta(seconds=round(seconds))} left"
 
     def _bar(self, completed: int) -> Progress:
@@ -123,15 +120,15 @@ class RunLog:
             TextColumn("train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[metrics]}"),
             TimeRemainingColumn(),
             console=self._console,
         )
-        progress.add_task("train", total=self._steps, completed=completed, facts="")
+        progress.add_task("train", total=self._steps, completed=completed, metrics="")
         return progress
 
     def _open(self) -> TextIO:
-        """Open the log to append to it. Raises MegatfmError."""
+        """Open the log file for appending. Raises MegatfmError."""
         self._run.will_write(self._path)
         try:
             return open(self._path, "a", encoding="utf-8", opener=open_nofollow)
@@ -139,8 +136,8 @@ class RunLog:
             raise MegatfmError(f"can't write {self._path}: {error.strerror}") from error
 
 
-def _utilization(record: Mapping[str, Any]) -> str:
-    """Format MFU by both conventions; a CPU's is often below a percent."""
+def _format_mfu(record: Mapping[str, Any]) -> str:
+    """Format MFU, with all of attention and with its causal half only. A CPU's is often below one percent."""
     if "mfu" not in record:
         return ""
     return f"  MFU {100 * record['mfu']:.3g} % ({100 * record['mfu_causal']:.3g} % causal)"

@@ -1,8 +1,8 @@
-"""The hardware and software that a run computes on, as far as bits depend on them; and how much of it a run uses, as
-model FLOPs utilization (MFU).
+"""The hardware and software of a run, as far as they may change results bit by bit; and model FLOPs utilization (MFU).
 
-MFU (Chowdhery et al. 2022, appendix B): the FLOPs that the model needs for its tokens, over those that the devices
-could have done in the time. Nothing that is recomputed counts."""
+MFU (Chowdhery et al. 2022, appendix B) is the ratio of the FLOPs that the model needs for its tokens to the FLOPs that
+the devices could have done in the same time. Recomputation doesn't count.
+"""
 
 import json
 import os
@@ -35,28 +35,28 @@ CPU_MODEL_FIELDS = (
     "CPU part",
     "CPU variant",
 )
-"""Fields of /proc/cpuinfo that tell the processor, on x86 and on ARM."""
+"""Fields of /proc/cpuinfo that identify the processor, on x86 and on ARM."""
 ISA_PREFIXES = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm")
-"""Beginnings of the names of those instruction sets by which libraries choose their kernels."""
+"""Prefixes of the instruction sets by which libraries choose their kernels."""
 SETTINGS = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE", "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO",
 )  # fmt: skip
-"""Variables of the environment that change which kernel, or which order of a sum, a library takes."""
+"""Environment variables that change which kernel, or which order of summation, a library chooses."""
 LIBRARIES = {
     "MKL": r"Math Kernel Library Version (\S+?)-",
     "oneDNN": r"MKL-DNN v?(\S+)",
     "BLAS": r"BLAS_INFO=(\w+)",
 }
-"""Library → where torch's account of how it was built has it."""
+"""Library → pattern of its version in torch.__config__.show()."""
 
 HardwareByRank = Mapping[str, Sequence[Any]]
-"""kinds: facts, each kind once; of_rank: the number of each rank's kind."""
+"""`kinds`: list of distinct hardware descriptions; `of_rank`: for each rank, the index of its description in it."""
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return versions and hardware of this process, which computes on `device`; of a GPU only where it is that."""
+    """Return versions and hardware of this process. GPUs are described only if `device` is one."""
     packages = ("numpy", "safetensors", "sentencepiece", "tokenizers")
     return {
         "megatfm": __version__,
@@ -72,9 +72,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit(root: Path) -> dict[str, str]:
-    """Return the git commit of the code, and whether files of it were changed; nothing where it is no checkout.
+    """Return the git commit of the code, and whether it has uncommitted changes; empty outside a checkout.
 
-    A job's copy of the code brings a note of where it came from (`origin.json`).
+    A job's copy of the code has this information in its `origin.json`.
     """
     origin = root / "origin.json"
     head, changed = "", False
@@ -85,28 +85,28 @@ def commit(root: Path) -> dict[str, str]:
                 bool(_git(root, "status", "--porcelain", "-uno")),
             )
         elif origin.is_file():
-            note = json.loads(origin.read_text(encoding="utf-8"))
-            head, changed = str(note.get("commit", "")), bool(note.get("changed"))
+            record = json.loads(origin.read_text(encoding="utf-8"))
+            head, changed = str(record.get("commit", "")), bool(record.get("changed"))
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
     return {"commit": head + " with changes" * changed} if head else {}
 
 
-def _git(root: Path, *words: str) -> str:
+def _git(root: Path, *argv: str) -> str:
     result = subprocess.run(
-        ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
+        ["git", "-C", str(root), *argv], capture_output=True, text=True, check=True, timeout=30
     )
     return result.stdout.strip()
 
 
 def processor() -> dict[str, str]:
-    """Return model, instruction sets, those of them that torch's kernels use, and threads."""
+    """Return the processor's model and instruction sets, the one for which torch chose its kernels, and threads."""
     facts: dict[str, str] = {}
     try:
         for line in CPUINFO.read_text().partition("\n\n")[0].splitlines():
             key, _, value = line.partition(":")
             facts[key.strip()] = value.strip()
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         facts = {"model name": platform.processor()}
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     return {
@@ -118,7 +118,7 @@ def processor() -> dict[str, str]:
 
 
 def gpu() -> dict[str, str]:
-    """Return the GPU of this process, and the libraries that compute and sum there."""
+    """Return the GPU of this process, and the versions of its libraries."""
     facts = {
         "gpu": torch.cuda.get_device_name(),
         "CUDA": torch.version.cuda or f"ROCm {torch.version.hip}",
@@ -129,14 +129,14 @@ def gpu() -> dict[str, str]:
     return facts
 
 
-def started(launcher: str) -> dict[str, str]:
-    """Return how many processes a run has on how many machines, and what started them. A collective."""
+def launch_info(launcher: str) -> dict[str, str]:
+    """Return the numbers of processes and machines of a run, and the launcher. A collective."""
     machines = all_gather(machine())
     return {"processes": str(len(machines)), "machines": str(len(set(machines))), "launcher": launcher}
 
 
 def libraries() -> dict[str, str]:
-    """Return versions of torch and its libraries, and the environment's settings for them."""
+    """Return the versions of torch and its libraries, and the environment variables that configure them."""
     build_config = torch.__config__.show()
     matches = {name: re.search(pattern, build_config) for name, pattern in LIBRARIES.items()}
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
@@ -151,18 +151,19 @@ def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
     """Gather the hardware of every rank. A collective."""
     facts = {**libraries(), **(gpu() if device.type == "cuda" else processor())}
     ranks = all_gather(facts)
-    kinds = [facts for number, facts in enumerate(ranks) if facts not in ranks[:number]]
+    kinds = [facts for rank, facts in enumerate(ranks) if facts not in ranks[:rank]]
     return {"kinds": kinds, "of_rank": [kinds.index(facts) for facts in ranks]}
 
 
 def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
-    """List what changed on the ranks that there were before and are now, as `threads: 1 → 2`."""
+    """Return the changes on ranks that exist in both, as `threads: 1 → 2`."""
     pairs = list(zip(_by_rank(saved), _by_rank(current), strict=False))
     ranks_by_change: dict[str, list[int]] = defaultdict(list)
-    for rank, (was, now_is) in enumerate(pairs):
-        for key in dict.fromkeys([*was, *now_is]):
-            if was.get(key) != now_is.get(key):
-                ranks_by_change[_change(key, was.get(key, "none"), now_is.get(key, "none"))].append(rank)
+    for rank, (old, new) in enumerate(pairs):
+        for key in dict.fromkeys([*old, *new]):
+            if old.get(key) != new.get(key):
+                change = _describe_change(key, old.get(key, "none"), new.get(key, "none"))
+                ranks_by_change[change].append(rank)
     return [
         line if len(ranks) == len(pairs) else f"{line} (on rank {', '.join(map(str, ranks))})"
         for line, ranks in ranks_by_change.items()
@@ -170,22 +171,22 @@ def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
 
 
 def _by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:
-    return [machines["kinds"][number] for number in machines["of_rank"]]
+    return [machines["kinds"][index] for index in machines["of_rank"]]
 
 
-def _change(key: str, was: str, current: str) -> str:
+def _describe_change(key: str, old: str, new: str) -> str:
     if key != "instruction sets":
-        return f"{key}: {was} → {current}"
-    before, after = set(was.split()), set(current.split())
-    less = [f"without {' '.join(sorted(before - after))}"] if before - after else []
-    more = [f"with {' '.join(sorted(after - before))}"] if after - before else []
-    return f"{key}: {', '.join(less + more)}"
+        return f"{key}: {old} → {new}"
+    before, after = set(old.split()), set(new.split())
+    removed = [f"without {' '.join(sorted(before - after))}"] if before - after else []
+    added = [f"with {' '.join(sorted(after - before))}"] if after - before else []
+    return f"{key}: {', '.join(removed + added)}"
 
 
 # -------------------------------------------------------------------------------------------- utilization
 
 FlopsPerToken = Callable[[Config], tuple[float, float]]
-"""FLOPs of a token in training: with all of the attention matrix, and without the half that a causal model masks."""
+"""Function that returns a token's FLOPs in training: with full attention, and without the half that is masked."""
 
 PEAK_FLOPS = {
     "H200 NVL": 835e12,
@@ -205,28 +206,31 @@ PEAK_FLOPS = {
     "V100 PCIE": 112e12,
     "V100": 125e12,
 }
-"""Dense FLOP/s in 16 bits of GPUs by words of their names, from their makers' data sheets; of V100, float16 alone.
+"""Words in a GPU's name → dense 16-bit FLOP/s from the vendor's data sheet; for V100, in float16 only.
 torch sees the two dies of an MI250 or MI250X as two devices."""
 OTHER_CHIPS = {"MIG", "GRID", "Laptop", "D", "Ti"}
-"""Words in the name of a slice of a GPU, or of one with fewer or more cores than its namesake: these are measured."""
+"""Words in the names of GPU slices, and of chips with other core counts than their namesakes: these are measured."""
 MATMUL_SIZE, MATMUL_SECONDS = 1024, 0.1
-"""Size of the matrices whose product is timed where no data sheet is known, and how long at least."""
+"""Size of the matrices, and least duration, of the measurement for GPUs that are not in the table."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s that a device could do, and where the figure is from."""
+    """Peak FLOP/s of a device, and the source of the value."""
 
     flops: float
     source: str
 
     def __str__(self) -> str:
-        return f"{self.flops / 1e12:,.3g} TFLOP/s a device ({self.source})"
+        return f"{self.flops / 1e12:,.3g} TFLOP/s per device ({self.source})"
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """full, causal_flops_per_token: FLOPs per token. peak: of one device."""
+    """Computes MFU from a speed.
+
+    flops_per_token, causal_flops_per_token: FLOPs of a token with full and with causal attention. peak: of one device.
+    """
 
     flops_per_token: float
     causal_flops_per_token: float
@@ -234,30 +238,27 @@ class Utilization:
     devices: int
 
     def mfu(self, tokens_per_second: float) -> dict[str, float]:
-        """`mfu` and, without the masked half of attention, `mfu_causal`, each at a speed."""
-        utilisation = tokens_per_second / (self.peak.flops * self.devices)
+        """Return `mfu` and `mfu_causal`, which leaves out the masked half of attention, at a speed."""
+        tokens_per_flop = tokens_per_second / (self.peak.flops * self.devices)
         return {
-            "mfu": utilisation * self.flops_per_token,
-            "mfu_causal": utilisation * self.causal_flops_per_token,
+            "mfu": tokens_per_flop * self.flops_per_token,
+            "mfu_causal": tokens_per_flop * self.causal_flops_per_token,
         }
 
 
 def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the peak of this process's device in a precision: the data sheet's where one is known, else measured."""
-    bits = str(dtype).removeprefix("torch.")
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        data_sheet_flops = from_data_sheet(name, dtype)
-        return (
-            Peak(data_sheet_flops, f"{name}, {bits}: data sheet")
-            if data_sheet_flops
-            else measure_peak_flops(device, dtype, f"{name}, {bits}")
-        )
-    return measure_peak_flops(device, dtype, f"CPU, {bits}, {torch.get_num_threads()} threads")
+    """Return the peak FLOP/s of this process's device in a dtype: from the data sheet if known, else measured."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    if device.type != "cuda":
+        return measure_peak_flops(device, dtype, f"CPU, {dtype_name}, {torch.get_num_threads()} threads")
+    name = torch.cuda.get_device_name(device)
+    if flops := from_data_sheet(name, dtype):
+        return Peak(flops, f"{name}, {dtype_name}: data sheet")
+    return measure_peak_flops(device, dtype, f"{name}, {dtype_name}")
 
 
 def from_data_sheet(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's dense FLOP/s in 16 bits; None for other precisions, and GPUs that are not in the table."""
+    """Return a GPU's dense 16-bit FLOP/s; None for other dtypes, and for GPUs that are not in the table."""
     if dtype not in (torch.bfloat16, torch.float16) or ("V100" in name and dtype == torch.bfloat16):
         return None
     words = name.replace("-", " ").split()
@@ -270,27 +271,29 @@ def from_data_sheet(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, device_name: str) -> Peak:
-    """Return the rate of the fastest of several products of square matrices; on a CPU by its threads' own time, so that
-    other processes don't lower the peak."""
+    """Measure the peak FLOP/s as the fastest of several matmuls of square matrices.
+
+    On a CPU, counts the threads' CPU time, so that other processes don't lower the peak.
+    """
     a, b = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2))
 
     def clock() -> float:
         return time.perf_counter() if device.type == "cuda" else time.process_time() / torch.get_num_threads()
 
-    best, began = float("inf"), time.perf_counter()
-    while time.perf_counter() - began < MATMUL_SECONDS:
+    best, start_time = float("inf"), time.perf_counter()
+    while time.perf_counter() - start_time < MATMUL_SECONDS:
         start = clock()
         a @ b
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, clock() - start)
     return Peak(
-        2 * MATMUL_SIZE**3 / best, f"{device_name}: measured, products of {MATMUL_SIZE} × {MATMUL_SIZE}"
+        2 * MATMUL_SIZE**3 / best, f"{device_name}: measured, matmuls of {MATMUL_SIZE} × {MATMUL_SIZE}"
     )
 
 
 def time_matmul(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of a matrix product of a small model's size, the best of several."""
+    """Return the seconds of a matmul of a small model's size: the best of several."""
     left, right = (torch.ones(1024, 512, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(8):

@@ -1,7 +1,7 @@
-"""The record of a run: `metrics.jsonl`, and the sinks that show the same numbers elsewhere.
+"""Metrics and events of a run: `metrics.jsonl`, `events.jsonl`, and sinks such as TensorBoard.
 
-`metrics.jsonl` is the truth: one JSON object per step, every step exactly once, also after a resume.
-TensorBoard and Weights & Biases are views of it and may lag.
+`metrics.jsonl` is authoritative: one JSON object per step, every step exactly once, also after a resume. Sinks show the
+same values, and may lag behind.
 """
 
 import importlib
@@ -31,27 +31,26 @@ MACHINE_DEPENDENT_KEYS = frozenset(
         *("memory_bytes", "padding", "step_parts", "evaluation_seconds", "save_seconds"),
     }
 )
-"""Keys of a line that depend on the machine, or on which rows are rank 0's: all others are the same when a step is
-done again."""
+"""Keys whose values depend on the machine, or on rank 0's rows. All others are equal when a step is repeated."""
 
 _log = logging.getLogger("megatfm")
 
 
 class StepTimes:
-    """Measures the seconds of a step by their use: "data", "passes", "optimizer"; the remainder is "other"."""
+    """Measures the duration of a step's parts: "data", "passes", "optimizer", and "other" for the remainder."""
 
     def __init__(self) -> None:
         self._start, self._parts = time.perf_counter(), dict[str, float]()
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Count the seconds of a block as a part."""
+        """Context manager that measures the seconds of a part."""
         start = time.perf_counter()
         yield
         self._parts[part] = time.perf_counter() - start
 
     def stop(self, data_wait: float) -> dict[str, Any]:
-        """Return the fields of metrics.jsonl. data_wait: seconds of "passes" in which batches were waited for."""
+        """Return the fields for metrics.jsonl. data_wait: seconds within "passes" spent waiting for batches."""
         seconds = time.perf_counter() - self._start
         parts = {"data": data_wait, **self._parts, "passes": self._parts["passes"] - data_wait}
         step_parts = {**parts, "other": seconds - sum(parts.values())}
@@ -59,7 +58,7 @@ class StepTimes:
 
 
 class Sink(Protocol):
-    """One more place that shows the metrics."""
+    """Interface of destinations for metrics besides metrics.jsonl."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
     def sync(self) -> None: ...
@@ -68,10 +67,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts of a run for its sinks.
+    """Properties of a run that its sinks need.
 
-    `first_step` is the step of the restored checkpoint, 0 for a run from the start; `branched` whether that is
-    another run's, which has the steps before.
+    `first_step`: step of the restored checkpoint, 0 for a new run. `is_branch`: whether that checkpoint is another
+    run's, which has the metrics of the earlier steps.
     """
 
     folder: Path
@@ -85,53 +84,53 @@ SINKS = Registry[Callable[[RunInfo], Sink]]("log sink")
 
 
 def check_sinks(sinks: Sequence[str]) -> None:
-    """Raise UsageError for the name of a sink that there is not."""
+    """Raise UsageError for an unknown sink."""
     for name in sinks:
         SINKS.get(name)
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl` and the named sinks. Only rank 0 has one.
+    """Writes metrics to `metrics.jsonl` and the named sinks. Exists on rank 0 only.
 
-    Opening it drops the lines of steps that the restored checkpoint has not seen, and a line torn by a kill.
-    Raises UsageError for an unknown or uninstalled sink, MegatfmError when a file can't be written.
+    Opening it removes incomplete lines, and the lines of steps after the restored checkpoint. Raises UsageError for a
+    sink that is unknown or not installed, MegatfmError if a file can't be written.
     """
 
     def __init__(self, run: RunInfo, sinks: Sequence[str] = ()) -> None:
-        makers = [SINKS.get(name) for name in sinks]
+        sink_classes = [SINKS.get(name) for name in sinks]
         self._path = run.folder / METRICS
         with _naming(self._path):
             run.folder.mkdir(parents=True, exist_ok=True)
-            _truncate_after(self._path, run.first_step, expected=not run.is_branch)
-        self._last_step = run.first_step or -1  # a run from the start may record a step 0
-        self._sinks = [make(run) for make in makers]
+            _truncate_after(self._path, run.first_step, has_earlier_steps=not run.is_branch)
+        self._last_step = run.first_step or -1  # a new run may write a step 0
+        self._sinks = [sink_class(run) for sink_class in sink_classes]
         with _naming(self._path):
             self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
 
     @classmethod
     def of_config(cls, config: Config, folder: Path, first_step: int, is_branch: bool) -> Self:
-        """Return the log of a run with the sinks of its config."""
+        """Open the log of a run with the sinks of its config."""
         stored = config.model_dump(mode="json")
         run = RunInfo(folder, first_step, stored, config.log.wandb_project, is_branch)
         return cls(run, config.log.sinks)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append the record of one step; a training record holds at least `step`, `tokens` and `loss`.
+        """Append the record of one step, which has at least `step`, `tokens` and `loss`; values may be nested.
 
-        Nested tables are allowed. Raises ValueError when `step` does not come after the last one written.
+        Raises ValueError unless `step` is larger than the last one written.
         """
         step = record["step"]
         if step <= self._last_step:
             raise ValueError(f"step {step} was written already: the last one was {self._last_step}")
         with _naming(self._path):
             self._file.write(to_json_line(record))
-            self._file.flush()  # a reader sees the step now; the disk sees it at sync()
+            self._file.flush()  # readers see the step now; it is on disk after sync()
         self._last_step = step
         for sink in self._sinks:
             sink.write(record)
 
     def sync(self) -> None:
-        """Put everything written so far on the disk. Called before a checkpoint is committed."""
+        """Force everything written so far to disk. Called before a checkpoint is saved."""
         with _naming(self._path):
             os.fsync(self._file.fileno())
         for sink in self._sinks:
@@ -156,48 +155,51 @@ class MetricsLog:
         for closing in (self.sync, self._file.close, *(sink.close for sink in self._sinks)):
             try:
                 closing()
-            except Exception as second:  # the first error is the one to report
-                _log.warning("the record of the run could not be closed: %s", second)
+            except Exception as close_error:  # the error that is being raised matters more
+                _log.warning("the metrics could not be closed: %s", close_error)
 
 
-def log_event(folder: Path, event: str, detail: str, step: int | None = None, **facts: Any) -> None:
-    """Append what happened to the run (`resumed`, `stopped`, …) to `events.jsonl`, at once and for good.
+def log_event(folder: Path, event: str, detail: str, step: int | None = None, **fields: Any) -> None:
+    """Append an event of the run (`resumed`, `stopped`, …) to `events.jsonl`, and force it to disk.
 
-    Unlike metrics, events are facts of the clock and not of the step: a resume keeps them all.
+    Unlike metrics, events belong to a time and not to a step: a resume keeps them all.
     """
-    record = {"time": time.time(), "event": event, "detail": detail, **facts}
+    record = {"time": time.time(), "event": event, "detail": detail, **fields}
     if step is not None:
         record["step"] = step
     path = folder / EVENTS
     with _naming(path):
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        has_unfinished_line = path.exists() and not path.read_bytes().endswith(b"\n")
         with open(path, "ab", opener=open_nofollow) as file:
-            file.write((b"\n" if torn else b"") + to_json_line(record))
+            file.write((b"\n" if has_unfinished_line else b"") + to_json_line(record))
             file.flush()
             os.fsync(file.fileno())
 
 
 def to_json_line(record: Mapping[str, Any]) -> bytes:
-    """One line of strict JSON. NaN and the infinities, which JSON lacks, become the strings that `float` reads."""
-    text = json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode(errors="backslashreplace") + b"\n"  # of half a character, JSON's own escape
+    """Return a line of strict JSON. NaN and infinities, which JSON lacks, become strings that `float` can read."""
+    text = json.dumps(_replace_non_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode(errors="backslashreplace") + b"\n"  # JSON's own escape for lone surrogates
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return value
 
 
-def _truncate_after(path: Path, first_step: int, *, expected: bool) -> None:
-    """Keep the lines of steps 1 … first_step, by an atomic rewrite if any other is there. expected: that some are."""
+def _truncate_after(path: Path, first_step: int, *, has_earlier_steps: bool) -> None:
+    """Remove all lines except those of steps 1 … first_step, by an atomic rewrite.
+
+    has_earlier_steps: warn if lines up to first_step are missing.
+    """
     if not path.exists():
-        if first_step and expected:
-            _log.warning("%s is missing: the steps up to %d are not in the record", path, first_step)
+        if first_step and has_earlier_steps:
+            _log.warning("%s is missing: it will lack the steps up to %d", path, first_step)
         return
     old = path.read_bytes()
     lines, damaged = [], 0
@@ -214,8 +216,8 @@ def _truncate_after(path: Path, first_step: int, *, expected: bool) -> None:
     if damaged:
         _log.warning("%s: dropped %d damaged line(s)", path, damaged)
     last = int(json.loads(lines[-1])["step"]) if lines else 0
-    if last < first_step and expected:
-        _log.warning("%s ends at step %d: those up to %d are not in the record", path, last, first_step)
+    if last < first_step and has_earlier_steps:
+        _log.warning("%s ends at step %d: it will lack the steps up to %d", path, last, first_step)
     new = b"".join(lines)
     if new == old:
         return
@@ -224,16 +226,18 @@ def _truncate_after(path: Path, first_step: int, *, expected: bool) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turn an operating system error into one line that names the file."""
+    """Turn an OSError into a MegatfmError that names the file."""
     try:
         yield
     except OSError as error:
-        raise MegatfmError(f"can't write {path}: {error.strerror}; mend that and resume the run") from error
+        raise MegatfmError(f"can't write {path}: {error.strerror}; fix this, then resume the run") from error
 
 
 def _flatten_scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`; those of
-    a list by their places."""
+    """Yield the numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`.
+
+    List items are named by their index.
+    """
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from _flatten_scalars(value, f"{prefix}{key}/")
@@ -247,10 +251,10 @@ def _flatten_scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tu
 
 @SINKS.register("tensorboard")
 class TensorBoard:
-    """TensorBoard event files under RUN/tensorboard; on resume the steps after the checkpoint are purged.
+    """Writes TensorBoard event files under RUN/tensorboard; a resume purges the steps after the checkpoint.
 
-    Written in the caller's thread: with tensorboardX's SummaryWriter, a writer thread that dies of a full disk
-    leaves a queue that fills up and blocks training.
+    Writes in the caller's thread. tensorboardX's SummaryWriter has a writer thread; if a full disk kills it, its queue
+    fills up and blocks training.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -285,14 +289,14 @@ class TensorBoard:
 
 @SINKS.register("wandb")
 class WeightsAndBiases:
-    """One W&B run per run directory, under an id that is kept there, so that a resume goes on in it.
+    """Writes to a W&B run whose id is stored in the run directory, so that a resume continues it.
 
-    WANDB_MODE=offline and the like are respected. W&B can't remove logged steps: steps repeated after
-    a resume appear twice, at the same place of the step axis. While it can't be reached, the run goes on offline.
+    Respects WANDB_MODE and W&B's other variables. W&B can't remove logged steps: steps that a resume repeats appear
+    twice. If W&B can't be reached, logs offline.
     """
 
-    is_away = False
-    """Set once W&B could not be reached: this process doesn't ask it again at each rollback."""
+    is_unreachable = False
+    """Set for the whole process once W&B could not be reached, so that a rollback doesn't wait for it again."""
 
     def __init__(self, run: RunInfo) -> None:
         try:
@@ -311,18 +315,18 @@ class WeightsAndBiases:
             "settings": wandb.Settings(console="off"),  # the terminal belongs to the progress bar
         }
         try:
-            self._run = wandb.init(**options, **({"mode": "offline"} if self.is_away else {}))
+            self._run = wandb.init(**options, **({"mode": "offline"} if self.is_unreachable else {}))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(f"W&B: {reason}; run `wandb login`, or set WANDB_MODE=offline") from error
         except wandb.Error as error:
             _log.warning(
-                "W&B can't be reached (%s): its metrics are kept in %s until `wandb sync` sends them",
+                "W&B can't be reached (%s): metrics are stored in %s until `wandb sync` sends them",
                 " ".join(str(error).split()), run.folder / "wandb",
             )  # fmt: skip
-            WeightsAndBiases.is_away = True
+            WeightsAndBiases.is_unreachable = True
             self._run = wandb.init(**options, mode="offline")
-        # Our steps are the axis: W&B's own would drop, with a mere warning, every step repeated after a resume.
+        # Use our own step axis: on W&B's, steps that a resume repeats would be dropped with only a warning.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -330,7 +334,7 @@ class WeightsAndBiases:
         self._run.log({"step": record["step"], **dict(_flatten_scalars(record))})
 
     def sync(self) -> None:
-        """W&B writes in its own process, as it comes."""
+        """Do nothing: W&B writes in its own process."""
 
     def close(self) -> None:
         self._run.finish()

@@ -1,4 +1,4 @@
-"""The run directory: what a run leaves on disk, and which of it goes again when the run is refused."""
+"""The run directory: the files of a run, and their removal if the run is refused."""
 
 import json
 import logging
@@ -30,12 +30,12 @@ def run_folder(config: Config) -> Path:
 
 @dataclass
 class RunDirectory:
-    """An open run directory. Rank 0 holds a lock on it that dies with the process, and writes the shared files.
+    """Context manager for a run directory. Rank 0 locks it and writes the files that ranks share.
 
-    A run that is refused (UsageError) before `keep` was called removes what it made itself, if the folder was not there
-    before: what others put there stays.
+    If the run is refused (UsageError) before `keep` is called, and the folder is new, removes the files and folders
+    that this run has created.
 
-    new_paths: what the command made for this run before, the folder perhaps among it.
+    new_paths: files and folders that the command has created for this run, perhaps with the run directory.
     """
 
     folder: Path
@@ -49,23 +49,23 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints; it does not exist before the first save."""
+        """Folder of the checkpoints. It doesn't exist before the first save."""
         return self.folder / "checkpoints"
 
     @property
     def log(self) -> Path:
-        """Log file of this rank's messages and stacks."""
+        """Log file of this rank."""
         return self.folder / "logs" / f"rank-{self.rank}.log"
 
     @property
     def is_main(self) -> bool:
-        """Return whether this process writes the files that all ranks share."""
+        """Whether this is rank 0, which writes the files that ranks share."""
         return self.rank == 0
 
     def __enter__(self) -> Self:
-        """Make the folder and take the lock (rank 0). A collective, where there is a group.
+        """Create the folder and take the lock, on rank 0. A collective.
 
-        Raises LockedError on all ranks if another process trains in this folder, MegatfmError if it can't be written.
+        Raises LockedError on all ranks if another process trains in this folder, MegatfmError if it is not writable.
         """
         try:
             new_folders = run_on_rank_0_raising(lambda: self._open() if self.is_main else [])
@@ -85,7 +85,7 @@ class RunDirectory:
         self._lock.release()
 
     def _open(self) -> list[Path]:
-        """Make the folder and take the lock; returns the folders that are new, the outermost first."""
+        """Create the folder and take the lock; return the new folders, outermost first."""
         self._check_links()
         self.new_paths.make_folder(self.log.parent)
         try:
@@ -97,72 +97,72 @@ class RunDirectory:
         return self.new_paths.folders
 
     def _check_links(self) -> None:
-        """Refuse links that lead nowhere, or into another run: its checkpoints would be purged as this run's own."""
+        """Refuse dangling links, and links into another run, whose checkpoints would be deleted as this run's own."""
         for folder in (self.checkpoints, self.log.parent):
             if not folder.is_symlink():
                 continue
             target = folder.resolve()
             if not target.is_dir():
                 raise MegatfmError(
-                    f"{folder} is a symbolic link to no folder: make that folder, {target}, or remove the link"
+                    f"{folder} is a symbolic link to a missing folder: create that folder, {target}, or remove the link"
                 )
             for run in (target, *target.parents):
                 is_run = all((run / name).is_file() for name in ("lock", "config.toml"))
                 if is_run and run != self.folder.resolve():
                     raise UsageError(
-                        f"{folder} is a symbolic link into another run, {run}, whose files would be purged or "
-                        "mixed with this run's: link to a folder of its own, or use train.branch_from"
+                        f"{folder} is a symbolic link into another run, {run}, whose files would be deleted or mixed "
+                        "with this run's: link to a folder of its own, or use train.branch_from"
                     )
 
     def will_write(self, path: Path) -> None:
-        """Note a file that this process is about to write: a refused run removes it if it is new."""
+        """Register a file that this process is about to write. If the run is refused, it is removed if it is new."""
         self.new_paths.will_write(path)
 
     def keep(self) -> None:
-        """Keep everything from now on, however the run ends: the first step is about to be taken."""
+        """Keep all files from now on, however the run ends. Called before the first step."""
         self._is_kept = True
         self.new_paths.keep()
 
     def _remove_new(self) -> None:
-        """Remove this process's files from a folder that is new; the last rank to leave removes the folder.
+        """Remove this process's files if the run directory is new. The last rank to exit removes the folder.
 
-        Rank 0 removes the lock as its last file: before that, other ranks may still be starting there.
+        Rank 0 removes the lock as its last file: while it exists, other ranks may still be starting there.
         """
         if not self.new_paths.is_new(self.folder):
-            self.new_paths.files.clear()  # the log has the reason
+            self.new_paths.files.clear()  # keep the log, which has the error
             return
         self.new_paths.remove_files()
         if not self._lock.path.exists():
             self.new_paths.remove_folders()
 
     def check_not_moved(self) -> None:
-        """Raise MegatfmError if this is no longer the folder that was entered: another run may own it now."""
+        """Raise MegatfmError if the folder was removed, moved or replaced: it may belong to another run now."""
         if not self._lock.is_in_place():
             raise MegatfmError(
-                f"{self.folder}: was removed, moved or replaced while it was trained in, so nothing more is written "
-                "there: put it back, and start the same command again"
+                f"{self.folder}: was removed, moved or replaced during training, so nothing more is written there: put "
+                "it back, and start the same command again"
             )
 
     def announce_links(self) -> None:
-        """Log where checkpoints and logs lie if their folders are links to elsewhere."""
+        """Log where checkpoints and logs are stored if their folders are symbolic links."""
         for folder in (self.checkpoints, self.log.parent):
             if folder.is_symlink():
-                _log.info("%s is a symbolic link: what it is for lies in %s", folder, folder.resolve())
+                _log.info("%s is a symbolic link to %s, where its files are stored", folder, folder.resolve())
 
     def log_event(self, event: str, detail: str, step: int) -> None:
-        """Note what happened to the run (rank 0)."""
+        """Append an event to events.jsonl, on rank 0."""
         if self.is_main:
             self.will_write(self.folder / EVENTS)
             log_event(self.folder, event, detail, step)
 
     def log_failure(self, text: str, step: int, ranks: list[int], hosts: list[str]) -> None:
-        """Record why the run ends and which ranks are to blame, for the launcher; by one rank, not always 0."""
+        """Append a "failed" event, with the ranks to blame, for the launcher. One rank calls it, not always rank 0."""
         self.check_not_moved()
         self.will_write(self.folder / EVENTS)
         log_event(self.folder, "failed", text, step, ranks=ranks, hosts=hosts)
 
     def write(self, name: str, content: str | bytes) -> None:
-        """Write a small file of the run whole, or not at all."""
+        """Write a small file of the run atomically. Raises MegatfmError."""
         path = self.folder / name
         self.will_write(path)
         try:
@@ -171,22 +171,24 @@ class RunDirectory:
             raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
 
     def write_run_files(
-        self, config: Config, plan: str, device: torch.device, facts: Mapping[str, str] | None = None
+        self, config: Config, plan: str, device: torch.device, launch_info: Mapping[str, str] | None = None
     ) -> None:
-        """Leave the resolved config, the plan, the versions and any tokenizer beside the checkpoints (rank 0).
+        """Write the resolved config, the layout table, the environment and the tokenizer, on rank 0.
 
-        device: the one that this process computes on. facts: what else is to be known of the machine.
+        plan: table of the model's layout. device: device of this process. launch_info: further fields of
+        environment.json.
         """
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
         self.write(
-            "environment.json", json.dumps({**hardware.environment(device), **(facts or {})}, indent=2) + "\n"
+            "environment.json",
+            json.dumps({**hardware.environment(device), **(launch_info or {})}, indent=2) + "\n",
         )
         if config.data.tokenizer is not None:
-            self._keep_tokenizer(tokenizers.tokenizer_files(config.data.tokenizer))
+            self._write_tokenizer(tokenizers.tokenizer_files(config.data.tokenizer))
 
-    def _keep_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Have the run's tokenizer here, and no other that an earlier run of this name left."""
+    def _write_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Write the files of the run's tokenizer, and remove those of another one that an earlier run has left."""
         for name, content in files.items():
             path = self.folder / name
             if not path.is_file() or path.read_bytes() != content:

@@ -1,7 +1,7 @@
-"""The lock on a run directory, by which one job at a time writes there: it ends with its holder, on any file system.
+"""The lock of a run directory, so that only one job trains there. It ends with its holder, on any file system.
 
-The kernel's lock (flock) ends with the process, on one machine and on filesystems that know locks across machines.
-Where they don't, the file's time of change says whether its holder lives: it moves every few seconds.
+A kernel lock (flock) ends with its process, on one machine and on file systems that support locks across machines. For
+other file systems, the holder also updates the lock file's mtime every few seconds, as a heartbeat.
 """
 
 import contextlib
@@ -22,17 +22,18 @@ from megatfm.errors import LockedError, MegatfmError
 
 HEARTBEAT_SECONDS = 4.0
 STALE_SECONDS = 90.0
-"""A holder on another machine whose file hasn't moved for so long is dead: longer than file servers that stumble, and
-than NFS clients remember a time of change (60 s by default)."""
+"""Time without a heartbeat after which a holder on another machine counts as dead: longer than hiccups of file servers,
+and than NFS clients cache an mtime (60 s by default)."""
 FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of flock on file systems without locks."""
 
 _log = logging.getLogger("megatfm")
 _descriptors: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """A forked process would hold the lock as long as it lives, whatever becomes of the one that took it."""
+    """Close the lock's descriptor in a forked child, which would otherwise hold the lock after its parent has ended."""
     for descriptor in _descriptors:
         os.close(descriptor)
     _descriptors.clear()
@@ -42,18 +43,18 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
-    """The lock on a run directory: `RUN/lock`, which names its holder in JSON."""
+    """The lock of a run directory: the file `RUN/lock`, which describes its holder in JSON."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
-        self._locked_file: tuple[int, int] | None = None  # while it is open, no other file gets its number
+        self._file_id: tuple[int, int] | None = None  # device and inode, unique while the file is open
         self._released = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock, or raise LockedError that names the holder. Raises OSError if the file can't be written."""
+        """Take the lock. Raises LockedError that names the holder, OSError if the file can't be written."""
         file = self._open_and_lock()
-        while not self._is_at_path(file):  # its last holder removed it before it was locked here
+        while not self._is_at_path(file):  # the last holder removed the file before it was locked here
             os.close(file)
             file = self._open_and_lock()
         _descriptors.add(file)
@@ -73,7 +74,7 @@ class RunLock:
             ) from None
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise MegatfmError(f"{self.path} is no file, so it can't be locked: remove it")
+                raise MegatfmError(f"{self.path} is not a regular file, so it can't be locked: remove it")
             holder = _read_holder(file)
             if not _try_lock(file) or (
                 holder and holder["host"] != socket.gethostname() and self._mtime_advances(holder)
@@ -87,47 +88,43 @@ class RunLock:
         return file
 
     def _is_at_path(self, file: int) -> bool:
-        """Return whether an open file is still the one under the lock's name, as far as its server reports."""
+        """Return whether an open file is still the one at the lock's path, as far as the file server knows."""
         status = os.fstat(file)
         try:
-            return self._file_id() == (status.st_dev, status.st_ino)
+            return self._read_file_id() == (status.st_dev, status.st_ino)
         except FileNotFoundError:
             return False
         except OSError:
             return True
 
     def remember_file(self) -> None:
-        """Remember which file it is. On the ranks that don't hold it themselves, once it is held."""
-        with contextlib.suppress(
-            OSError
-        ):  # a file server may be slow to show one machine the files of another
-            self._locked_file = self._file_id()
+        """Remember the lock file's identity, for `is_in_place`. Other ranks call this once rank 0 has the lock."""
+        with contextlib.suppress(OSError):  # other machines may see the file only later
+            self._file_id = self._read_file_id()
 
     def is_in_place(self) -> bool:
-        """Return whether the run directory still holds that file: else it was removed, moved or replaced."""
-        if self._locked_file is None:
+        """Return False if the lock file, or the run directory with it, was removed, moved or replaced."""
+        if self._file_id is None:
             return True
         try:
-            return self._file_id() == self._locked_file
+            return self._read_file_id() == self._file_id
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a file server that doesn't answer has removed nothing
+        except OSError:  # the file server doesn't answer, which says nothing about the file
             return True
 
-    def _file_id(self) -> tuple[int, int]:
+    def _read_file_id(self) -> tuple[int, int]:
         status = self.path.stat(follow_symlinks=False)
         return status.st_dev, status.st_ino
 
     def release(self) -> None:
-        """Give the lock back, and leave the file empty: there is no need to wait for a sign of life."""
+        """Release the lock, and empty the file, so that the next holder need not wait for heartbeats."""
         if self._file is None:
             return
         self._released.set()
         self._thread.join(HEARTBEAT_SECONDS)
         if self._file in _descriptors:  # else this is a forked process, which never held it
-            with contextlib.suppress(
-                OSError
-            ):  # a file server that doesn't answer loses us nothing but a wait
+            with contextlib.suppress(OSError):  # the next holder then waits for heartbeats
                 os.ftruncate(self._file, 0)
             _descriptors.discard(self._file)
             os.close(self._file)
@@ -136,21 +133,21 @@ class RunLock:
     def _keep_alive(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):
             if self._file is not None:
-                with contextlib.suppress(OSError):  # the next touch may get through
+                with contextlib.suppress(OSError):  # try again at the next heartbeat
                     os.utime(self._file)
 
     def _mtime_advances(self, holder: dict[str, Any]) -> bool:
-        """Return whether a process on another machine still touches the file; compares no clocks."""
+        """Return whether the mtime changes, so that the holder on another machine lives. Doesn't compare clocks."""
         _log.warning(
-            "%s names process %s on %s: looking for up to %.0f s whether that still trains",
+            "%s names process %s on %s: waiting up to %.0f s for a sign that it still trains",
             self.path, holder["pid"], holder["host"], STALE_SECONDS,
         )  # fmt: skip
-        first = _changed(self.path)
+        first = _read_mtime(self.path)
         deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(HEARTBEAT_SECONDS / 8)
             note_progress()
-            if _changed(self.path) != first:
+            if _read_mtime(self.path) != first:
                 return True
         return False
 
@@ -158,8 +155,8 @@ class RunLock:
         job = f", job {holder['job']}" if holder.get("job") else ""
         holder_name = f" (process {holder['pid']} on {holder['host']}{job})" if holder else ""
         return (
-            f"{self.path.parent}: another process is training in this run directory{holder_name}: wait for it or give "
-            "another name"
+            f"{self.path.parent}: another process is training in this run directory{holder_name}: wait for it, or give "
+            "this run another name"
         )
 
 
@@ -173,25 +170,25 @@ def _holder_info() -> dict[str, Any]:
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return the holder of the lock, or the last one, if it died; empty where it was released."""
+    """Return the holder that the lock file describes, which may have died; empty if it has released the lock."""
     try:
         holder = json.loads(os.pread(file, 4096, 0))
-    except (ValueError, RecursionError):  # empty, or torn by a kill
+    except (ValueError, RecursionError):  # empty, or its writer was killed
         return {}
-    holder_fields = (
+    is_valid = (
         isinstance(holder, dict) and isinstance(holder.get("host"), str) and type(holder.get("pid")) is int
     )
-    return holder if holder_fields and 0 < holder["pid"] < 2**31 else {}
+    return holder if is_valid and 0 < holder["pid"] < 2**31 else {}
 
 
 def _try_lock(file: int) -> bool:
-    """Return whether the kernel gives us the lock; where it knows no locks here, the other signs must do."""
+    """Try to take the kernel's lock; without support for locks, return whether no live process here holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
-        if error.errno not in NO_LOCKS:
+        if error.errno not in UNSUPPORTED:
             raise
         holder = _read_holder(file)
         return not (holder.get("host") == socket.gethostname() and _pid_exists(holder["pid"]))
@@ -208,8 +205,8 @@ def _pid_exists(pid: int) -> bool:
     return True
 
 
-def _changed(path: Path) -> int | None:
-    """Return the mtime of the file as its server knows it: opened anew, since clients remember times of open files."""
+def _read_mtime(path: Path) -> int | None:
+    """Return a file's mtime in ns as the file server knows it. Opening the file makes NFS clients ask the server."""
     try:
         file = os.open(path, os.O_RDONLY | FLAGS)
     except OSError:

@@ -1,4 +1,4 @@
-"""The checkpoint that did best on the first validation set, which a task keeps, and when a run ends early."""
+"""The best checkpoint by a metric on the first validation set, and early stopping (`train.patience`)."""
 
 import logging
 from collections.abc import Mapping
@@ -12,13 +12,14 @@ from megatfm.config import Config
 log = logging.getLogger("megatfm")
 
 FINISHED_EARLY = "finished early"
-"""Event of a run that ended before its last step, as `train.patience` says."""
+"""Event of a run that early stopping (`train.patience`) ended before its last step."""
 
 
 class BestCheckpoint:
-    """The step with the best metric so far; of equals, the first. A run without a task and `train.patience` has none.
+    """Tracks the step with the best metric so far; the first one if several are equal.
 
-    A run without a task goes by the loss.
+    The metric is the task's `best_by`; without a task it is the loss if `train.patience` is set, else nothing is
+    tracked.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -28,7 +29,7 @@ class BestCheckpoint:
         self.value, self.evaluations_since = 0.0, 0
 
     def update(self, step: int, evaluation: Mapping[str, Mapping[str, Any]]) -> None:
-        """Compare the results of a step's evaluation, by name of the set."""
+        """Compare the results of a step's evaluation (validation set → results) with the best ones so far."""
         first = next(iter(evaluation.values()), {})
         if self._metric is None or not first:
             return
@@ -40,17 +41,17 @@ class BestCheckpoint:
 
     @property
     def is_stale(self) -> bool:
-        """Whether `train.patience` evaluations were no better, so that the run ends."""
+        """Whether the last `train.patience` evaluations brought no improvement, so that the run ends."""
         return 0 < self._patience <= self.evaluations_since
 
     @property
     def reason(self) -> str:
-        """Why the run ends, in words."""
+        """Why early stopping ends the run."""
         return f"{self._metric} was best at step {self.step}, {self.evaluations_since} evaluations before"
 
     @property
     def path(self) -> Path | None:
-        """Folder of the best checkpoint, which is to stay; None before the first evaluation."""
+        """Folder of the best checkpoint, which must not be deleted; None before the first evaluation."""
         return None if self.step is None else self._folder / f"step-{self.step:08d}"
 
     def state(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class BestCheckpoint:
         return {"best": best | {"evaluations_since": self.evaluations_since}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint holds, where it is of the same metric."""
+        """Restore the state from a checkpoint, if it is of the same metric; else the initial state."""
         stored = state.get("best")
         self.step, self.value, self.evaluations_since = None, 0.0, 0
         if self._metric and isinstance(stored, Mapping) and stored.get("metric") == self._metric:
@@ -70,9 +71,9 @@ class BestCheckpoint:
 
 
 def best_checkpoint(run_dir: str | Path) -> Path:
-    """Return the best checkpoint that a run recorded, if it is whole, else its newest one; a checkpoint as it is.
+    """Return a run's best checkpoint if it has recorded one that is intact, else its newest one.
 
-    Raises UsageError where there is none.
+    The path of a checkpoint is returned unchanged. Raises UsageError if there is no checkpoint.
     """
     newest = checkpoint.find_checkpoint(run_dir)
     if newest == Path(run_dir):

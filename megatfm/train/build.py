@@ -1,4 +1,4 @@
-"""Building the engine of a config: model, plan, optimizers, precision."""
+"""Builds model, optimizers, engine and checkpoint saver from a config."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -27,12 +27,12 @@ from megatfm.parallel.pipeline_stages import Pipeline, prune_to_stages, split_in
 from megatfm.registry import did_you_mean
 from megatfm.tracking.hardware import time_matmul
 
-ASYNC_TP = "async tp  what blocks gather for products, and scatter of them, over tp goes in pieces\n"
-"""A line of the plan, where that is so."""
+ASYNC_TP = "async tp  all-gathers and reduce-scatters over tp are split and overlap with matmuls\n"
+"""Line that is added to the layout table."""
 
 
 def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> Engine:
-    """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
+    """Build the model on the meta device and parallelize it; return the engine, which shards and initializes it."""
     ENGINES.check(config, precision)
     with torch.device("meta"):
         model = build_model(config)
@@ -40,7 +40,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     fp8_modules = convert_to_fp8(model, rowwise=fp8_scaling == "rowwise") if fp8_scaling else {}
     optimizers = optimizer_groups(config.optimizer, model)
     parallel = config.parallel
-    # Costs of stages are those of whole modules: tensor parallelism divides weights, but no counts of attention.
+    # Before parallelize: stages are balanced by the costs of full modules, and tp shards weights but not these counts.
     pipeline = plan_pipeline_split(config, model) if mesh.size(PIPELINE) > 1 else None
     layout = parallelize(
         model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
@@ -59,7 +59,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
 
 
 def build_saver(options: CheckpointConfig, folder: Path, local_dir: Path | None) -> Saver:
-    """Build what saves checkpoints to a run's folder, and to one of the node where there is that."""
+    """Build the saver of checkpoints. local_dir: folder on the node's local disk, if the run uses one."""
     return Saver(
         folder,
         mode=options.mode,
@@ -71,7 +71,7 @@ def build_saver(options: CheckpointConfig, folder: Path, local_dir: Path | None)
 
 
 def build_model(config: Config) -> nn.Module:
-    """The full model, on the current default device, with frozen weights marked. Raises UsageError."""
+    """Build the full model on the current default device, with frozen weights marked. Raises UsageError."""
     model = build(config.model)
     freeze(model, config.train.freeze)
     objective = config.objective
@@ -83,9 +83,9 @@ def build_model(config: Config) -> nn.Module:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Have no gradients for the weights whose names match a pattern, such as "decoder.layers.*".
+    """Disable gradients for the weights whose names match a pattern, such as "decoder.layers.*".
 
-    Raises UsageError for a pattern that matches none, and where no weight is left to train.
+    Raises UsageError for a pattern without a match, and if no trainable weight is left.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -93,18 +93,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matched:
             raise UsageError(
                 f"train.freeze: {pattern!r} matches no weight of the model{did_you_mean(pattern, parameters)}; names "
-                f"are such as {next(iter(parameters))!r} (a tied one has its first)"
+                f"are such as {next(iter(parameters))!r} (a tied weight has only its first name)"
             )
         for name in matched:
             parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
         raise UsageError(
-            f"train.freeze = {list(patterns)} leaves no weight to train: leave some of the model out"
+            f"train.freeze = {list(patterns)} leaves no weight to train: freeze less of the model"
         )
 
 
 def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
-    """Plan where a config splits its model into pipeline stages; the model, not yet parallelized, is left as it is."""
+    """Plan the split of a model, not yet parallelized, into pipeline stages. Does not modify the model."""
     parallel, data = config.parallel, config.data
     return split_into_stages(
         model,
@@ -122,13 +122,16 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
 
 
 def describe_size(engine: Engine) -> str:
-    """Return the number of parameters and the layout in words."""
+    """Describe the number of parameters and the layout, for the log."""
     n_parameters = sum(torch.Size(weight.shape).numel() for weight in engine.layout.values())
     return f"{n_parameters:,} parameters, {engine.mesh.describe()}"
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """Resolve "auto", on all ranks together: bf16 where matrix products are faster in it, else fp32."""
+    """Resolve precision "auto": bf16 if matmuls are faster in it, else fp32. A collective.
+
+    Raises UsageError if the device doesn't support a precision that was chosen explicitly.
+    """
     if name != "auto":
         if PRECISIONS[name].fp8 and not multiplies_fp8(device):
             raise UsageError(
@@ -140,8 +143,8 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 
 def bf16_is_faster(device: torch.device) -> bool:
-    """Return whether products are faster in bf16; by capability on GPUs, where a small one takes no longer than its
-    launch."""
+    """Return whether matmuls are faster in bf16. Decided by compute capability on GPUs, where the launch dominates the
+    time of a small matmul."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return time_matmul(torch.bfloat16, device) < time_matmul(torch.float32, device)

@@ -1,4 +1,4 @@
-"""The corpora of a config and, where they are text, its tokenizer, checked against one another."""
+"""Opens the corpora and the tokenizer of a config, and checks them against one another."""
 
 import json
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from megatfm.parallel.mesh import Mesh
 from megatfm.tokenizers import Tokenizer
 from megatfm.version import __version__
 
-FEW_STREAMS = 16
-"""Fewest streams with which batches are varied."""
+MIN_STREAMS = 16
+"""Smallest number of read streams that mixes the documents of a batch well."""
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """Corpora of a run: rows in training order, and in stored order for each validation set.
+    """Datasets of a run: training rows in training order, and rows of each validation set in stored order.
 
-    tokenizer: None where the rows are no text.
+    tokenizer: None if the rows are not text.
     """
 
     tokenizer: Tokenizer | None
@@ -45,22 +45,22 @@ class Corpora:
 
     @property
     def tokenizer_hash(self) -> str:
-        """Hash of the tokenizer, as checkpoints hold it; "none" for a corpus without one."""
+        """Hash of the tokenizer, which checkpoints store; "none" without a tokenizer."""
         return self.tokenizer.hash if self.tokenizer else NO_TOKENIZER
 
     @property
     def byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of text that each id stands for; None if rows are no text, or lengths of ids are unknown."""
+        """Bytes of text of each token id [vocabulary]; None without a tokenizer, or if it doesn't know them."""
         return self.tokenizer.byte_lengths() if self.tokenizer else None
 
     @property
     def warnings(self) -> list[str]:
-        """List notes for the log on data of the corpora that is left out or cut."""
+        """Notes for the log on data that is left out or truncated."""
         notes = [note for rows in (self.train, *self.validation.values()) for note in rows.warnings]
         return [*notes, *filter(None, [self.stream_note])]
 
     def train_loader(self, config: Config, mesh: Mesh, step: int, position: int) -> DataLoader:
-        """Return a rank's batches after a step, from a position of the training rows on."""
+        """Return the loader of a rank's batches after `step`, which starts at `position` in the training rows."""
         return DataLoader(
             self.train,
             global_batch=self.batch_schedule,
@@ -75,15 +75,15 @@ class Corpora:
 
 
 def open_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
-    """The tokenizer, if the config has one, and the config with `model.vocab_size` filled in.
+    """Load the config's tokenizer, if any; return the config with `model.vocab_size` filled in, and the tokenizer.
 
-    Raises UsageError if that is too small, or if the objective reads text and there is no tokenizer.
+    Raises UsageError if `model.vocab_size` is too small, or if the objective reads text and there is no tokenizer.
     """
     if config.data.tokenizer is None:
         if reads_text(config.objective.name):
             raise UsageError(
-                f"data.tokenizer is missing, and objective.name = {config.objective.name!r} reads text: give the one "
-                "beside the corpus"
+                f"data.tokenizer is missing, and objective.name = {config.objective.name!r} reads text: give the "
+                "tokenizer beside the corpus"
             )
         return config, None
     tokenizer = tokenizers.load(config.data.tokenizer)
@@ -100,7 +100,7 @@ def open_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """Return a tokenizer's ids and roles that objectives need."""
+    """Return a tokenizer's special tokens in the form that objectives use."""
     return SpecialTokens(
         bos=tokenizer.bos,
         eos=tokenizer.eos,
@@ -117,15 +117,15 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
-    """Open all corpora of a config. Raises UsageError or MegatfmError with the folder and the fault."""
+    """Open all corpora of a config. Raises UsageError or MegatfmError that names the corpus and the fault."""
     data = config.data
     row_lengths = tuple(n for n in (data.sequence_length, data.target_length) if n is not None)
     special = special_tokens(tokenizer) if tokenizer else None
     objective = build_objective(config.objective, config.model, special, row_lengths, data.images)
     if data.attend_across_documents and not objective.allows_cross_document_attention:
         raise UsageError(
-            f"data.attend_across_documents: with objective.name = {config.objective.name!r} a document's targets would "
-            "be seen from another: leave it out"
+            f"data.attend_across_documents: with objective.name = {config.objective.name!r}, a document could attend "
+            "to another's targets: leave it out"
         )
 
     opener = _CorpusOpener(config, tokenizer, objective)
@@ -136,7 +136,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
     for name, rows in validation.items():
         if not len(rows):
             raise UsageError(
-                f"data.validation.{name} = {data.validation[name]}: holds no row to evaluate: leave it out, or name "
+                f"data.validation.{name} = {data.validation[name]}: has no row to evaluate: leave it out, or give "
                 "another corpus"
             )
     note = note_few_streams(config)
@@ -145,25 +145,24 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
 
 
 def note_few_streams(config: Config) -> str:
-    """Return a note for the log if the batch has no divisor near the number of streams that a corpus is best read
-    in."""
+    """Return a note for the log if the global batch has no divisor that is a good number of read streams; else ""."""
     batch, streams = config.train.global_batch, choose_interleave(config.train.global_batch).streams
-    if config.data.read_streams or streams >= FEW_STREAMS:
+    if config.data.read_streams or streams >= MIN_STREAMS:
         return ""
     near = next(
         n
-        for far in range(batch)
-        for n in (batch - far, batch + far)
-        if n % config.train.micro_batch == 0 and choose_interleave(n).streams >= FEW_STREAMS
+        for distance in range(batch)
+        for n in (batch - distance, batch + distance)
+        if n % config.train.micro_batch == 0 and choose_interleave(n).streams >= MIN_STREAMS
     )
     return (
-        f"train.global_batch = {batch} has few divisors, so the text is read in {streams} place{'s' * (streams > 1)} "
-        f"at a time and neighbouring documents come in one batch: choose {near}, or set data.read_streams = 64"
+        f"train.global_batch = {batch} has few divisors, so {streams} stream{'s' * (streams > 1)} read the corpus, "
+        f"and neighbouring documents get into the same batch: choose {near}, or set data.read_streams = 64"
     )
 
 
 def open_corpus(config: Config, path: str) -> Corpus:
-    """One corpus, with the config's cache. Raises UsageError or MegatfmError with the fault."""
+    """Open one corpus with the config's cache. Raises UsageError or MegatfmError that names the fault."""
     data = config.data
     return Corpus.open(
         path,
@@ -174,9 +173,10 @@ def open_corpus(config: Config, path: str) -> Corpus:
 
 
 def batch_schedule(config: Config) -> BatchSchedule:
-    """Return how many rows each step takes, from `data.rampup` and `train.global_batch`.
+    """Return the number of rows of each step, from `data.rampup` and `train.global_batch`.
 
-    Raises UsageError if a stage's batch does not divide into micro-batches, or its sequences into their shards.
+    Raises UsageError if a stage's batch is not a multiple of the micro-batch, or its row length not one of `tp` under
+    sequence parallelism.
     """
     data, train, stages = config.data, config.train, []
     for stage in data.rampup:
@@ -200,7 +200,7 @@ def batch_schedule(config: Config) -> BatchSchedule:
 
 @dataclass(frozen=True)
 class _CorpusOpener:
-    """Opens corpora as a config wants them."""
+    """Opens corpora with the settings of a config."""
 
     config: Config
     tokenizer: Tokenizer | None
@@ -216,7 +216,7 @@ class _CorpusOpener:
         quarantine: Sequence[str] = (),
         turn: int = 1,
     ) -> PackedDataset:
-        """One corpus."""
+        """Open one corpus as packed rows. turn: see `Interleave`."""
         config, data = self.config, self.config.data
         corpus = open_corpus(config, path)
         if self.tokenizer:
@@ -231,12 +231,12 @@ class _CorpusOpener:
             shuffle=shuffle,
             attend_across_documents=data.attend_across_documents,
             pad_id=self.tokenizer.pad if self.tokenizer else 0,
-            plan_cache_key=self._plan_name(),
+            plan_cache_key=self._plan_cache_key(),
             quarantine=Quarantine.parse(quarantine, corpus.n_samples),
         )
 
     def train(self) -> RowDataset:
-        """The training corpus, or the mixture of several."""
+        """Open the training corpus, or the mixture of several."""
         data, seed = self.config.data, self.config.train.seed
         if data.train is not None:
             turn = self.streams.turn
@@ -260,9 +260,9 @@ class _CorpusOpener:
     def streams(self) -> Interleave:
         return choose_interleave(self.config.train.global_batch, self.config.data.read_streams)
 
-    def _plan_name(self) -> str | None:
-        """Return a cache key of all that decides the plan besides corpus, row lengths and seed; None with plugins,
-        whose objectives may change unnoticed."""
+    def _plan_cache_key(self) -> str | None:
+        """Return the part of the packing plan's cache key that depends on the config; corpus, row lengths and seed are
+        added elsewhere. None (no caching) with plugins, whose code may change."""
         config = self.config
         if config.plugins:
             return None

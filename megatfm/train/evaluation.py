@@ -1,4 +1,4 @@
-"""Loss, and where it is a likelihood bits per byte, on the named validation sets."""
+"""Evaluates validation sets: loss and, if the loss is the text's likelihood, bits per byte."""
 
 import logging
 import math
@@ -36,17 +36,17 @@ def evaluate(
     max_rows: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Evaluate one set, on all ranks together: loss, tokens that the first term counts, and rows.
+    """Evaluate one validation set. A collective.
 
-    With an objective of several terms also "terms", the mean of each, and of one with metrics "metrics". Where a term
-    is the text's likelihood also bits per byte of text, and bytes: every text is coded from its first byte to its end,
-    the mark at its end included, so that bits per byte compare with a file compressor's; what lies before the start of
-    a row is not seen, which can only make the figure worse.
+    Returns "loss", "tokens" (targets of the first loss term) and "rows"; for an objective with several terms "terms",
+    their means; for one with metrics "metrics". If a term is the text's likelihood, also "bits_per_byte" and "bytes".
+    Every text is coded from its first byte to its end, end-of-text token included, so bits per byte compare with those
+    of a file compressor. The model doesn't see text before the start of a row, which can only make the value worse.
 
-    byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
-    on_batch: called at each batch.
+    byte_lengths [vocabulary]: bytes of text of each token id; None if unknown. max_rows: 0 for all rows. on_batch:
+    called for each batch.
     """
-    measured = byte_lengths if objective.likelihood_term else None
+    byte_lengths = byte_lengths if objective.likelihood_term else None
     stop = min(max_rows or len(rows), len(rows))
     n_bytes = torch.zeros(1, dtype=torch.float64, device=engine.device)
     with _loader(engine, rows, micro_batch, stop) as loader:
@@ -55,15 +55,15 @@ def evaluate(
             for microbatches in loader:
                 on_batch()
                 for batch in microbatches:
-                    if measured is not None:
+                    if byte_lengths is not None:
                         targets = batch["targets"]
-                        n_bytes.add_(int(measured[targets[targets != IGNORE_INDEX]].sum()))
+                        n_bytes.add_(int(byte_lengths[targets[targets != IGNORE_INDEX]].sum()))
                     yield batch
 
         result = engine.evaluate(batches(), objective)
     engine.mesh.all_reduce_(n_bytes, engine.mesh.data_axes)
     results: dict[str, Any] = {"loss": result.loss}
-    if objective.likelihood_term and measured is not None:
+    if objective.likelihood_term and byte_lengths is not None:
         bits = result.sums[objective.likelihood_term] / math.log(2)
         results |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
     terms = {term: mean for term, mean in result.terms.items() if term not in objective.metrics}
@@ -84,10 +84,10 @@ def loss_by_position(
     micro_batch: int,
     on_batch: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Mean loss on each of `n_buckets` equally long stretches of the row, over the first `n_rows` rows.
+    """Return the mean loss in each of `n_buckets` equal ranges of token positions, over the first `n_rows` rows.
 
-    One pass for each, with the targets of all other places ignored, so that every engine and layout can do it. NaN for
-    a stretch without a target. Needs an objective whose first term is the text's likelihood.
+    Runs one pass per bucket and ignores all targets outside it, which works with every engine and layout. A bucket
+    without targets gives NaN. The objective must have a likelihood term. A collective.
     """
     term = objective.likelihood_term
     assert term is not None
@@ -124,13 +124,13 @@ def _loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_positio
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """A result in words: loss 1.2345, 1.650 bits per byte."""
-    words = [f"loss {result['loss']:.4f}"]
-    terms = {**result.get("terms", {}), **result.get("metrics", {})}
-    words += [f"{name} {value:.4f}" for name, value in terms.items()]
+    """Format a result for the log, as "loss 1.2345, 1.650 bits per byte"."""
+    texts = [f"loss {result['loss']:.4f}"]
+    values = {**result.get("terms", {}), **result.get("metrics", {})}
+    texts += [f"{name} {value:.4f}" for name, value in values.items()]
     if "bits_per_byte" in result:
-        words.append(f"{result['bits_per_byte']:.3f} bits per byte")
-    return ", ".join(words)
+        texts.append(f"{result['bits_per_byte']:.3f} bits per byte")
+    return ", ".join(texts)
 
 
 class Sampler(Protocol):
@@ -151,9 +151,10 @@ class EvaluatesTasks(Protocol):
 
 
 class Evaluator:
-    """Evaluates the validation sets of a run, and continues its prompts. Raises UsageError for one that can't be.
+    """Evaluates a run's validation sets and tasks, and generates samples from its prompts.
 
-    sampler: needed where the config has prompts. tasks: evaluate those of the config besides.
+    sampler: needed if the config has prompts. tasks: evaluates the config's tasks; None if it has none. Raises
+    UsageError for a prompt that the model can't continue.
     """
 
     def __init__(
@@ -167,21 +168,21 @@ class Evaluator:
         self._engine, self._corpora, self._config, self._tasks = engine, corpora, config, tasks
         self._sampler = sampler if config.evaluate.sample_prompts else None
         if config.evaluate.sample_prompts and not sampler:
-            raise ValueError("evaluate.sample_prompts: give `train` a sampler")
+            raise ValueError("evaluate.sample_prompts: `train` needs a sampler")
         if self._sampler:
             check = self._sampler.check
             self._run_model(lambda model: check(model, corpora.tokenizer, config))
 
     def record(self, step: int, on_batch: Callable[[], None]) -> dict[str, Any]:
-        """Evaluate; returns the fields of metrics.jsonl. A collective."""
+        """Evaluate; return the fields for metrics.jsonl. A collective."""
         start = time.perf_counter()
         results = evaluate_sets(self._engine, self._corpora, self._config, step, on_batch)
         record: dict[str, Any] = {"evaluation": results}
         if self._tasks:
             record["tasks"] = self._tasks.evaluate(on_batch)
             for name, metrics in record["tasks"].items():
-                words = (f"{metric.replace('_', ' ')} {value:.4f}" for metric, value in metrics.items())
-                log.info("step %d  task %s: %s", step, name, ", ".join(words))
+                texts = (f"{metric.replace('_', ' ')} {value:.4f}" for metric, value in metrics.items())
+                log.info("step %d  task %s: %s", step, name, ", ".join(texts))
         record["evaluation_seconds"] = time.perf_counter() - start
         return record | ({"samples": self._samples(step)} if self._sampler else {})
 
@@ -195,14 +196,14 @@ class Evaluator:
         return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
     def _run_model(self, function: Callable[[nn.Module], T]) -> T:
-        assert isinstance(self._engine, RunsModel)  # declared among its features
+        assert isinstance(self._engine, RunsModel)  # checked against the engine's declared features
         return self._engine.run_model(function)
 
 
 def evaluate_sets(
     engine: Engine, corpora: Corpora, config: Config, step: int, on_batch: Callable[[], None]
 ) -> dict[str, Any]:
-    """Evaluate every validation set of a config; name → what `evaluate` returns."""
+    """Evaluate every validation set of a config; return name → result of `evaluate`."""
     results = {}
     for name, rows in corpora.validation.items():
         with (

@@ -1,8 +1,8 @@
-"""Tasks while a run trains: likelihoods of answers, computed by the engine under its layout as its losses are.
+"""Evaluation tasks during training: the engine computes the likelihoods of answers under its own layout.
 
-Prompts and answers are packed into rows as documents. The head over the vocabulary tells the loss of each token, and
-the tokens of an answer are found again by the fields `examples` and `words`, on whatever rank they were computed. Their
-sums are exact, so that packing, batches and ranks change no more of a result than the rounding of the tokens' losses.
+Prompts with answers are packed into rows like documents. The head over the vocabulary records the loss of each token.
+The batch fields `examples` and `words` say to which answer a token belongs, on whichever rank it was computed. An
+answer's losses are summed exactly: packing, batches and ranks affect results only by the rounding of token losses.
 """
 
 import math
@@ -38,11 +38,11 @@ from megatfm.train.corpora import special_tokens
 from megatfm.train.evaluation import evaluate
 
 TokenLosses = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
-"""Numbers of examples and of words in them, and losses of these tokens, [n] each."""
+"""Example index, index of the token in its answer, and loss of each token, [n] each."""
 
 
 class AnswerLikelihood(Answers):
-    """The loss of answers alone, with the number of its example and its place in the answer at each target."""
+    """Objective whose loss counts only answers; its batches say to which example and answer token a target belongs."""
 
     likelihood_term = None
 
@@ -57,7 +57,7 @@ class AnswerLikelihood(Answers):
         self.recorder = TokenLossRecorder()
 
     def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        """Return an example with its numbers."""
+        """Return an example with the fields `examples` (its index) and `words` (index of the token in the answer)."""
         fields = super().build_example(piece, key)
         counted = fields["targets"] != IGNORE
         return {
@@ -67,9 +67,9 @@ class AnswerLikelihood(Answers):
         }
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """Return the loss; the recorder keeps that of each token, where the head is here."""
-        numbers = ("examples", "words", "full_row_examples")
-        inputs = {name: tensor for name, tensor in batch.items() if name not in numbers}
+        """Return the loss. The recorder stores the loss of each token, on ranks that hold the head."""
+        index_fields = ("examples", "words", "full_row_examples")
+        inputs = {name: tensor for name, tensor in batch.items() if name not in index_fields}
         with self.recorder.recording(batch):
             losses = dict(model(**inputs).losses or {})
         return {term: loss for term, loss in losses.items() if term in self.loss_weights}
@@ -77,13 +77,13 @@ class AnswerLikelihood(Answers):
 
 @dataclass
 class TokenLossRecorder:
-    """Losses of tokens at the head over the vocabulary of this rank."""
+    """Records the losses of tokens at this rank's head over the vocabulary."""
 
     parts: list[TokenLosses] = field(default_factory=list)
     _calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def new_losses(self, targets_BT: Tensor, at_M: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return a tensor [M] for the losses of a call of the head."""
+        """Return a tensor [M] into which a call of the head writes its losses."""
         assert at_M is None  # causal heads compute all tokens
         losses_M = targets_BT.new_zeros(targets_BT.numel(), dtype=dtype)
         self._calls.append((targets_BT, losses_M))
@@ -91,7 +91,7 @@ class TokenLossRecorder:
 
     @contextmanager
     def recording(self, batch: Batch) -> Iterator[None]:
-        """Keep the losses of the batch's own targets, not those of tokens further ahead."""
+        """Record the losses of a batch's own targets, but not those of multi-token prediction."""
         self._calls.clear()
         yield
         for targets_BT, losses_M in self._calls:
@@ -104,11 +104,11 @@ class TokenLossRecorder:
         self._calls.clear()
 
     def gather(self) -> dict[int, list[float]]:
-        """Return each example's losses, token by token; copies on several ranks count once. A collective."""
-        shares = object_collectives.all_gather(self.parts)
+        """Return example → losses of its tokens. Tokens that several ranks have computed count once. A collective."""
+        parts_by_rank = object_collectives.all_gather(self.parts)
         examples, words, losses = (
             np.concatenate(columns)
-            for columns in zip(*(part for share in shares for part in share), strict=True)
+            for columns in zip(*(part for parts in parts_by_rank for part in parts), strict=True)
         )
         _, first = np.unique(np.stack([examples, words]), axis=1, return_index=True)
         losses_by_example: dict[int, list[float]] = {}
@@ -119,7 +119,7 @@ class TokenLossRecorder:
 
 @dataclass(frozen=True)
 class InMemoryRows:
-    """Rows of one packed block, in stored order."""
+    """Dataset of the rows of one packed block, in stored order."""
 
     packed: PackedBlock
     row_tokens: int
@@ -145,7 +145,10 @@ class InMemoryRows:
 
 
 class TaskEvaluator:
-    """The tasks of `evaluate.tasks`, tokenized once. Raises UsageError for what can't be evaluated while training."""
+    """Evaluates the tasks of `evaluate.tasks`, which it tokenizes once.
+
+    Raises UsageError for a model, an engine or a task that can't be evaluated during training.
+    """
 
     def __init__(self, engine: Engine, config: Config, tokenizer: Tokenizer | None) -> None:
         check_supported(engine, config, tokenizer)
@@ -174,7 +177,7 @@ class TaskEvaluator:
                     f"with its prompt has {len(tokens) - 1} tokens, more than data.sequence_length = {length}: use "
                     "shorter prompts or fewer shots"
                     if answer
-                    else "makes no token: give one with text"
+                    else "has no tokens: give an answer with text"
                 )
                 raise UsageError(
                     f"evaluate.tasks.{task.name}: the answer {pair.answer!r:.60} after {prompt[-40:]!r} {reason}"
@@ -214,13 +217,13 @@ class TaskEvaluator:
                 head.recorder = None
         losses = objective.recorder.gather()
         return {
-            pair: Likelihood(-math.fsum(losses[number]), len(losses[number]))
-            for number, pair in enumerate(pairs)
+            pair: Likelihood(-math.fsum(losses[index]), len(losses[index]))
+            for index, pair in enumerate(pairs)
         }
 
 
 def open_tasks(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> TaskEvaluator | None:
-    """Return what evaluates the tasks of a config; None where it names none. A collective. Raises UsageError."""
+    """Return the evaluator of a config's tasks; None if it names none. A collective. Raises UsageError."""
     return TaskEvaluator(engine, config, tokenizer) if config.evaluate.tasks else None
 
 
@@ -228,14 +231,14 @@ def check_supported(engine: Engine, config: Config, tokenizer: Tokenizer | None)
     """Raise UsageError for a run whose model or engine can't score answers."""
     if tokenizer is None or config.model.family != "decoder" or config.objective.name != "causal":
         raise UsageError(
-            f"evaluate.tasks: is for decoders that predict next tokens, not for model.family = "
+            "evaluate.tasks is for decoders that predict next tokens, not for model.family = "
             f"{config.model.family!r} with objective.name = {config.objective.name!r}: leave it out, and use `megatfm "
             "evaluate --task` on checkpoints"
         )
     if not ENGINES.has(config.parallel.engine, "loss_by_source"):
         raise UsageError(
             f"evaluate.tasks: parallel.engine = {config.parallel.engine!r} does not declare 'loss_by_source' among its "
-            "features, by which the losses of rows are told: use parallel.engine = 'native', or leave it out"
+            "features, which this needs: use parallel.engine = 'native', or leave it out"
         )
     n_heads = sum(isinstance(module, LMHead) for module in model_of(engine).modules())
     if not sum(object_collectives.all_gather(n_heads)):

@@ -1,4 +1,4 @@
-"""The config of a fine-tuning run: what a task's files and a pretrained checkpoint decide of it."""
+"""Completes the config of a fine-tuning run from the task's files and the pretrained checkpoint."""
 
 import math
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from megatfm.train.reference import ReferenceModel
 TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
 HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score"}
-"""Module name of the head for each family; an encoder's has the name of BERT's, whose pooler it goes on from."""
+"""Family → module name of the task's head. An encoder's has the name of BERT's head, to load its pooler."""
 FAMILIES_OF_FORM = {
     "span_extraction": ["encoder"],
     "generation": ["decoder", "encoder_decoder"],
     "chat": ["decoder"],
 }
-"""Families for forms that not every one with a head can do."""
+"""Task form → families that support it. Other forms are supported by all families of HEAD_OF_FAMILY."""
 LOSSES = {
     "classification": "cross_entropy",
     "tagging": "cross_entropy",
@@ -34,15 +34,15 @@ LOSSES = {
     "regression": "squared_error",
 }
 TASK_HEADS = {"span_extraction": "span_extraction", "multiple_choice": "multiple_choice"}
-"""Heads, and objectives of the same name, of forms that have others than a text classifier."""
+"""Task form → its head, and the objective of the same name. Other forms use a text classifier."""
 UNSTORED_OPTIONS = ("dropout", "token")
 """Options of a head that don't change what its weights mean."""
 
 
 def resolve_task(config: Config) -> tuple[Config, list[str]]:
-    """Tokenize a task's files, and fill in corpora, labels, head, objective, weights to load and steps.
+    """Tokenize a task's files; fill in corpora, labels, head, objective, weights to load, and steps.
 
-    Returns the config and notes for the log. Raises UsageError that says what of files, labels or model doesn't fit.
+    Returns the config and notes for the log. Raises UsageError if files, labels and model don't fit together.
     """
     task, family = config.task, config.model.family
     if task is None:
@@ -51,18 +51,18 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         )
     if config.data.tokenizer is None:
         raise UsageError(
-            "data.tokenizer is missing: give the one of the pretrained model, or start from that by --from"
+            "data.tokenizer is missing: give that of the pretrained model, or start from the model by --from"
         )
     families = FAMILIES_OF_FORM.get(task.form, list(HEAD_OF_FAMILY))
     if family not in families:
         raise UsageError(
-            f"task.form = {task.form!r}: is not for model.family = {family!r}, but for {' and '.join(families)}: start "
+            f"task.form = {task.form!r} is not for model.family = {family!r}, but for {' and '.join(families)}: start "
             "from such a model"
         )
     if family == "encoder_decoder" and config.data.target_length is None:
         raise UsageError(
-            "data.target_length is missing: an encoder-decoder writes its answers into a row of their own: give the "
-            "tokens of the longest, for example data.target_length=128"
+            "data.target_length is missing: an encoder-decoder has its answers in a row of their own: give the number "
+            "of tokens of the longest answer, for example data.target_length=128"
         )
     check_files_exist(task)
     task = task.model_copy(update={"labels": read_labels(task)})
@@ -93,7 +93,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
 
 
 def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> Any:
-    """Tokenize a file of a run's task into the run directory, once."""
+    """Tokenize a file of a run's task into the run directory, unless this has been done."""
     assert config.task is not None
     folder = run_folder(config) / TASK_CORPORA
     reference = ReferenceModel(config) if config.task.form == "preference" else None
@@ -108,7 +108,7 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
 
 
 def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
-    """Return the change of the objective: answers, or the preference among them, with its options where it has some."""
+    """Return the change of the objective to "answers", or to "preference" with the config's options for it."""
     if task.form != "preference":
         return {"objective": {"name": "answers"}}
     objective = config.objective
@@ -120,7 +120,7 @@ def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 
 
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
-    """Return the changes of model and objective: the task's head in place of all others."""
+    """Return the changes of model and objective that replace all heads by the task's head."""
     name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
     configured = config.model.extra_heads.get(name)
     is_pooled = family == "encoder" and form not in ("tagging", "span_extraction")
@@ -143,13 +143,13 @@ def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 
 
 def head_name(config: Config) -> str:
-    """Return the module name of the task's head; where it pools that of BERT's, whose pooler it goes on from."""
+    """Return the module name of the task's head."""
     is_span = config.task is not None and config.task.form == "span_extraction"
     return "span" if is_span else HEAD_OF_FAMILY[config.model.family]
 
 
 def _train_head_beside_adapters(config: Config) -> Config:
-    """Return the config, in which adapters don't leave the task's head frozen."""
+    """Return the config with the task's head among the weights that are trained beside adapters."""
     lora, pattern = config.model.lora, f"{HEAD_OF_FAMILY[config.model.family]}.*"
     if lora is None or pattern in lora.trained:
         return config
@@ -157,10 +157,10 @@ def _train_head_beside_adapters(config: Config) -> Config:
 
 
 def weights_to_load(config: Config) -> list[str]:
-    """Return patterns of the pretrained weights that fine-tuning starts from; none for a run that starts from nothing.
+    """Return patterns of the pretrained weights to load; none without `train.init_from`.
 
-    These are the stack and, where they are there, BERT's pooler, or the whole head if it was trained for the same
-    labels in the same order.
+    These are the stack of blocks, the language model head if the task uses it, and the task's head if it was trained
+    for the same labels in the same order, otherwise BERT's pooler if stored.
     """
     if config.train.init_from is None:
         return []
@@ -208,7 +208,7 @@ def stored_labels(state: Mapping[str, Any]) -> list[str]:
 
 
 def _with_steps(config: Config) -> Config:
-    """Return the config with steps for the task's epochs, and an evaluation after each of them."""
+    """Return the config with the number of steps for the task's epochs, and an evaluation after each epoch."""
     assert config.task is not None
     _, tokenizer = open_tokenizer(config)
     rows = open_corpora(config, tokenizer).train

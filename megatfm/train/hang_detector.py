@@ -1,6 +1,6 @@
-"""The hang detector: decides from heartbeats and ends which ranks are to blame when a run stands still or falls apart.
+"""The hang detector: decides from the ranks' heartbeats and exits which ranks caused a hang or a failure.
 
-Nothing here touches torch, sockets or clocks.
+It uses neither torch nor sockets nor clocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +10,16 @@ from typing import Any, Self
 
 CAUSE_WINDOW_SECONDS = 0.5
 """How long to wait after the first failure report: ranks that lost a peer may report before the rank that failed."""
+ENDED_SILENTLY = "ended without an error message: it was killed, or it crashed"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
     """State of a rank, sent every few seconds and at each change of phase.
 
-    ticks: how often it has moved on, counted alike on all ranks. age: seconds since it last did. waiting: whether
-    its main thread is inside a collective, and so waits for others. place: the line of megatfm where it is.
+    ticks: number of calls of `RankMonitor.tick`, which all ranks make in the same order. age: seconds since the last
+    progress. waiting: whether the main thread is inside a collective, and so waits for others. place: line of megatfm
+    that it executes.
     """
 
     step: int = 0
@@ -30,9 +32,9 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Reason of a run's end: the ranks to blame (none, where all failed alike) with their hosts, and a line for people.
+    """Cause of a run's end: the ranks to blame (none if all failed alike), their hosts, and a message.
 
-    reporter: the rank that writes it down.
+    hung: True for a hang, False for a failure. reporter: rank that records the diagnosis.
     """
 
     ranks: list[int]
@@ -44,41 +46,43 @@ class Diagnosis:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the diagnosis that `to_dict` gave, from another process. Raises TypeError for other keys."""
+        """Restore a diagnosis from the result of `to_dict`. Raises TypeError for unknown keys."""
         ranks = [rank for first, count in values["ranks"] for rank in range(first, first + count)]
         hosts = [host for host, count in values["hosts"] for _ in range(count)]
         return cls(**{**values, "ranks": ranks, "hosts": hosts})
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON takes them, short where neighbours among many ranks are blamed."""
-        return {**asdict(self), "ranks": _runs_of_ranks(self.ranks), "hosts": _counted(self.hosts)}
+        """Return the fields as JSON's types. Ranks and hosts are run-length encoded, since there may be thousands."""
+        return {**asdict(self), "ranks": _rank_ranges(self.ranks), "hosts": _run_lengths(self.hosts)}
 
 
-def _runs_of_ranks(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, how many follow each other) of ranks."""
-    starts = [rank - place for place, rank in enumerate(ranks)]
-    runs, place = [], 0
-    for _, count in _counted(starts):
-        runs.append((ranks[place], count))
-        place += count
-    return runs
+def _rank_ranges(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Encode ranks as ranges of consecutive ones: (first rank, count)."""
+    starts = [rank - index for index, rank in enumerate(ranks)]  # equal within a range
+    ranges, index = [], 0
+    for _, count in _run_lengths(starts):
+        ranges.append((ranks[index], count))
+        index += count
+    return ranges
 
 
-def _counted(items: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Equal neighbours counted."""
+def _run_lengths(items: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Run-length encode items: (item, number of equal neighbours)."""
     return [(item, len(list(equal))) for item, equal in groupby(items)]
 
 
 @dataclass(eq=False)
 class _Rank:
-    number: int
+    """The detector's knowledge of one rank."""
+
+    rank: int
     name: str
     host: str
     last_heartbeat_at: float
     heartbeat: Heartbeat = Heartbeat()
     exited: bool = False
-    failed_at: float | None = None  # when it failed, or was lost
-    reason: str | None = None  # what it said, if it said anything
+    failed_at: float | None = None  # time at which it failed, or its connection broke
+    reason: str | None = None  # its error; None if only its connection broke
     lost_peer: bool = False
 
     @property
@@ -88,17 +92,17 @@ class _Rank:
     def seconds_without_progress(self, now: float) -> float:
         return self.heartbeat.age + now - self.last_heartbeat_at
 
-    def last_seen(self) -> str:
+    def describe(self) -> str:
         return f"{self.name} at step {self.heartbeat.step}, {self.heartbeat.phase}"
 
 
 @dataclass
 class HangDetector:
-    """Record every rank's heartbeats and ends, and decide which ranks are to blame.
+    """Records the heartbeats and exits of all ranks, and decides which ranks are to blame.
 
-    hosts: by rank. hang_timeout: seconds without a move that count as a hang. heartbeat_timeout: seconds without a
-    heartbeat that count as silence once somebody hangs. relays: by rank, the rank through which it is heard (not given:
-    itself). All times come from the caller's clock.
+    hosts: host of each rank. hang_timeout: seconds without progress after which a rank counts as hung.
+    heartbeat_timeout: seconds without a heartbeat after which a rank counts as silent once a rank hangs. relays: for
+    each rank, the rank that forwards its messages (default: itself). All times are those of the caller's clock.
     """
 
     hosts: Sequence[str]
@@ -112,31 +116,34 @@ class HangDetector:
         self._ranks = [_Rank(n, f"rank {n} on {host}", host, self.start) for n, host in enumerate(self.hosts)]
 
     def record_heartbeat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
-        """Note a rank's heartbeat; now: seconds by the caller's clock."""
+        """Record a rank's heartbeat; now: seconds by the caller's clock."""
         self._ranks[rank].heartbeat, self._ranks[rank].last_heartbeat_at = heartbeat, now
 
     def record_exit(self, rank: int) -> None:
-        """Note that a rank has done its work and exits."""
+        """Record that a rank is done and exits."""
         self._ranks[rank].exited = True
 
     def record_failure(self, rank: int, reason: str | None, now: float, lost_peer: bool = False) -> None:
-        """Note that a rank raised an error, or is gone without a word (no reason). lost_peer: it only lost a peer."""
-        seen = self._ranks[rank]
-        if not seen.exited and seen.failed_at is None:
-            seen.failed_at, seen.reason, seen.lost_peer = now, reason, lost_peer
+        """Record that a rank raised an error, or (reason None) that its connection broke.
+
+        lost_peer: whether its error only reports that another rank is gone.
+        """
+        record = self._ranks[rank]
+        if not record.exited and record.failed_at is None:
+            record.failed_at, record.reason, record.lost_peer = now, reason, lost_peer
 
     def exclude_pause(self, seconds: float) -> None:
-        """Discount seconds in which the detector's own process could not listen: nobody else is to blame for them."""
+        """Discount seconds during which the detector's own process was paused, so that no rank is blamed for them."""
         for rank in self._ranks:
             rank.last_heartbeat_at += seconds
 
     @property
     def all_gone(self) -> bool:
-        """Return whether every rank has left, failed or been lost, so that none is to be waited for."""
+        """Whether every rank has exited or failed."""
         return all(rank.exited or rank.failed_at is not None for rank in self._ranks)
 
     def diagnose(self, now: float) -> Diagnosis | None:
-        """Return why the run ends, once that is clear."""
+        """Return the diagnosis once the cause of a hang or failure is known; None before, and while all is well."""
         ended = sorted((r for r in self._ranks if r.failed_at is not None), key=lambda r: r.failed_at or 0.0)
         if ended:
             if now - (ended[0].failed_at or 0.0) < CAUSE_WINDOW_SECONDS and not self.all_gone:
@@ -144,16 +151,16 @@ class HangDetector:
             return self._diagnose_failures(ended, now)
         if any(
             rank.seconds_without_progress(now) > self.hang_timeout for rank in self._active_ranks()
-        ) and not self._waited_for(now):
+        ) and not self._is_slowest_making_progress(now):
             return self._diagnose_hang(now)
         return None
 
-    def _waited_for(self, now: float) -> bool:
-        """Return whether a rank that others may wait for still gets on, such as with reading a checkpoint."""
+    def _is_slowest_making_progress(self, now: float) -> bool:
+        """Return whether a rank for which others may wait makes progress, for example while it reads a checkpoint."""
         active = self._active_ranks()
-        least = min(rank.heartbeat.ticks for rank in active)
+        min_ticks = min(rank.heartbeat.ticks for rank in active)
         return any(
-            rank.heartbeat.ticks == least
+            rank.heartbeat.ticks == min_ticks
             and not rank.heartbeat.waiting
             and rank.seconds_without_progress(now) <= self.hang_timeout
             for rank in active
@@ -161,7 +168,7 @@ class HangDetector:
 
     def _diagnose_failures(self, ended: list[_Rank], now: float) -> Diagnosis:
         causes = [rank for rank in ended if not rank.lost_peer]
-        if not causes and self._active_ranks():  # they all waited for somebody in vain
+        if not causes and self._active_ranks():  # they only lost a peer, and that is a rank that hasn't ended
             return self._diagnose_hang(now)
         first = (causes or ended)[0]
         if (
@@ -170,47 +177,43 @@ class HangDetector:
             and first.reason
         ):
             return Diagnosis([], [], first.heartbeat.step, first.reason, hung=False)
-        end = (
-            f"failed: {first.reason}"
-            if first.reason
-            else "ended without a word: it was killed, or it crashed"
-        )
-        return self._blame([first], f"{first.last_seen()}: {end}", hung=False)
+        cause = f"failed: {first.reason}" if first.reason else ENDED_SILENTLY
+        return self._blame([first], f"{first.describe()}: {cause}", hung=False)
 
     def _diagnose_hang(self, now: float) -> Diagnosis:
         active = self._active_ranks()
         silent = self._silent_ranks(active, now)
-        least = min(rank.heartbeat.ticks for rank in active)
-        behind = [rank for rank in active if rank.heartbeat.ticks == least]
-        working = [rank for rank in behind if not rank.heartbeat.waiting]
-        blamed = silent or working or behind
+        min_ticks = min(rank.heartbeat.ticks for rank in active)
+        behind = [rank for rank in active if rank.heartbeat.ticks == min_ticks]
+        not_waiting = [rank for rank in behind if not rank.heartbeat.waiting]
+        blamed = silent or not_waiting or behind
         seconds = max(rank.seconds_without_progress(now) for rank in blamed)
         if silent:
             reason = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
         else:
             place = f" ({blamed[0].heartbeat.place})" if blamed[0].heartbeat.place else ""
-            reason = f"has not moved for {seconds:.0f} s{place}; its stack is in the log of the rank"
-        who = ", ".join(rank.last_seen() for rank in blamed[:8])
+            reason = f"has made no progress for {seconds:.0f} s{place}; its stack is in the log of the rank"
+        ranks_text = ", ".join(rank.describe() for rank in blamed[:8])
         more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
-        return self._blame(blamed, f"{who}{more}: {reason}", hung=True)
+        return self._blame(blamed, f"{ranks_text}{more}: {reason}", hung=True)
 
     def _silent_ranks(self, active: Sequence[_Rank], now: float) -> list[_Rank]:
-        """Return the ranks that are not heard, without those that only their silent relay keeps from being heard."""
+        """Return the ranks without recent heartbeats, except those whose relay is itself silent."""
         silent = [rank for rank in active if now - rank.last_heartbeat_at > self.heartbeat_timeout]
-        numbers = {rank.number for rank in silent}
+        silent_ranks = {rank.rank for rank in silent}
         relays = self.relays or range(len(self._ranks))
         return [
-            rank for rank in silent if (relay := relays[rank.number]) == rank.number or relay not in numbers
+            rank for rank in silent if (relay := relays[rank.rank]) == rank.rank or relay not in silent_ranks
         ]
 
     def _active_ranks(self) -> list[_Rank]:
         return [rank for rank in self._ranks if not rank.exited and rank.failed_at is None]
 
     def _blame(self, blamed: list[_Rank], text: str, hung: bool) -> Diagnosis:
-        numbers = [rank.number for rank in blamed]
-        unable = set(numbers) if hung else set()
-        able = (
-            rank.number for rank in self._ranks if not (rank.exited or rank.vanished or rank.number in unable)
+        blamed_ranks = [rank.rank for rank in blamed]
+        hung_ranks = set(blamed_ranks) if hung else set()
+        reporters = (
+            rank.rank for rank in self._ranks if not (rank.exited or rank.vanished or rank.rank in hung_ranks)
         )
         hosts = [rank.host for rank in blamed]
-        return Diagnosis(numbers, hosts, blamed[0].heartbeat.step, text, hung, next(able, 0))
+        return Diagnosis(blamed_ranks, hosts, blamed[0].heartbeat.step, text, hung, next(reporters, 0))

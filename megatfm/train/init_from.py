@@ -1,4 +1,4 @@
-"""Starting from the weights of another run."""
+"""Initializes a model from the weights of another run (`train.init_from`)."""
 
 import json
 import shlex
@@ -21,12 +21,12 @@ from megatfm.registry import did_you_mean
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_LISTED = 6
-"""Names of a kind that are listed; the others are counted."""
+"""Largest number of names that are listed; further ones are only counted."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Names and shapes that a model loads from a checkpoint, that keep their initial values, and that are not used."""
+    """Weights by name: loaded from the checkpoint, missing there (they keep their initial values), and unused."""
 
     source: Path
     loaded: Shapes
@@ -35,7 +35,7 @@ class LoadReport:
 
     @property
     def has_missing(self) -> bool:
-        """Return whether some parameters are not in the checkpoint and stay as they were drawn."""
+        """Whether some of the model's weights are not loaded, and keep their initial values."""
         return bool(self.missing)
 
     def __str__(self) -> str:
@@ -47,38 +47,37 @@ class LoadReport:
         return f"{share}weights of {self.source}"
 
     def lines(self) -> list[str]:
-        """A table for the log."""
+        """Return the report as a table for the log."""
         return [
             f"weights of {self.source}",
-            f"  taken over  {_count(self.loaded)}",
-            f"  drawn       {_count(self.missing)}{_list_names(self.missing)}",
-            f"  left there  {_count(self.unexpected)}{_list_names(self.unexpected)}",
+            f"  loaded       {_count(self.loaded)}",
+            f"  initialized  {_count(self.missing)}{_list_names(self.missing)}",
+            f"  not used     {_count(self.unexpected)}{_list_names(self.unexpected)}",
         ]
 
 
 def origin_of(source: Path, tokenizer: str) -> JsonValue:
-    """Return a checkpoint's record of the folder that its model came from; None if the run has another tokenizer (its
-    hash). A collective."""
+    """Return the checkpoint's record of the Hugging Face folder from which its model was converted; None if there is
+    none, or if the run's tokenizer (given by its hash) differs. A collective."""
     state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))
     return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
 
 def identity_of(source: Path) -> JsonValue:
-    """Return what a checkpoint of adapters says of the one that they are beside: its folder, and the hash of its
-    metadata, which has the hash of each file. A collective."""
+    """Return how a checkpoint of adapters identifies its base checkpoint: by folder, and by the hash of the metadata,
+    which contains the hashes of all files. A collective."""
     digest = run_on_rank_0_raising(lambda: blake3((source / METADATA_FILENAME).read_bytes()).hexdigest())
     return {"checkpoint": str(source.absolute()), "blake3": digest}
 
 
 def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ()) -> "LoadReport":
-    """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision.
+    """Load the engine's weights, but no optimizer state, from a run or checkpoint of any layout and precision.
 
-    only: patterns over names, such as "decoder.*", of the weights that are taken over; the others stay as they are.
-    Raises UsageError if one that is wanted is not there, or has another shape. A collective.
+    patterns: patterns of names, such as "decoder.*", of the weights to load; the others keep their values. Raises
+    UsageError if one of them is missing, or has another shape. A collective.
     """
-    source = run_on_rank_0_raising(
-        lambda: checkpoint.find_checkpoint(path)
-    )  # the run there may save meanwhile
+    # On one rank: the other run may save a newer checkpoint at this moment.
+    source = run_on_rank_0_raising(lambda: checkpoint.find_checkpoint(path))
     stored = {
         name.removeprefix("model."): tuple(shape)
         for name, (_, shape) in run_on_rank_0_raising(lambda: checkpoint.names(source)).items()
@@ -95,51 +94,29 @@ def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ())
 def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source: Path) -> LoadReport:
     """Match a model's weights with a checkpoint's: all, or those whose names match a pattern of `only`.
 
-    Raises UsageError that says what of them is not there, and which patterns would do.
+    Raises UsageError that names missing or mismatched weights, and suggests patterns that would work.
     """
     _check_adapters(expected, stored, source)
-    sought = {name: s for name, s in expected.items() if name in stored or not name.endswith(FACTORS)}
-    selected = {name for name in sought if not only or any(fnmatchcase(name, pattern) for pattern in only)}
+    # Adapters that the run adds need not be in the checkpoint.
+    required = {name: s for name, s in expected.items() if name in stored or not name.endswith(FACTORS)}
+    selected = {name for name in required if not only or any(fnmatchcase(name, pattern) for pattern in only)}
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in expected):
-            loadable = ", ".join(map(repr, _loadable_patterns(sought, stored) or ["decoder.*"]))
+            loadable = ", ".join(map(repr, _loadable_patterns(required, stored) or ["decoder.*"]))
             raise UsageError(
                 f"train.init_include: {pattern!r} matches none of the model's weights"
                 f"{did_you_mean(pattern, expected)}; patterns are such as {loadable}"
             )
-    unfit = [name for name in expected if name in selected and stored.get(name) != expected[name]]
-    if unfit:
+    mismatched = [name for name in expected if name in selected and stored.get(name) != expected[name]]
+    if mismatched:
         mismatches = [
             f"{name} is {list(stored[name])} there and {list(expected[name])} here"
             if name in stored
             else f"it has no {name}"
-            for name in unfit[:3]
+            for name in mismatched[:3]
         ]
-        more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
-        patterns = _loadable_patterns(sought, stored)
-        source_checkpoint, model = _top_modules(stored), _top_modules(expected)
-        experts_there, experts_here = ({n for n in s if ".ffn.experts." in n} for s in (stored, expected))
-        if experts_there and not experts_here:
-            advice = (
-                "these are the weights of a mixture of experts, and the model is dense, which can't have them: set "
-                "model.ffn.name = 'moe' with its sizes, or take the weights of a dense model"
-            )
-        elif experts_here and not experts_there:
-            advice = (
-                "these are the weights of a dense model, and this one has experts: `megatfm convert "
-                f"{shlex.quote(str(source))} NEW --to moe --experts N` makes a mixture that computes the same"
-            )
-        elif patterns:
-            advice = (
-                f"name the weights to take over, {shlex.quote(f'train.init_include={json.dumps(patterns)}')}"
-            )
-        elif model - source_checkpoint:
-            advice = (
-                f"these are the weights of another model.family ({', '.join(sorted(source_checkpoint))}; here "
-                f"{', '.join(sorted(model))}): choose that one, or take the weights of a run of this one"
-            )
-        else:
-            advice = "take the weights of a model of these sizes, or choose its sizes"
+        more = f" and {len(mismatched) - 3} more" if len(mismatched) > 3 else ""
+        advice = _mismatch_advice(expected, stored, _loadable_patterns(required, stored), source)
         raise UsageError(f"train.init_from = {source}: {'; '.join(mismatches)}{more}: {advice}")
     return LoadReport(
         source,
@@ -149,13 +126,39 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
     )
 
 
-def _check_adapters(wanted: Shapes, stored: Shapes, source: Path) -> None:
-    """Raise a UsageError for adapters that the model would start without."""
-    lost = sorted(name for name in stored if name.endswith(FACTORS) and name not in wanted)
-    if lost:
+def _mismatch_advice(expected: Shapes, stored: Shapes, patterns: Sequence[str], source: Path) -> str:
+    """Return what to do about weights that don't fit. patterns: modules that could be loaded."""
+    stored_modules, model_modules = _top_modules(stored), _top_modules(expected)
+    stored_has_experts, model_has_experts = (
+        any(".ffn.experts." in name for name in shapes) for shapes in (stored, expected)
+    )
+    if stored_has_experts and not model_has_experts:
+        return (
+            "these are the weights of a mixture of experts, but the model is dense: set model.ffn.name = 'moe' with "
+            "its sizes, or use the weights of a dense model"
+        )
+    if model_has_experts and not stored_has_experts:
+        return (
+            "these are the weights of a dense model, but this one has experts: `megatfm convert "
+            f"{shlex.quote(str(source))} NEW --to moe --experts N` makes a mixture that computes the same"
+        )
+    if patterns:
+        return f"name the weights to load, {shlex.quote(f'train.init_include={json.dumps(patterns)}')}"
+    if model_modules - stored_modules:
+        return (
+            f"these are the weights of another model.family ({', '.join(sorted(stored_modules))}; here "
+            f"{', '.join(sorted(model_modules))}): choose that family, or use the weights of a run of this one"
+        )
+    return "use the weights of a model of the same sizes, or choose its sizes"
+
+
+def _check_adapters(expected: Shapes, stored: Shapes, source: Path) -> None:
+    """Raise UsageError if the checkpoint has adapters that the model lacks."""
+    ignored = sorted(name for name in stored if name.endswith(FACTORS) and name not in expected)
+    if ignored:
         raise UsageError(
-            f"train.init_from = {source}: has an adapter, {lost[0]}, that this model lacks, so it would be another: "
-            f"merge it first, `megatfm convert {shlex.quote(str(source))} NEW --to megatfm`, or keep its [model.lora]"
+            f"train.init_from = {source}: has an adapter, {ignored[0]}, without which it would be another model: merge "
+            f"it first, `megatfm convert {shlex.quote(str(source))} NEW --to megatfm`, or keep its [model.lora]"
         )
 
 
@@ -164,7 +167,7 @@ def _top_modules(shapes: Shapes) -> set[str]:
 
 
 def _loadable_patterns(expected: Shapes, stored: Shapes) -> list[str]:
-    """Return patterns of a model's modules that are completely in a checkpoint, with the same shapes."""
+    """Return the patterns of those top modules of a model that can be loaded completely from a checkpoint."""
     modules: dict[str, bool] = {}
     for name, shape in expected.items():
         module = name.partition(".")[0]

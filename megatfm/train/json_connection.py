@@ -1,4 +1,4 @@
-"""Connections between threads of ranks that carry JSON objects, one a line, and never wait."""
+"""Non-blocking socket connections that carry JSON objects, one per line, between the rank monitor's threads."""
 
 import contextlib
 import json
@@ -7,17 +7,17 @@ import time
 from typing import Any
 
 LINE_BYTES = 64 * 1024
-"""Longest message of a peer that nobody knows yet, and what is read at once."""
+"""Longest message that is accepted from an unidentified peer, and size of one read."""
 MESSAGE_BYTES = 64 * 2**20
-"""Longest message of one that is known."""
+"""Longest message that is accepted from an identified peer."""
 
 Message = dict[str, Any]
 
 
 class JsonConnection:
-    """One end of a connection that carries JSON objects, one a line. Never waits.
+    """One end of a non-blocking connection that carries JSON objects, one per line.
 
-    line_bytes: the longest line that is received.
+    line_bytes: longest line that is accepted.
     """
 
     def __init__(self, connection: socket.socket, line_bytes: int = MESSAGE_BYTES) -> None:
@@ -28,38 +28,38 @@ class JsonConnection:
         self._unread = self._unsent = b""
 
     def fileno(self) -> int:
-        """The socket's descriptor, by which a selector waits for the connection."""
+        """Return the socket's descriptor, for selectors."""
         return self.connection.fileno()
 
     def send(self, message: Message) -> bool:
-        """Send a message, or drop it whole, and return whether it was taken: a peer whose buffer is full, or that is
-        gone, is found out by silence."""
-        if (
-            self._unsent and not self._send_on()
-        ):  # the end of one, without which the next would be glued to it
+        """Send a message, or drop it if the peer's buffer is full or the peer is gone; return whether it was sent.
+
+        A message of which only a part could be sent counts as sent; the next call sends the remainder first.
+        """
+        if self._unsent and not self._send_unsent():
             return False
         self._unsent = json.dumps(message).encode() + b"\n"
         length = len(self._unsent)
-        self._send_on()
+        self._send_unsent()
         if len(self._unsent) == length:
             self._unsent = b""
             return False
         return True
 
     def send_last(self, message: Message, deadline: float) -> None:
-        """Send a message to its end, until a time of time.monotonic()."""
+        """Send a message completely, waiting until `deadline` (time.monotonic()) at most."""
         with contextlib.suppress(OSError, ValueError):
             data = self._unsent + json.dumps(message).encode() + b"\n"
             self.connection.settimeout(max(0.1, deadline - time.monotonic()))
             self.connection.sendall(data)
 
-    def _send_on(self) -> bool:
+    def _send_unsent(self) -> bool:
         with contextlib.suppress(OSError):
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
         return not self._unsent
 
     def receive(self) -> list[Message] | None:
-        """Return the messages since the last call, or None when the other end is closed (or talks nonsense)."""
+        """Return the messages since the last call; None if the peer has closed, or sent something invalid."""
         try:
             data = self.connection.recv(LINE_BYTES)
         except BlockingIOError:
@@ -76,10 +76,10 @@ class JsonConnection:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
-        """Stop sending, and wake the peer that waits for more. What was sent still arrives."""
+        """Shut the connection down, which wakes the peer. Data that was sent still arrives."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(how)
 
     def close(self) -> None:
-        """Give the descriptor back at once, whatever is still unread."""
+        """Close the descriptor at once, even if data is still unread."""
         self.connection.close()

@@ -1,4 +1,4 @@
-"""Training loss of each corpus of a mixture: which rows of a step are of which corpus."""
+"""Training loss by corpus of a mixture: which rows of a step come from which corpus."""
 
 from megatfm.config import Config
 from megatfm.data.loader import DataLoader
@@ -9,7 +9,7 @@ from megatfm.train.corpora import Corpora
 
 
 class MixtureSources:
-    """Names the corpus of each row where `log.loss_by_source` asks for it; `note` says for the log why it can't."""
+    """Looks up the corpus of each row, for `log.loss_by_source`. `note`: for the log, why this is impossible, if so."""
 
     def __init__(self, config: Config, corpora: Corpora) -> None:
         self._mixture = corpora.train if isinstance(corpora.train, Mixture) else None
@@ -18,10 +18,10 @@ class MixtureSources:
             self._mixture = None
         if self._mixture and (reason := _conflict(config, corpora)):
             self._mixture = None
-            self.note = f"log.loss_by_source: the loss is not told by corpus, since {reason}"
+            self.note = f"log.loss_by_source: the loss can't be split by corpus, since {reason}"
 
     def of_rows(self, loader: DataLoader) -> RowSources | None:
-        """The corpora of the rows that the loader gave last; None if they are not requested."""
+        """Return the corpus of each row in the loader's last batch; None if this is off or impossible."""
         if not self._mixture:
             return None
         sources = [self._mixture.row_sources(positions) for positions in loader.row_positions]
@@ -29,14 +29,12 @@ class MixtureSources:
 
 
 def _conflict(config: Config, corpora: Corpora) -> str:
-    """Return why losses can't be separated by rows; "" if they can."""
+    """Return why losses can't be split by rows; "" if they can."""
     engine = config.parallel.engine
     if not corpora.objective.predicts_tokens:
-        return (
-            f"objective.name = {config.objective.name!r} predicts no tokens by the head over the vocabulary"
-        )
+        return f"objective.name = {config.objective.name!r} doesn't predict tokens by the head over the vocabulary"
     if config.train.cuda_graphs:
-        return "train.cuda_graphs = true repeats passes as they were recorded"
+        return "train.cuda_graphs = true replays recorded passes"
     if not ENGINES.has(engine, "loss_by_source"):
         return f"parallel.engine = {engine!r} does not declare it among its features"
     return ""

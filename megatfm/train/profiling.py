@@ -1,5 +1,5 @@
-"""Diagnosis of memory and time: an out-of-memory error in one line with a snapshot, a profile of chosen steps, and the
-collectives that were in flight when a run hung.
+"""Diagnosis of memory and time: out-of-memory errors with a snapshot, profiles of chosen steps, and NCCL's flight
+recorder for hangs.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from megatfm.tracking.run_directory import RunDirectory
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 SNAPSHOT_DIR = "memory"
-"""Folder of a run's directory that is there once a rank has run out of memory on a GPU."""
+"""Folder in the run directory for memory snapshots; it exists once a rank has run out of GPU memory."""
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let glibc keep freed blocks of up to 32 MB instead of giving them back to the system, where a CPU computes.
+    """On a CPU device, let glibc keep freed blocks of up to 32 MB instead of returning them to the system.
 
     Otherwise every large activation is mapped, zeroed page by page and unmapped again: 5 to 10 % of a CPU step.
-    Does nothing where the C library is not glibc.
+    Does nothing with another C library.
     """
     if device.type != "cpu":
         return
@@ -42,7 +42,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 
 def should_record_allocations(folder: Path, requested: bool) -> bool:
-    """Return whether to record where allocations come from: on request, and once a run has run out of memory."""
+    """Return whether to record allocations: on request, and after the run has run out of memory."""
     return requested or (folder / SNAPSHOT_DIR).is_dir()
 
 
@@ -69,10 +69,10 @@ def memory_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error into one line, and on a GPU write a snapshot of the memory.
+    """Turn an out-of-memory error into a MegatfmError with advice; on a GPU, also write a memory snapshot.
 
-    The snapshot is memory/rank-K.pickle of the run directory, for https://pytorch.org/memory_viz; what
-    `record_allocations` remembers is in it. Raises MegatfmError.
+    The snapshot is memory/rank-K.pickle in the run directory, for https://pytorch.org/memory_viz. It contains what
+    `record_allocations` has recorded.
     """
     try:
         yield
@@ -84,7 +84,7 @@ def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iter
         snapshot = _snapshot(folder, rank) if device.type == "cuda" else ""
         raise MegatfmError(
             f"rank {rank} is out of memory: it held {allocated_bytes / 2**30:.3g} GiB{requested_bytes}{snapshot}. "
-            "Lower train.micro_batch, set train.recompute = 'full', or spread the model out: a higher parallel.zero, "
+            "Lower train.micro_batch, set train.recompute = 'full', or shard the model more: a higher parallel.zero, "
             "parallel.dp_shard, parallel.tp or parallel.pp"
         ) from error
 
@@ -103,26 +103,26 @@ def _requested_memory(error: BaseException) -> str | None:
 
 
 def _snapshot(folder: Path, rank: int) -> str:
-    """Write the GPU's memory snapshot and say where it is."""
+    """Write the GPU's memory snapshot; return the end of the error message, which says where it is."""
     path = folder / SNAPSHOT_DIR / f"rank-{rank}.pickle"
     try:
         path.parent.mkdir(exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError) as error:
-        return f"; what is in it could not be written to {path}: {error}"
-    return f"; what is in it: {path}"
+        return f"; a memory snapshot could not be written to {path}: {error}"
+    return f"; memory snapshot: {path}"
 
 
 FLIGHT_RECORDER_VARS = {
-    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),  # collectives that are remembered
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),  # number of recorded collectives
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{folder}/logs/nccl-"),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": ("", "1"),
 }
-"""Variable → its older name, and its value."""
+"""Variable → (older name, value)."""
 
 
 def start_flight_recorder(folder: Path, device: str) -> None:
-    """Switch on NCCL's flight recorder of collectives, before the process group is made. Existing settings stay.
+    """Switch on NCCL's flight recorder of collectives, before the process group is created. Keeps existing settings.
 
     A rank whose collective times out leaves `logs/nccl-RANK`, a pickle for torch's flight recorder analyzer.
     """
@@ -147,11 +147,10 @@ def dump_flight_recorder(file: int, rank: int) -> None:
 
 
 class StepProfile:
-    """While entered, records a torch profile of steps first … end−1 of "first:end" (`log.profile`) into
-    profile/rank-K-steps-FIRST-END.json (a Chrome trace); where the run comes to them again, after a rollback or a
-    restart, into another file beside it.
+    """Context manager that records a torch profile of the steps first … end−1 of `log.profile` = "first:end".
 
-    Call `before_step(step)` ahead of each step.
+    Writes profile/rank-K-steps-FIRST-END.json, a Chrome trace. If the steps are repeated, after a rollback or restart,
+    writes another file beside it. Call `before_step(step)` before each step.
     """
 
     def __init__(self, steps: str | None, run: RunDirectory, device: torch.device) -> None:
@@ -165,7 +164,7 @@ class StepProfile:
         return self
 
     def before_step(self, step: int) -> None:
-        """Start or end the recording if this step is the first or the one after the last."""
+        """Start the recording before the first step of the range, and end it after the last."""
         if self._first <= step < self._end and self._profile is None:
             cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._profile = profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)

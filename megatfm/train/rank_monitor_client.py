@@ -1,8 +1,8 @@
-"""The rank monitor: when one rank raises, dies, is stopped or falls behind, all others end soon and name it.
+"""The rank monitor, a watchdog: when a rank raises, dies, is stopped or hangs, all others soon end and name it.
 
-Every rank has a thread that sends its main thread's progress to rank 0's server, over connections that no collective
-uses: on rank 0's machine directly, on others through a relay in the first rank there. The server's diagnosis ends every
-rank: by an exception where the main thread can still take one, else at once.
+On every rank, a thread sends heartbeats with the main thread's progress to a server on rank 0, over connections of its
+own. Ranks on other machines send them through a relay in the first rank there. The server's diagnosis ends every rank:
+by an exception if the main thread can still raise one, else by exiting the process.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from megatfm.errors import EXIT_FAILED, MegatfmError
 from megatfm.files import open_nofollow
 from megatfm.object_collectives import all_gather, machine, run_on_all_ranks, run_on_rank_0_raising
 from megatfm.parallel.distributed import ProcessInfo
-from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, Diagnosis, Heartbeat
+from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, ENDED_SILENTLY, Diagnosis, Heartbeat
 from megatfm.train.json_connection import JsonConnection
 from megatfm.train.profiling import dump_flight_recorder
 from megatfm.train.rank_monitor_server import RankMonitorRelay, RankMonitorServer
@@ -36,17 +36,17 @@ from megatfm.train.rank_monitor_server import RankMonitorRelay, RankMonitorServe
 log = logging.getLogger("megatfm")
 
 EXIT_GRACE_SECONDS = 2.0
-"""How long a main thread may take after a diagnosis to end in good order."""
+"""Time that the main thread has after a diagnosis to end by an exception."""
 EXIT_DELAY_OF_OTHERS_SECONDS = 1.0
-"""Ranks that did not cause the failure exit this much later: launchers report the first that exits as the cause."""
+"""Delay of ranks that did not cause the failure: launchers report the first rank that exits as the cause."""
 MAX_TORCH_FRAMES = 3
-"""Frames in which torch.distributed marks a main thread as waiting for others."""
+"""Number of innermost frames that are searched for torch.distributed, where a main thread waits for other ranks."""
 WAITING_CALLS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
-"""Calls of an innermost line that waits: for a collective, or for a device that itself waits in one."""
+"""Calls that wait for a collective, or for a device that itself waits in one."""
 
-LOST_BY_GLOO = ("/gloo/", "Gloo", "recvBytes", "sendBytes")
-"""Words in the errors of gloo and of the store, which have no type of their own."""
-LOST_BY_NCCL = (
+GLOO_PEER_LOSS = ("/gloo/", "Gloo", "recvBytes", "sendBytes")
+"""Texts in errors of gloo and of the store after a peer is gone; these errors have no type of their own."""
+NCCL_PEER_LOSS = (
     "remote error",
     "ncclRemoteError",
     "remote process",
@@ -55,41 +55,42 @@ LOST_BY_NCCL = (
     "imeout",
     "timed out",
 )
-"""Words in an error of NCCL that comes from another rank's end."""
+"""Texts in errors of NCCL after a peer is gone."""
 
 Report = Callable[[str, int, list[int], list[str]], None]
-"""Takes why the run ends, at which step, and which ranks on which hosts are to blame."""
+"""Function that records a diagnosis: its text, its step, and the ranks to blame with their hosts."""
 
 
 class RankMonitor:
-    """While entered, this rank is watched by the others. Entering is a collective.
+    """Context manager: while it is active, the ranks watch each other. Entering it is a collective.
 
-    hang_timeout: seconds without progress after which a rank counts as hung. Leaving with an error notifies the other
-    ranks; where that error only comes from a lost peer, a MegatfmError that names the cause replaces it."""
+    hang_timeout: seconds without progress after which a rank counts as hung. Leaving it with an error notifies the
+    other ranks. If the error only reports a lost peer, a MegatfmError that names the cause replaces it.
+    """
 
     def __init__(self, rank: ProcessInfo, hang_timeout: float) -> None:
         self._rank, self._hang_timeout = rank, hang_timeout
         self._heartbeat_interval = min(5.0, max(0.1, hang_timeout / 10))
         self._min_heartbeat_gap = max(
             0.1, 0.002 * rank.world_size
-        )  # between heartbeats at steps: rank 0 hears all of them
+        )  # rank 0 receives the heartbeats of all ranks
         self._step, self._phase, self._ticks = 0, "start", 0
         self._last_progress = self._last_heartbeat = time.monotonic()
         self._main = threading.get_ident()
         self._log: int | None = None
         self._report: Report | None = None
         self.progress: Callable[[], int] = lambda: 0
-        """Counts what the process gets done between two ticks, such as bytes of a checkpoint: while it grows, the rank
-        isn't hung."""
+        """Function that returns a counter of progress within a phase, such as bytes of a checkpoint. While the counter
+        grows, the rank isn't hung."""
         self._progress = 0
         self.save_thread_id: Callable[[], int | None] = lambda: None
-        """Returns the background save thread, whose stack shows during a save where the work is done."""
+        """Function that returns the id of the background save thread, whose stack matters during a save."""
         self._lock = threading.Lock()
         self._leaving = threading.Event()
-        self._finished = threading.Event()  # a diagnosis, or the end of all ranks
+        self._finished = threading.Event()  # set after a diagnosis, or when all ranks have exited
         self._diagnosis: Diagnosis | None = None
         self._hub: RankMonitorServer | RankMonitorRelay | None = (
-            None  # that others reach through this process
+            None  # the server or relay in this process, if any
         )
 
     def __enter__(self) -> Self:
@@ -106,9 +107,7 @@ class RankMonitor:
         self._leaving.set()
         self._send({"heartbeat": self._heartbeat(time.monotonic()).__dict__})
         self._send({"bye": True} if error is None else {"failed": _one_line(error), "lost_peer": lost_peer})
-        if (
-            self._hub and error is None
-        ):  # the others may still have something to do, and are heard through this process
+        if self._hub and error is None:  # others still send their messages through this process
             self._finished.wait()
         elif self._hub or lost_peer:
             self._finished.wait(CAUSE_WINDOW_SECONDS + EXIT_GRACE_SECONDS)
@@ -123,17 +122,16 @@ class RankMonitor:
             raise MegatfmError(self._diagnosis.text) from error
 
     def tick(self, step: int, phase: str) -> None:
-        """Record that the main thread moved on; called alike on all ranks."""
-        new = phase != self._phase
+        """Record progress of the main thread. All ranks must call this in the same order."""
+        is_new_phase = phase != self._phase
         self._step, self._phase, self._last_progress = step, phase, time.monotonic()
         self._ticks += 1
-        if (
-            new or self._last_progress - self._last_heartbeat > self._min_heartbeat_gap
-        ):  # so that a sudden death is placed rightly
+        # At once, so that a sudden death is reported with the right phase.
+        if is_new_phase or self._last_progress - self._last_heartbeat > self._min_heartbeat_gap:
             self._send({"heartbeat": self._heartbeat(self._last_progress).__dict__})
 
     def attach_run_log(self, path: Path, report: Report) -> None:
-        """Write stacks to this file from now on; one of the ranks that are left calls `report`."""
+        """Write stacks to this file from now on. After a diagnosis, one of the remaining ranks calls `report`."""
         self._log = open_nofollow(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._report = report
         self._rearm_gil_watchdog()
@@ -142,14 +140,14 @@ class RankMonitor:
 
     def _connect(self) -> None:
         """Start the server on rank 0 and relays on other nodes, and connect to the nearest. A collective."""
-        me, places = self._rank.rank, all_gather((socket.gethostname(), machine()))
-        self._hosts = [host for host, _ in places]
-        self._relays = find_relays([place for _, place in places])
-        single_host = len({place for _, place in places}) == 1
+        own_rank, host_names = self._rank.rank, all_gather((socket.gethostname(), machine()))
+        self._hosts, machines = [host for host, _ in host_names], [name for _, name in host_names]
+        self._relays = find_relays(machines)
+        single_host = len(set(machines)) == 1
         endpoint, hub_endpoint = socket.socketpair()
 
         def start_server() -> tuple[str, int]:
-            token, listener = secrets.token_hex(16), _listen(single_host) if len(places) > 1 else None
+            token, listener = secrets.token_hex(16), _listen(single_host) if len(machines) > 1 else None
             self._hub = RankMonitorServer(
                 self._hosts,
                 self._hang_timeout,
@@ -172,21 +170,21 @@ class RankMonitor:
         else:
             endpoint.close()
             hub_endpoint.close()
-            relay = self._relays[me]
-            endpoint = self._dial(*addresses[0 if relay == me else relay])
+            relay = self._relays[own_rank]
+            endpoint = self._dial(*addresses[0 if relay == own_rank else relay])
         self._connection = JsonConnection(endpoint)
-        self._connection.send({"rank": me, "token": token})
+        self._connection.send({"rank": own_rank, "token": token})
 
     def _start_relays(self, token: str, server: tuple[str, int]) -> dict[int, tuple[str, int]]:
-        """Start a relay where others are heard through this rank; returns where they are. A collective."""
-        me = self._rank.rank
-        ranks = [rank for rank, relay in enumerate(self._relays) if relay == me]
+        """Start a relay if this rank is one; return all relays' addresses, rank → (address, port). A collective."""
+        own_rank = self._rank.rank
+        ranks = [rank for rank, relay in enumerate(self._relays) if relay == own_rank]
 
         def start() -> int:
-            if me == 0 or len(ranks) < 2:
+            if own_rank == 0 or len(ranks) < 2:
                 return 0
             upstream = JsonConnection(self._dial(*server))
-            upstream.send({"rank": me, "token": token})
+            upstream.send({"rank": own_rank, "token": token})
             listener = _listen(single_host=True)
             self._hub = RankMonitorRelay(
                 ranks, self._hang_timeout, self._heartbeat_interval, token, listener, upstream, self._warn
@@ -202,28 +200,30 @@ class RankMonitor:
         except OSError as error:
             raise MegatfmError(
                 f"rank {self._rank.rank} on {socket.gethostname()} can't reach the rank monitor at {address}:{port} "
-                f"({error.strerror or error}): it needs any port of rank 0's machine"
+                f"({error.strerror or error}): all ports of rank 0's machine must be open to the other nodes"
             ) from error
 
     # ------------------------------------------------------------------------------------------ in the thread
 
     def _watch(self) -> None:
-        heard = last = next_heartbeat = time.monotonic()
+        last_message = last = next_heartbeat = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
         while self._diagnosis is None and not self._finished.is_set():
             readable = selector.select(self._heartbeat_interval / 2)
             now = time.monotonic()
             if now - last > 2 * self._heartbeat_interval + 1:
-                heard += now - last  # we were stopped ourselves
+                last_message += now - last  # this process was paused
             last = now
             if self._finished.is_set():
                 break
             if readable:
-                heard = now
+                last_message = now
                 self._receive()
-            elif now - heard > self._hang_timeout + 3 * self._heartbeat_interval:
-                self._diagnose_loss(self._nearest, f"no sign of life for {now - heard:.0f} s", hung=True)
+            elif now - last_message > self._hang_timeout + 3 * self._heartbeat_interval:
+                self._diagnose_loss(
+                    self._nearest, f"no sign of life for {now - last_message:.0f} s", hung=True
+                )
             if now >= next_heartbeat:
                 next_heartbeat = now + self._heartbeat_interval
                 self._send({"heartbeat": self._heartbeat(now).__dict__})
@@ -237,9 +237,7 @@ class RankMonitor:
     def _receive(self) -> None:
         messages = self._connection.receive()
         if messages is None:
-            self._diagnose_loss(
-                self._nearest, "ended without a word: it was killed, or it crashed", hung=False
-            )
+            self._diagnose_loss(self._nearest, ENDED_SILENTLY, hung=False)
         for message in messages or ():
             if "diagnosis" in message:
                 self._diagnosis = Diagnosis.from_dict(message["diagnosis"])
@@ -250,13 +248,13 @@ class RankMonitor:
 
     @property
     def _nearest(self) -> int:
-        """The rank whose process this one is heard through: its node's relay, or rank 0."""
+        """The rank to which this one is connected: its node's relay, or rank 0."""
         relay = self._relays[self._rank.rank]
         return 0 if relay == self._rank.rank else relay
 
-    def _diagnose_loss(self, rank: int, what: str, hung: bool) -> None:
-        """Blame a rank through which this one is heard. Rank 0 hears of a relay's loss as well, and reports it."""
-        text = f"rank {rank} on {self._hosts[rank]} at step {self._step}, {self._phase}: {what}"
+    def _diagnose_loss(self, rank: int, reason: str, hung: bool) -> None:
+        """Blame the lost server or relay, rank `rank`. If it is a relay, rank 0 notices, too, and reports it."""
+        text = f"rank {rank} on {self._hosts[rank]} at step {self._step}, {self._phase}: {reason}"
         self._diagnosis = self._diagnosis or Diagnosis(
             [rank], [self._hosts[rank]], self._step, text, hung, reporter=0 if rank else 1
         )
@@ -271,7 +269,7 @@ class RankMonitor:
             faulthandler.dump_traceback(self._file(), all_threads=True)
             dump_flight_recorder(self._file(), own_rank)
         if own_rank == diagnosis.reporter and self._report:
-            with contextlib.suppress(MegatfmError, OSError):  # a full disk must not keep us from ending
+            with contextlib.suppress(MegatfmError, OSError):  # a full disk must not prevent the exit
                 self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts)
         self._finished.set()
         if self._leaving.wait(EXIT_GRACE_SECONDS / 4 if diagnosis.hung else EXIT_GRACE_SECONDS):
@@ -286,9 +284,9 @@ class RankMonitor:
         self._last_heartbeat = now
         if (progress := self.progress()) != self._progress:
             self._progress, self._last_progress = progress, now
-        working = self.save_thread_id() if self._phase == "save" else None
+        save_thread = self.save_thread_id() if self._phase == "save" else None
         frames = sys._current_frames()
-        is_waiting, place = _describe_thread(frames.get(working or self._main) or frames.get(self._main))
+        is_waiting, place = _describe_thread(frames.get(save_thread or self._main) or frames.get(self._main))
         return Heartbeat(self._step, self._phase, self._ticks, now - self._last_progress, is_waiting, place)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -296,9 +294,9 @@ class RankMonitor:
             self._connection.send(message)
 
     def _rearm_gil_watchdog(self) -> None:
-        """Arm faulthandler's timer anew, which dumps all stacks and exits if a call never releases the GIL.
+        """Restart faulthandler's timer, which dumps all stacks and exits if a call never releases the GIL.
 
-        It fires after the hang timeout, so that the server has diagnosed the silence by then.
+        It fires later than the hang timeout, after the server has diagnosed the silence.
         """
         faulthandler.dump_traceback_later(1.2 * self._hang_timeout + 1, exit=True, file=self._file())
 
@@ -306,30 +304,27 @@ class RankMonitor:
         return 2 if self._log is None else self._log
 
     def _warn(self, text: str) -> None:
-        """Tell the people who run it, past logging."""
+        """Print a warning without `logging`, whose lock the stuck main thread may hold."""
         os.write(2, f"warning: {text}\n".encode())
         self._write(f"{text}\n")
 
     def _write(self, text: str) -> None:
-        """Write to the log past logging, whose lock the stuck main thread may hold."""
+        """Write to the log file without `logging`, whose lock the stuck main thread may hold."""
         if self._log is not None:
             with contextlib.suppress(OSError):
                 os.write(self._log, text.encode())
 
 
 def find_relays(machines: Sequence[str]) -> list[int]:
-    """Return by rank the rank through which the server hears it: itself on rank 0's machine, else the first there."""
-    first: dict[str, int] = {}
-    for rank, machine_of_rank in enumerate(machines):
-        first.setdefault(machine_of_rank, rank)
+    """Return each rank's relay: the first rank on its machine; on rank 0's machine, the rank itself (no relay)."""
     return [
-        rank if machine_of_rank == machines[0] else first[machine_of_rank]
+        rank if machine_of_rank == machines[0] else machines.index(machine_of_rank)
         for rank, machine_of_rank in enumerate(machines)
     ]
 
 
 def _listen(single_host: bool) -> socket.socket:
-    """A listening socket: for this machine's own ranks only where there are no others."""
+    """Return a listening socket; if all ranks are on one machine, on its loopback address."""
     if single_host:
         return socket.create_server(("127.0.0.1", 0), backlog=1024)
     if socket.has_dualstack_ipv6():
@@ -338,10 +333,10 @@ def _listen(single_host: bool) -> socket.socket:
 
 
 def _describe_thread(frame: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread waits in torch.distributed or for its device, and the innermost line of megatfm."""
+    """Return whether a thread waits in torch.distributed or for its device, and its innermost line in megatfm."""
     is_waiting, depth = False, 0
     if frame is not None:
-        # Between two lines Python may not know which one a thread is at.
+        # Between two lines, f_lineno may be None.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
         is_waiting = WAITING_CALLS.search(line) is not None
     while frame is not None:
@@ -357,22 +352,17 @@ def _describe_thread(frame: FrameType | None) -> tuple[bool, str]:
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, is a collective's that broke off: the failure of another rank, then.
+    """Return whether an error, or its cause, means that a collective lost a peer, so that another rank has failed.
 
-    An error of this rank's own GPU comes out of NCCL as well, and a plugin's may speak of connections: neither is one.
+    Errors of this rank's own GPU that NCCL reports, and errors of plugins that mention connections, don't count.
     """
     while error is not None:
         text = str(error)
-        if isinstance(error, RuntimeError) and "NCCL error" in text:
-            is_connection_lost = any(word in text for word in LOST_BY_NCCL)
-        elif isinstance(error, RuntimeError):  # as dist.DistError is
-            is_connection_lost = isinstance(error, dist.DistError) or any(
-                word in text for word in LOST_BY_GLOO
-            )
-        else:
-            is_connection_lost = False
-        if is_connection_lost:
-            return True
+        if isinstance(error, RuntimeError):
+            texts = NCCL_PEER_LOSS if "NCCL error" in text else GLOO_PEER_LOSS
+            is_dist_error = isinstance(error, dist.DistError) and "NCCL error" not in text
+            if is_dist_error or any(peer_loss in text for peer_loss in texts):
+                return True
         error = error.__cause__ or error.__context__
     return False
 

@@ -1,8 +1,9 @@
-"""The rank monitor's server: a thread of rank 0 that receives every rank's heartbeats over TCP and broadcasts the
-diagnosis when a run stands still or falls apart; and the relay, a thread of one rank on every other node.
+"""The rank monitor's server and relay.
 
-Ranks of a node talk to its relay, so that rank 0 holds one connection a node. Nothing here touches torch, so that a
-collective that hangs can't silence it, nor logging, whose lock a stuck main thread may hold.
+The server is a thread of rank 0. It receives all heartbeats over TCP, and broadcasts the diagnosis when a run hangs or
+fails. On every other node, the relay, a thread of one rank, forwards the messages of the node's ranks, so that rank 0
+has one connection per node. This module uses neither torch, so that a hanging collective can't block it, nor logging,
+whose lock a stuck main thread may hold.
 """
 
 import errno
@@ -15,94 +16,95 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from megatfm.files import raise_descriptor_limit
-from megatfm.train.hang_detector import HangDetector, Heartbeat
+from megatfm.train.hang_detector import ENDED_SILENTLY, HangDetector, Heartbeat
 from megatfm.train.json_connection import LINE_BYTES, MESSAGE_BYTES, JsonConnection, Message
 
 TOKEN_SECONDS = 10.0
-"""How long a connection may take to show the token."""
-STRANGERS = 16
-"""Connections without a token that are kept at once, besides one for each rank."""
+"""Time within which a new connection must send the token."""
+MAX_STRANGERS = 16
+"""Largest number of unidentified connections beyond one for each rank that has not identified itself yet."""
 LAST_MESSAGE_SECONDS = 5.0
-"""How long the last message may take to be sent to all, and to be read by them."""
+"""Time within which the last message must be sent to all, and time within which they must read it."""
 ACCEPT_PAUSE_SECONDS = 1.0
-"""Until connections are accepted again after one could not be."""
-LOOK_SECONDS = 0.05
-"""Between looks for a diagnosis."""
+"""Pause after a connection could not be accepted."""
+DIAGNOSE_INTERVAL_SECONDS = 0.05
+"""Time between two runs of the detector, which visits all ranks."""
 UNHEARD_SECONDS = 30.0
-"""After which ranks that were never heard are named."""
+"""Time after which a warning names the ranks that have never sent a message."""
 
 Warn = Callable[[str], None]
 
 
 class _Hub(threading.Thread):
-    """Accepts connections of ranks, each of which says first which rank it is and shows the token."""
+    """Accepts connections of ranks. Each must first send its rank and the token."""
 
     def __init__(
         self, name: str, ranks: Collection[int], token: str, listener: socket.socket | None, warn: Warn
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._expected, self._token, self._listener, self._warn = ranks, token, listener, warn
-        self._connections: dict[JsonConnection, int | None] = {}  # → rank, once it has said who it is
-        self._unidentified: dict[JsonConnection, float] = {}  # those that haven't: when they came
+        self._connections: dict[JsonConnection, int | None] = {}  # → rank, once identified
+        self._unidentified: dict[JsonConnection, float] = {}  # → time of arrival
         self._selector = selectors.DefaultSelector()
-        self._accepts_again: float | None = None
+        self._accept_paused_until: float | None = None
         if listener:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        if missing := raise_descriptor_limit(len(ranks) + STRANGERS):
+        if missing := raise_descriptor_limit(len(ranks) + MAX_STRANGERS):
             warn(
-                f"this machine lets a process open {missing} files and sockets too few for {len(ranks)} connections of "
-                "the rank monitor: ranks may go unheard; raise the hard limit (ulimit -Hn, or LimitNOFILE of slurmd)"
+                f"the limit of open files and sockets is {missing} too low for {len(ranks)} connections of the rank "
+                "monitor, which may miss ranks: raise the hard limit (ulimit -Hn, or LimitNOFILE of slurmd)"
             )
 
     def add(self, endpoint: socket.socket) -> None:
-        """Add a connection, before the start or in the hub's thread."""
+        """Add a connection. Only before the thread starts, or from within it."""
         connection = JsonConnection(endpoint, LINE_BYTES)
         self._connections[connection] = None
         self._unidentified[connection] = time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _accept(self, now: float) -> None:
-        """Accept a connection. Where none can be opened, say so and pause: the ones that wait are accepted later."""
+        """Accept a connection. If no descriptor is free, warn and pause; waiting connections are accepted later."""
         assert self._listener is not None
         try:
             self.add(self._listener.accept()[0])
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                if self._accepts_again is None:
+                if self._accept_paused_until is None:
                     self._warn(
-                        f"the rank monitor can't accept a connection ({error.strerror}): it has {self._n_identified} "
-                        f"of {len(self._expected)}; ranks that it does not hear can't be told from ranks that hang"
+                        f"the rank monitor can't accept a connection ({error.strerror}): {self._n_identified} of "
+                        f"{len(self._expected)} ranks are connected; the others would seem to hang"
                     )
                 self._selector.unregister(self._listener)
-                self._accepts_again = now + ACCEPT_PAUSE_SECONDS
+                self._accept_paused_until = now + ACCEPT_PAUSE_SECONDS
 
-    def _accept_again(self, now: float) -> None:
-        if self._accepts_again and now > self._accepts_again and self._listener:
+    def _resume_accepting(self, now: float) -> None:
+        if self._accept_paused_until and now > self._accept_paused_until and self._listener:
             if self._listener not in self._selector.get_map():
                 self._selector.register(self._listener, selectors.EVENT_READ)
-            self._accepts_again = now + ACCEPT_PAUSE_SECONDS
+            self._accept_paused_until = now + ACCEPT_PAUSE_SECONDS
 
     @property
     def _n_identified(self) -> int:
         return len(self._connections) - len(self._unidentified)
 
     def _identify(self, connection: JsonConnection, message: Message) -> None:
-        """Take down who a connection is. Raises ValueError for one that is no rank of ours."""
+        """Record a connection's rank. Raises ValueError for a wrong token or an unexpected rank."""
         token = str(message.get("token", "")).encode(errors="replace")
         rank = message.get("rank")
-        known = hmac.compare_digest(token, self._token.encode())
-        if not known or type(rank) is not int or rank not in self._expected:
-            raise ValueError("no rank of this run")
+        is_token_valid = hmac.compare_digest(token, self._token.encode())
+        if not is_token_valid or type(rank) is not int or rank not in self._expected:
+            raise ValueError("not a rank of this run")
         self._connections[connection] = rank
         connection.line_bytes = MESSAGE_BYTES
         del self._unidentified[connection]
 
     def _drop_strangers(self, now: float) -> None:
-        """Close connections that have shown no token in time, and the oldest of too many."""
-        most = len(self._expected) + STRANGERS - self._n_identified
+        """Close unidentified connections that sent no token in time, and the oldest ones if there are too many."""
+        max_unidentified = len(self._expected) + MAX_STRANGERS - self._n_identified
         late = [connection for connection, since in self._unidentified.items() if now - since > TOKEN_SECONDS]
-        for connection in {*late, *list(self._unidentified)[: max(0, len(self._unidentified) - most)]}:
+        surplus = list(self._unidentified)[: max(0, len(self._unidentified) - max_unidentified)]
+        for connection in {*late, *surplus}:
             self._drop(connection)
 
     def _drop(self, connection: JsonConnection) -> None:
@@ -112,9 +114,9 @@ class _Hub(threading.Thread):
         self._unidentified.pop(connection, None)
 
     def _identified(self) -> list[JsonConnection]:
-        """Connections of ranks, our own process's last: it may end as soon as it knows."""
-        known = [(rank, connection) for connection, rank in self._connections.items() if rank is not None]
-        return [connection for _, connection in sorted(known, key=lambda item: item[0], reverse=True)]
+        """Return the identified connections, this process's own last: it may exit as soon as it has the message."""
+        pairs = [(rank, connection) for connection, rank in self._connections.items() if rank is not None]
+        return [connection for _, connection in sorted(pairs, key=lambda pair: pair[0], reverse=True)]
 
     def _broadcast(self, message: Message) -> None:
         for connection in self._identified():
@@ -126,7 +128,10 @@ class _Hub(threading.Thread):
             connection.send_last(message, deadline)
 
     def _close(self) -> None:
-        """Close all, once the others have: TCP drops what was sent last where its sender closes with bytes unread."""
+        """Close all connections after the peers have closed theirs.
+
+        If a socket is closed with unread data, TCP discards what it sent last.
+        """
         deadline = time.monotonic() + LAST_MESSAGE_SECONDS
         for connection in self._connections:
             connection.shutdown(socket.SHUT_WR)
@@ -144,10 +149,12 @@ class _Hub(threading.Thread):
 
 
 class RankMonitorServer(_Hub):
-    """Receive until every rank has left, or until the diagnosis is broadcast.
+    """Receives heartbeats until every rank has exited, or a diagnosis is broadcast.
 
-    hosts: by rank. hang_timeout: seconds that count as a hang. heartbeat_interval: seconds between heartbeats. token:
-    what a rank must show. relays: by rank, the rank through which it is heard (not given: itself)."""
+    hosts: host of each rank. hang_timeout: seconds without progress that count as a hang. heartbeat_interval: seconds
+    between heartbeats. token: secret that identifies ranks of this run. relays: for each rank, the rank that forwards
+    its messages (default: itself).
+    """
 
     def __init__(
         self,
@@ -169,10 +176,10 @@ class RankMonitorServer(_Hub):
         )
 
     def run(self) -> None:
-        """Exchange heartbeats, and broadcast the diagnosis if there is one; the thread's work."""
+        """Exchange heartbeats, and broadcast the diagnosis if there is one. Runs in the thread."""
         detector, interval = self._detector, self._heartbeat_interval
-        start = last = next_heartbeat = next_look = time.monotonic()
-        diagnosis, is_over, names_unheard = None, False, False
+        start = last = next_heartbeat = next_diagnosis = time.monotonic()
+        diagnosis, is_over, has_checked_unheard = None, False, False
         while not is_over:
             ready = self._selector.select(min(interval / 4, 0.2))
             now = time.monotonic()
@@ -184,16 +191,16 @@ class RankMonitorServer(_Hub):
                     self._accept(now)
                 elif isinstance(key.fileobj, JsonConnection):
                     self._receive(key.fileobj, now)
-            self._accept_again(now)
+            self._resume_accepting(now)
             self._drop_strangers(now)
-            if not names_unheard and now > start + max(UNHEARD_SECONDS, 4 * interval):
-                names_unheard = True
+            if not has_checked_unheard and now > start + max(UNHEARD_SECONDS, 4 * interval):
+                has_checked_unheard = True
                 self._warn_of_unheard()
             if now >= next_heartbeat:
                 next_heartbeat = now + interval
                 self._broadcast({"heartbeat": True})
-            if now >= next_look:  # it goes through all ranks, so not after each message
-                next_look = now + LOOK_SECONDS
+            if now >= next_diagnosis:
+                next_diagnosis = now + DIAGNOSE_INTERVAL_SECONDS
                 diagnosis = detector.diagnose(now)
                 is_over = diagnosis is not None or detector.all_gone
         diagnosis = diagnosis or detector.diagnose(time.monotonic())
@@ -201,11 +208,12 @@ class RankMonitorServer(_Hub):
         self._close()
 
     def _warn_of_unheard(self) -> None:
-        """Name the ranks of which nothing was heard."""
+        """Warn of ranks that have never sent a message."""
         if unheard := sorted(self._unheard):
             names = ", ".join(map(str, unheard[:16])) + (" …" if len(unheard) > 16 else "")
             self._warn(
-                f"the rank monitor has not heard {len(unheard)} of {len(self._relays)} ranks since the start: {names}"
+                f"the rank monitor has had no message from {len(unheard)} of {len(self._relays)} ranks since the "
+                f"start: {names}"
             )
 
     def _receive(self, connection: JsonConnection, now: float) -> None:
@@ -213,12 +221,7 @@ class RankMonitorServer(_Hub):
         try:
             for message in messages or ():
                 self._handle(connection, message, now)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-        ):  # none of ours: a port scanner, or another run
+        except (ValueError, TypeError, KeyError, AttributeError):  # a port scanner, or another run
             messages = None
         if messages is None:
             if (rank := self._connections[connection]) is not None:
@@ -226,14 +229,14 @@ class RankMonitorServer(_Hub):
             self._drop(connection)
 
     def _handle(self, connection: JsonConnection, message: Message, now: float) -> None:
-        """Act on one message. Raises ValueError, TypeError or KeyError for one that no rank of ours sends."""
+        """Handle one message. Raises ValueError, TypeError or KeyError for one that no rank of this run sends."""
         rank = self._connections[connection]
         if rank is None:
             self._identify(connection, message)
             return
         for sender, inner in message.get("relayed", [(rank, message)]):
             if self._relays[sender] != rank:
-                raise ValueError(f"rank {rank} does not speak for rank {sender}")
+                raise ValueError(f"rank {rank} is not the relay of rank {sender}")
             self._unheard.discard(sender)
             if "heartbeat" in inner:
                 self._detector.record_heartbeat(sender, Heartbeat(**inner["heartbeat"]), now)
@@ -246,9 +249,10 @@ class RankMonitorServer(_Hub):
 
 
 class RankMonitorRelay(_Hub):
-    """Hand on what the ranks of a node say to the server, and what that says to them, until its last message.
+    """Forwards messages between the ranks of a node and the server, until the server's last message.
 
-    ranks: of this node. server: the connection to it. hang_timeout: seconds of its silence that count as its end.
+    ranks: ranks of this node. server: connection to the server. hang_timeout: the run's hang timeout; a server that is
+    silent for a little longer counts as lost.
     """
 
     def __init__(
@@ -264,48 +268,50 @@ class RankMonitorRelay(_Hub):
         super().__init__("megatfm-rank-relay", set(ranks), token, listener, warn)
         self._hang_timeout, self._heartbeat_interval, self._server = hang_timeout, heartbeat_interval, server
         self._selector.register(server, selectors.EVENT_READ)
-        self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}  # those to hand on, and when they came
-        self._phases: dict[int, str] = {}  # that the server knows
+        self._heartbeats: dict[
+            int, tuple[Heartbeat, float]
+        ] = {}  # rank → heartbeat to forward, time of arrival
+        self._phases: dict[int, str] = {}  # rank → last phase that was forwarded
         self._events: list[tuple[int, Message]] = []
 
     def run(self) -> None:
-        """Hand messages on; the thread's work."""
+        """Forward messages. Runs in the thread."""
         interval = self._heartbeat_interval
-        heard = last = next_heartbeat = next_batch = time.monotonic()
+        last_message = last = next_heartbeat = next_batch = time.monotonic()
         final: Message | None = None
         while final is None:
             ready = self._selector.select(min(interval / 4, 0.2))
             now = time.monotonic()
             if now - last > 2 * interval + 1:
-                heard += now - last  # this process was stopped
+                last_message += now - last  # this process was paused
             last = now
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept(now)
                 elif key.fileobj is self._server:
-                    heard, final = now, final or self._receive_from_server()
+                    last_message, final = now, final or self._receive_from_server()
                 elif isinstance(key.fileobj, JsonConnection):
                     self._receive(key.fileobj, now)
-            if final is None and now - heard > self._hang_timeout + 3 * interval:
-                final = {"server_lost": f"no sign of life for {now - heard:.0f} s", "hung": True}
-            self._accept_again(now)
+            if final is None and now - last_message > self._hang_timeout + 3 * interval:
+                final = {"server_lost": f"no sign of life for {now - last_message:.0f} s", "hung": True}
+            self._resume_accepting(now)
             self._drop_strangers(now)
             if now >= next_heartbeat:
                 next_heartbeat = now + interval
                 self._broadcast({"heartbeat": True})
             if self._events or now >= next_batch or self._has_new_phase():
                 next_batch = now + interval / 4
-                self._hand_on(now)
+                self._forward(now)
         self._broadcast_last(final)
         self._selector.unregister(self._server)
         self._server.close()
         self._close()
 
     def _receive_from_server(self) -> Message | None:
-        """Return the last message to hand on, if it has come, or the server is gone."""
+        """Return the final message for the ranks if the server has sent one, or is gone; else None."""
         messages = self._server.receive()
         if messages is None:
-            return {"server_lost": "ended without a word: it was killed, or it crashed", "hung": False}
+            return {"server_lost": ENDED_SILENTLY, "hung": False}
         return next((message for message in messages if "heartbeat" not in message), None)
 
     def _receive(self, connection: JsonConnection, now: float) -> None:
@@ -327,15 +333,17 @@ class RankMonitorRelay(_Hub):
             self._drop(connection)
 
     def _has_new_phase(self) -> bool:
-        """Return whether a rank is in another phase than the server knows: a sudden death is to be placed rightly."""
-        return any(self._phases.get(rank) != sign.phase for rank, (sign, _) in self._heartbeats.items())
+        """Return whether the server must be told of a rank's new phase, so that a sudden death is reported with it."""
+        return any(
+            self._phases.get(rank) != heartbeat.phase for rank, (heartbeat, _) in self._heartbeats.items()
+        )
 
-    def _hand_on(self, now: float) -> None:
-        """Send all heartbeats and events as one message. What the server has no room for is sent later."""
+    def _forward(self, now: float) -> None:
+        """Send all heartbeats and events as one message; keep them if the server's buffer is full."""
         heartbeats = [
-            (rank, {"heartbeat": replace(sign, age=sign.age + now - since).__dict__})
-            for rank, (sign, since) in self._heartbeats.items()
+            (rank, {"heartbeat": replace(heartbeat, age=heartbeat.age + now - since).__dict__})
+            for rank, (heartbeat, since) in self._heartbeats.items()
         ]
         if (heartbeats or self._events) and self._server.send({"relayed": [*heartbeats, *self._events]}):
-            self._phases.update({rank: sign.phase for rank, (sign, _) in self._heartbeats.items()})
+            self._phases.update({rank: heartbeat.phase for rank, (heartbeat, _) in self._heartbeats.items()})
             self._heartbeats, self._events = {}, []

@@ -1,4 +1,4 @@
-"""The reference of preferences: log-probabilities of answers, by the model that a run starts from."""
+"""The reference model of preference optimization: computes log-probabilities of answers by the initial model."""
 
 from collections.abc import Sequence
 
@@ -17,21 +17,21 @@ from megatfm.models import build
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.train.init_from import identity_of
 
-TOKENS_AT_ONCE = 2048
-"""Tokens, padding included, that go through the model together."""
+MAX_BATCH_TOKENS = 2048
+"""Largest number of tokens in a batch, padding included."""
 
 
 class ReferenceModel:
-    """The model of `train.init_from`, in float32 and without dropout, opened when it is first asked.
+    """The model of `train.init_from`, in float32 and without dropout, loaded at its first use.
 
-    Adapters that the run adds start at 0, so the model without them is the reference.
+    It has no adapters that the run adds: these start at zero, so they don't change the initial model.
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises UsageError for a run that starts from nothing, or from a part of another's weights."""
+        """Raises UsageError unless the run starts from a complete model."""
         if config.train.init_from is None or config.train.init_include:
             raise UsageError(
-                "task.form = 'preference' compares with the whole model at the start: give it as --from, without "
+                "task.form = 'preference' compares with the complete initial model: give it as --from, without "
                 "train.init_include"
             )
         self._config, self._source = config, checkpoint.find_checkpoint(config.train.init_from)
@@ -45,26 +45,29 @@ class ReferenceModel:
         return str(identity["blake3"])
 
     def __call__(self, sequences: Sequence[tuple[NDArray[np.int64], tuple[int, int]]]) -> list[float]:
-        """Return the log-probability of each sequence's answer, from `begin` to `end`, given the tokens before it."""
+        """Return the log-probability of each sequence's answer, given the tokens before it.
+
+        sequences: token ids [T], and begin and end of the answer in them.
+        """
         scores = [0.0] * len(sequences)
-        order = sorted(range(len(sequences)), key=lambda number: len(sequences[number][0]))
+        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index][0]))
         while order:
-            longest = len(sequences[order[-1]][0]) - 1
-            count = max(1, TOKENS_AT_ONCE // longest)
-            numbers, order = order[-count:], order[:-count]
-            tokens = torch.zeros(len(numbers), longest, dtype=torch.int64)
+            length = len(sequences[order[-1]][0]) - 1
+            batch_size = max(1, MAX_BATCH_TOKENS // length)
+            indices, order = order[-batch_size:], order[:-batch_size]
+            tokens = torch.zeros(len(indices), length, dtype=torch.int64)
             targets = torch.full_like(tokens, IGNORE)
-            for row, number in enumerate(numbers):
-                ids, (begin, end) = torch.from_numpy(sequences[number][0]), sequences[number][1]
+            for row, index in enumerate(indices):
+                ids, (begin, end) = torch.from_numpy(sequences[index][0]), sequences[index][1]
                 tokens[row, : len(ids) - 1] = ids[:-1]
                 targets[row, begin - 1 : end - 1] = ids[begin:end]
-            for number, score in zip(numbers, self._score(tokens, targets), strict=True):
-                scores[number] = score
+            for index, score in zip(indices, self._score(tokens, targets), strict=True):
+                scores[index] = score
         return scores
 
     @torch.no_grad()
     def _score(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> list[float]:
-        model = self._open()
+        model = self._load()
         device = next(model.parameters()).device
         head, recorder, targets = model.head, RowLossRecorder(), targets_BT.to(device)
         assert isinstance(head, LMHead)
@@ -74,7 +77,7 @@ class ReferenceModel:
         assert losses is not None
         return (-losses).tolist()
 
-    def _open(self) -> nn.Module:
+    def _load(self) -> nn.Module:
         if self._model is not None:
             return self._model
         stored = checkpoint.read_tensors(self._source, "model.")
@@ -86,8 +89,8 @@ class ReferenceModel:
             value = stored.get(f"model.{name}")
             if value is None or value.shape != tensor.shape:
                 raise UsageError(
-                    f"train.init_from = {self._source}: has no {name} {list(tensor.shape)} of this model: take "
-                    "the weights of a model of these sizes"
+                    f"train.init_from = {self._source}: lacks {name} {list(tensor.shape)} of this model: start from a "
+                    "model of the same sizes"
                 )
             tensor.data.copy_(value)
         device = self._config.train.device

@@ -1,8 +1,7 @@
-"""Steps that go wrong: skips and rollbacks, written down and repeated by a resume, and checks for
-silent corruption.
+"""Resilience: skipped steps, rollbacks after loss spikes, and checks for silent data corruption.
 
-Decisions are in `decisions.jsonl` before they are carried out; a resume from any checkpoint, on any layout, takes the
-same ones again.
+`decisions.jsonl` is a write-ahead log of skips and rollbacks: a resume from any checkpoint, on any layout, repeats
+them.
 """
 
 import json
@@ -30,64 +29,66 @@ from megatfm.train.rng_state import load_rng_state_dict, rng_state_dict
 
 DECISIONS = "decisions.jsonl"
 MIN_RELATIVE_MAD = 1e-3
-"""Floor of the deviation, as a share of the median: a loss that hardly moves makes every other one a spike."""
+"""Lower bound of the median absolute deviation, relative to the median: without it, any change after a run of nearly
+equal losses would be a spike."""
 MAX_LISTED = 5
 
 Block = tuple[str, tuple[int, ...]]
-"""Name and offsets: other blocks of the same tensor are no copies."""
+"""Name of a tensor and offsets of a block in it. Blocks with equal name and offsets are replicas."""
 
 
 @dataclass
 class DecisionLog:
-    """Decisions of this run: steps that are skipped, and steps after which the data goes on elsewhere."""
+    """Decisions of a run: which steps are skipped, and after which steps the position in the data jumps."""
 
     path: Path
     is_writer: bool
     skips: set[int] = field(default_factory=set)
     data_resume_positions: dict[int, int] = field(default_factory=dict)
-    """Step → position of the data to continue from after it."""
+    """Step → position in the data from which training continues after it."""
     rollbacks: dict[int, int] = field(default_factory=dict)
-    """Step → how often the run rolled back to it."""
+    """Step → number of rollbacks to it."""
 
     @classmethod
     def of_run(cls, run: RunDirectory) -> "DecisionLog":
-        """Return the log of a run directory; rank 0 writes it."""
+        """Return the decision log of a run directory. Only rank 0 writes to it."""
         return cls(run.folder / DECISIONS, run.is_main)
 
     def read(self) -> None:
-        """Restore earlier decisions; all ranks together. Raises MegatfmError for a file that can't be read."""
+        """Read earlier decisions from the file. A collective. Raises MegatfmError for a file that can't be read."""
         self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
         for record in run_on_rank_0_raising(lambda: _read(self.path)):
             self._apply(record)
 
     def clear(self) -> None:
-        """Forget all decisions, for a run from the start."""
+        """Delete all decisions, for a run that starts anew."""
         self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
         if self.is_writer:
             self.path.unlink(missing_ok=True)
 
     def skip(self, step: int) -> None:
-        """Decide that a step changes no weights."""
+        """Record that a step leaves the weights unchanged."""
         if step not in self.skips:
             self._write({"decision": "skip", "step": step})
 
     def retry_after(self, step: int) -> list[int]:
-        """Skip none of the steps after this one any more, as they may go well with other settings; returns them."""
+        """Drop the skips of all steps after this one, since changed settings may avoid them; return those steps."""
         dropped = sorted(skipped_step for skipped_step in self.skips if skipped_step > step)
         if dropped:
             self._write({"decision": "retry", "step": step})
         return dropped
 
     def left_behind(self, step: int, position: int) -> int | None:
-        """Return the step that the run went back to, if a state of a step and a position is of the future that it
-        left."""
+        """Return the step to which a rollback went that discarded the state (step, position); None if none did."""
         rollback_steps = [resume_step for resume_step in self.data_resume_positions if resume_step < step]
         latest = max(rollback_steps, default=None)
         return latest if latest is not None and position <= self.data_resume_positions[latest] else None
 
     def record_rollback(self, spike: int, step: int, position: int) -> None:
-        """Decide that because of a loss spike the run returns to the end of a step, and to a later position of the
-        data."""
+        """Record a rollback after a loss spike: to the state after `step`, and on to `position` in the data.
+
+        spike: step at which the loss spiked.
+        """
         self._write({"decision": "rollback", "leap": spike, "step": step, "position": position})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -96,11 +97,11 @@ class DecisionLog:
             try:
                 with open(self.path, "ab", opener=open_nofollow) as file:
                     end = self.path.read_bytes().rfind(b"\n") + 1
-                    file.truncate(end)  # a kill may have torn the last line
+                    file.truncate(end)  # an earlier process may have been killed within the last line
                     file.write(json.dumps({**record, "check": _check(record)}).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
-                if not end:  # the file's name may be new
+                if not end:  # the file may be new, so its directory entry must be synced, too
                     file_io.sync_folder(self.path.parent)
             except OSError as error:
                 raise MegatfmError(f"can't write {self.path}: {error.strerror}") from error
@@ -113,10 +114,12 @@ class DecisionLog:
         if record["decision"] == "retry":
             self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
             return
-        # Decisions about later steps were about other data.
+        # Later steps will now read other data, so decisions about them no longer hold.
         self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
         self.data_resume_positions = {
-            skipped_step: at for skipped_step, at in self.data_resume_positions.items() if skipped_step < step
+            earlier_step: position
+            for earlier_step, position in self.data_resume_positions.items()
+            if earlier_step < step
         }
         self.data_resume_positions[step] = int(record["position"])
         self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
@@ -124,13 +127,13 @@ class DecisionLog:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        *lines, unfinished = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise MegatfmError(f"can't read {path}: {error.strerror}") from error
-    if b"}" in torn[:-1]:  # a full line without its end
-        lines.append(torn)
+    if b"}" in unfinished[:-1]:  # only the line break is missing
+        lines.append(unfinished)
     records = []
-    for number, line in enumerate(lines):  # what a kill tore was never carried out
+    for index, line in enumerate(lines):  # a decision whose line is unfinished was never carried out
         try:
             record = json.loads(line)
             if record.pop("check") != _check(record):
@@ -138,19 +141,19 @@ def _read(path: Path) -> list[dict[str, Any]]:
             records.append({"decision": record["decision"], "step": int(record["step"]), **record})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise MegatfmError(
-                f"{path}, line {number + 1}: damaged: restore or remove the file; it says which steps the run skips"
+                f"{path}, line {index + 1}: damaged: restore or remove the file; it says which steps the run skips"
             ) from error
     return records
 
 
 def _check(record: Mapping[str, Any]) -> str:
-    """Return a checksum of a line, so that no damaged decision is carried out."""
+    """Return the checksum of a record, by which damaged lines are detected."""
     return blake3(json.dumps(record).encode()).hexdigest(16)
 
 
 @dataclass
 class LossGuard:
-    """Skips steps that are not finite, and finds loss spikes. Its memory is part of a checkpoint."""
+    """Skips steps with a loss or gradient that is not finite, and detects loss spikes. Checkpoints store its state."""
 
     config: ResilienceConfig
     clip: float
@@ -164,7 +167,7 @@ class LossGuard:
         self.losses = deque(maxlen=self.config.spike_window)
 
     def state(self) -> dict[str, Any]:
-        """Return the guard's memory as JSON: recent losses, steps skipped in a row and in all, whether losses leap."""
+        """Return the guard's state as JSON: recent losses, steps skipped in a row and in total, whether loss spikes."""
         return {
             "losses": list(self.losses),
             "in_a_row": self.consecutive_skips,
@@ -173,7 +176,7 @@ class LossGuard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up the memory of a checkpoint; one that was written before there was any is as good as a start."""
+        """Restore the state from a checkpoint; old checkpoints without one restore the initial state."""
         self.losses = deque(state.get("losses", ()), maxlen=self.config.spike_window)
         self.consecutive_skips, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
         self.is_in_spike = bool(state.get("leaping", False))
@@ -181,40 +184,40 @@ class LossGuard:
     def guarded_step(
         self, engine: Engine, step: int, stats: LossTotals, lr: float
     ) -> tuple[float, str | None]:
-        """Clip and update by the engine's step, unless loss or gradient is not finite, or the step was skipped before.
+        """Clip gradients and update, unless loss or gradient is not finite, or the decision log skips this step.
 
-        Returns the gradient norm before clipping, and for a skipped step a detail for the log. Raises MegatfmError
-        after too many in a row. Overflows of float16 are no decisions and don't count, as long as its scale can still
-        be halved."""
+        Returns the gradient norm before clipping (NaN for a skipped step), and for a skipped step a detail for the log.
+        Overflows of float16 are neither recorded nor counted while the loss scale can still be halved. Raises
+        MegatfmError after more than `resilience.max_skipped` skipped steps in a row.
+        """
         was_skipped = step in self.decisions.skips
         scale = loss_scale_of(engine)
-        scale_before, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
+        old_scale, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
         norm = engine.step(lr, self.clip, skip=was_skipped)
         if math.isfinite(norm):
             return norm, None
         loss = stats.loss
         if scale and could_fall and not was_skipped and math.isfinite(loss):
             return math.nan, (
-                f"gradients overflow float16, whose loss scale falls from {scale_before:g} to {scale.value:g}: the "
-                "weights stay as they are"
+                f"gradients overflow float16, so the loss scale falls from {old_scale:g} to {scale.value:g}: the "
+                "weights stay unchanged"
             )
         self.consecutive_skips += 1
         self.skipped += 1
         if self.consecutive_skips > self.config.max_skipped:
             raise MegatfmError(
-                f"step {step}: loss {loss}, gradient norm {norm}: not finite, {self.consecutive_skips} steps "
-                "in a row, so the "
-                "run ends (resilience.max_skipped). Resume with a lower optimizer.lr, or another train.precision"
+                f"step {step}: loss {loss}, gradient norm {norm}: not finite, {self.consecutive_skips} steps in a row, "
+                "so the run ends (resilience.max_skipped). Resume with a lower optimizer.lr, or another train.precision"
             )
         self.decisions.skip(step)
         reason = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
         return (
             math.nan,
-            f"{reason}: not finite, so the weights stay as they are ({self.consecutive_skips} in a row)",
+            f"{reason}: not finite, so the weights stay unchanged ({self.consecutive_skips} in a row)",
         )
 
     def record_rollback(self, spike: int, step: int, position: int) -> None:
-        """Write down a rollback. Raises MegatfmError after too many to the same step."""
+        """Record a rollback. Raises MegatfmError after `resilience.max_rollbacks` to the same step."""
         if self.decisions.rollbacks.get(step, 0) >= self.config.max_rollbacks:
             raise MegatfmError(
                 f"step {spike}: the loss spikes again after {self.config.max_rollbacks} rollbacks to step {step} "
@@ -223,7 +226,7 @@ class LossGuard:
         self.decisions.record_rollback(spike, step, position)
 
     def observe(self, loss: float) -> float | None:
-        """Take in the loss of a step that was carried out; returns the score of a spike that begins with it."""
+        """Add the loss of a step that was not skipped; return the spike's score if a spike begins with it."""
         self.consecutive_skips = 0
         score = self._score(loss)
         was_in_spike, self.is_in_spike = self.is_in_spike, score is not None
@@ -249,14 +252,14 @@ def forward_backward_with_replay(
     collect_statistics: bool = False,
     sources: RowSources | None = None,
 ) -> LossTotals:
-    """Run the engine's `forward_backward`; every so many steps (0: never) twice, to compare. A collective.
+    """Run the engine's `forward_backward`; every `replay_every` steps (0: never) twice, and compare. A collective.
 
-    Raises MegatfmError on all ranks that names the ranks and parameters where one bit differs. Dropout is keyed by
-    step and sample, and global generators, which plugins may draw from, are set back, so the two agree if the kernels
-    are deterministic.
+    Both passes agree if the kernels are deterministic: dropout is keyed by step and sample, and the global generators,
+    from which plugins may draw, are reset between the passes. Raises MegatfmError on all ranks if a bit differs; it
+    names ranks and parameters.
     """
     options: dict[str, Any] = {"record_activations": collect_statistics}
-    if sources:  # an engine without the feature knows no such keyword
+    if sources:  # engines without this feature don't accept the argument
         options["sources"] = sources
     if replay_every == 0 or step % replay_every:
         return engine.forward_backward(microbatches, objective, **options)
@@ -276,10 +279,9 @@ def forward_backward_with_replay(
 
 
 def compare_replicas(engine: Engine, step: int, every: int) -> None:
-    """Every so many steps (0: never), compare hashes of weights and optimizer state over the axes that hold copies of
-    them. A collective.
+    """Every `every` steps (0: never), compare hashes of weights and optimizer state between replicas. A collective.
 
-    Raises MegatfmError on all ranks that names the parameters, and the ranks that differ from most others.
+    Raises MegatfmError on all ranks if replicas differ; it names the parameters, and the ranks in the minority.
     """
     replicated_axes = engine.replicated_axes
     if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in replicated_axes):
@@ -287,25 +289,25 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     local_hashes = hashes(engine.state_dict())
     all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
     differ = []
-    for (name, place), local_hash in local_hashes.items():
-        # State that one rank keeps for all, such as that of a full tensor, may have no other copy.
+    for (name, offsets), local_hash in local_hashes.items():
+        # Only ranks that hold the block vote: some optimizer state exists on one rank only.
         votes = Counter(
-            rank_hashes[name, place] for rank_hashes in all_hashes if (name, place) in rank_hashes
+            rank_hashes[name, offsets] for rank_hashes in all_hashes if (name, offsets) in rank_hashes
         )
-        best, count = votes.most_common(1)[0]
-        tie = list(votes.values()).count(count) > 1
-        if len(votes) > 1 and (tie or local_hash != best):
+        majority_hash, count = votes.most_common(1)[0]
+        is_tie = list(votes.values()).count(count) > 1
+        if len(votes) > 1 and (is_tie or local_hash != majority_hash):
             differ.append(name)
     raise_together(differ, f"after step {step}, replicas of one parameter differ")
 
 
 def hashes(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]:
-    """Return the BLAKE3 of each block that this rank holds of a state dict."""
-    boxes = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
+    """Return the BLAKE3 hash of each block of a state dict that this rank holds."""
+    sharded_tensors = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
     return {
-        (name, part.offsets): blake3(_bytes(part.tensor)).hexdigest()
-        for name, box in boxes.items()
-        for part in box.blocks
+        (name, block.offsets): blake3(_bytes(block.tensor)).hexdigest()
+        for name, sharded_tensor in sharded_tensors.items()
+        for block in sharded_tensor.blocks
     }
 
 
@@ -315,7 +317,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Compare bit for bit: NaN equals itself, and −0 is not 0."""
+    """Return whether all bits are equal: NaN equals itself, −0 differs from 0."""
     return torch.equal(
         first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
     )
@@ -326,12 +328,12 @@ def raise_together(differ: list[str], subject: str) -> None:
     if names_by_rank := gather_errors(differ):
         ranks_text = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
         raise MegatfmError(
-            f"{subject}: {ranks_text}. A processor, its memory or a kernel is at fault: nothing was saved since, so "
+            f"{subject}: {ranks_text}. A processor, its memory or a kernel is faulty. Nothing has been saved since: "
             "resume without that machine"
         )
 
 
 def join_first(names: Sequence[str], limit: int = MAX_LISTED) -> str:
-    """Join the first names, and say how many more there are."""
+    """Join the first `limit` names with commas, and append how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

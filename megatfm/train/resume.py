@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: which one, and which settings may differ from the saved ones."""
+"""Finds the checkpoint that a run continues from, and checks which settings may differ from the saved ones."""
 
 import contextlib
 import logging
@@ -32,8 +32,8 @@ from megatfm.train.resilience import DecisionLog
 
 log = logging.getLogger("megatfm")
 
-LARGEST = 2**63 - 1
-"""Upper bound of a step, a count of tokens or a position: what 64 bits hold."""
+MAX_COUNT = 2**63 - 1
+"""Upper bound of a step, a number of tokens or a position: the largest signed 64-bit integer."""
 LOCAL_ID = "local-id"
 ALLOWABLE_CHANGES = {
     "data": ("data.", "config.data.images."),
@@ -44,21 +44,23 @@ ALLOWABLE_CHANGES = {
     "model": ("config.model.", "config.objective.", "config.train.freeze"),
     "batch": ("config.train.global_batch",),
 }
-"""Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely. A checkpoint
-without any of the first prefix, such as a converted one, never had the group."""
-KEY_OF_FACT = {
+"""Group of `resume.allow` → prefixes of the state keys that it covers. State keys in no group may change freely.
+
+A checkpoint without any key of a group's first prefix, such as a converted one, has no value for the group."""
+CONFIG_KEYS = {
     "data.warmup": "data.rampup",
     "data.streams": "data.read_streams",
     "data.mixture_block": "data.mixture_block_rows",
 }
-"""Fact, by its name in checkpoints → config key, where that has another name now."""
+"""State key → config key, for state keys that still have an old name of their config key."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from; local: set if the nodes hold it among themselves.
+    """The checkpoint that a run continues from.
 
-    The state's config is as this version would have saved it, whatever version did (`current_config`).
+    `state`: its JSON state, with the config converted to this version's keys (`current_config`). `local`: set if the
+    checkpoint is on the nodes' local disks.
     """
 
     path: Path
@@ -66,7 +68,7 @@ class ResumePoint:
     local: LocalCheckpoint | None = None
 
     def __post_init__(self) -> None:
-        """Raise MegatfmError for a state that megatfm didn't write, though its hash may be right."""
+        """Raise MegatfmError for a state that no training run wrote; a correct hash doesn't exclude this."""
         data = self.state.get("data")
         counts = {
             "step": self.state.get("step"),
@@ -74,9 +76,9 @@ class ResumePoint:
             "data.position": data.get("position") if isinstance(data, Mapping) else None,
         }
         for key, value in counts.items():
-            if type(value) is not int or not 0 <= value <= LARGEST:
+            if type(value) is not int or not 0 <= value <= MAX_COUNT:
                 raise MegatfmError(
-                    f"{self.path}: not a checkpoint of a run: its {key} is {value!r:.80}, no number that can be"
+                    f"{self.path}: not a checkpoint of a run: its {key} is {value!r:.80}, not a valid count"
                 )
         if not isinstance(self.state.get("precision"), str):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it doesn't say its precision")
@@ -86,14 +88,14 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Steps done when it was saved, at least 0: training goes on with the next."""
+        """Number of steps done when it was saved."""
         return int(self.state["step"])
 
 
 def current_config(stored: Any) -> Any:
-    """Return a stored config with today's keys, and the defaults of those that its version didn't have.
+    """Convert a stored config to this version's keys, with defaults for keys that are new since.
 
-    Values that this version can't read stay as stored, so that the differences can be listed.
+    A config that this version can't validate is only migrated, so that its differences can still be listed.
     """
     migrated = migrate(stored)
     try:
@@ -105,12 +107,11 @@ def current_config(stored: Any) -> Any:
 def find_resume_point(
     folder: Path, nodes: NodeTopology | None = None, decisions: DecisionLog | None = None
 ) -> ResumePoint | None:
-    """Return the newest checkpoint whose every byte is right; each rank reads a part of it. A collective.
+    """Return the newest intact checkpoint, shared or on the nodes' local disks; None without one. A collective.
 
-    Where the nodes have folders of their own, these are looked into, too; what they hold of a future that a rollback of
-    `decisions` has left is removed. Raises what `checkpoint.find_latest_intact` raises, on every rank.
+    Every byte is verified; each rank reads a part. Removes local checkpoints that a rollback in `decisions` discarded.
+    Raises what `checkpoint.find_latest_intact` raises, on every rank.
     """
-
     path = checkpoint.find_latest_intact(folder)
     shared = run_on_rank_0_raising(lambda: ResumePoint(path, checkpoint.read_state(path)) if path else None)
     local = find_latest_local(nodes) if nodes else None
@@ -118,14 +119,14 @@ def find_resume_point(
         decisions.read()
         data = local.metadata(nodes.folder).state.get("data")
         position = data.get("position") if isinstance(data, Mapping) else None
-        back = decisions.left_behind(local.step, position) if isinstance(position, int) else None
-        if back is not None:
+        rollback_step = decisions.left_behind(local.step, position) if isinstance(position, int) else None
+        if rollback_step is not None:
             log.warning(
-                "step %d on the nodes is not used: the run went back to step %d after it was saved",
+                "the local checkpoint of step %d is not used: the run rolled back to step %d after it was saved",
                 local.step,
-                back,
+                rollback_step,
             )
-            remove_local_after(nodes, back)
+            remove_local_after(nodes, rollback_step)
             local = find_latest_local(nodes)
     if nodes is None or local is None or (shared and shared.step >= local.step):
         return shared
@@ -133,45 +134,44 @@ def find_resume_point(
 
 
 def precision(config: Config, start: ResumePoint | None) -> str:
-    """Return the precision to train in: "auto" is that of the checkpoint that the run starts from."""
+    """Return the precision to train in. With "auto", a run that starts from a checkpoint keeps its precision."""
     name = config.train.precision
     return str(start.state["precision"]) if start and name == "auto" else name
 
 
-def branch_point(words: str) -> ResumePoint:
-    """Return the checkpoint that `RUN@STEP` means, all files verified. A collective. Raises as `find_resume_point`."""
+def branch_point(branch_from: str) -> ResumePoint:
+    """Return the checkpoint `RUN@STEP`, with all files verified. A collective. Raises UsageError, MegatfmError."""
 
-    def look() -> Path:
-        run, _, step = words.rpartition("@")
+    def find() -> Path:
+        run, _, step = branch_from.rpartition("@")
         checkpoints = list_checkpoints(Path(run) / "checkpoints")
         path = next(
             (path for path in checkpoints if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
         )
         if path is None:
-            source_checkpoint = (
-                ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoints) or "none"
-            )
+            steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoints) or "none"
             raise UsageError(
-                f"train.branch_from = {words!r}: give RUN@STEP, with a step of which the run has a checkpoint; there "
-                f"are: {source_checkpoint}"
+                f"train.branch_from = {branch_from!r}: give RUN@STEP, with the step of one of the run's checkpoints; "
+                f"there are: {steps}"
             )
         return path
 
-    path = run_on_rank_0_raising(look)
+    path = run_on_rank_0_raising(find)
     if (reason := check_checkpoint_on_all_ranks(path)) is not None:
-        raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
+        raise MegatfmError(f"train.branch_from = {branch_from!r}: {path.name} can't be used: {reason}")
     return run_on_rank_0_raising(lambda: ResumePoint(path, checkpoint.read_state(path)))
 
 
 def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
-    """Return which ranks share a node-local folder, if the run has such. A collective.
+    """Return which ranks share a node's local disk; None unless `checkpoint.local_dir` is set. A collective.
 
-    The folder bears a name that is drawn once per run directory: what another run left there is not this one's.
+    The local folder's name contains a random id, drawn once per run directory, so that runs of equal name don't share
+    checkpoints.
     """
     if not config.checkpoint.local_dir:
         return None
 
-    def name() -> str:
+    def local_id() -> str:
         path = run.folder / LOCAL_ID
         if not path.exists():
             run.write(LOCAL_ID, secrets.token_hex(8) + "\n")
@@ -179,17 +179,16 @@ def discover_nodes(config: Config, run: RunDirectory) -> NodeTopology | None:
             if re.fullmatch(r"[0-9a-f]{16}\n", run_id := path.read_text()):
                 return run_id.strip()
         raise MegatfmError(
-            f"{path}: can't be read, or is damaged: remove it; what the nodes hold of this run is then not found"
+            f"{path}: can't be read, or is damaged: remove it; the run then ignores its checkpoints on local disks"
         )
 
     folder = Path(os.path.expandvars(config.checkpoint.local_dir))
     if not folder.is_absolute() or "$" in str(folder):
         raise UsageError(
-            f"checkpoint.local_dir = {config.checkpoint.local_dir!r} is {folder} here: give an absolute path "
-            f"on the node's own "
-            "disk, in which every variable is set"
+            f"checkpoint.local_dir = {config.checkpoint.local_dir!r} is {folder} here: give an absolute path on the "
+            "node's own disk, in which every variable is set"
         )
-    return NodeTopology.discover(folder / f"{config.name}-{run_on_rank_0_raising(name)}", None)
+    return NodeTopology.discover(folder / f"{config.name}-{run_on_rank_0_raising(local_id)}", None)
 
 
 def check_compatible(
@@ -200,55 +199,57 @@ def check_compatible(
     *,
     same_run: bool = True,
 ) -> list[str]:
-    """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
+    """Compare a checkpoint's state with that of the run that resumes from it; return the allowed differences.
 
-    Raises UsageError with the diff when something differs whose group is not in `resume.allow`, and for another
-    optimizer, precision of what is stored, or weights that don't fit (`unfit` says which), in any case: no allowance
-    makes them go on. same_run: whether it is the run's own checkpoint, and not that of a run which it branches from.
+    allow: groups of `resume.allow`. unfit: description of weights that don't fit the model, or "". same_run: False for
+    a checkpoint of another run, from which this one branches.
+
+    Raises UsageError with the differences if one is in a group outside `allow`. Another optimizer, another type of
+    stored weights, and weights that don't fit are always errors.
     """
     instead = "give the run another name" if same_run else "leave train.branch_from out"
     try:
         reject_renamed_keys(point.state["config"]["model"])
     except ValueError as error:
         raise UsageError(
-            f"{point.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
+            f"{point.path}: was saved by a version with another [model] section ({error}): continue with that version, "
             f"or {instead}, and start from these weights with train.init_from={point.path}"
         ) from None
-    saved, current_values = _flat(point.state), _flat(current)
-    for facts in (saved, current_values):
-        _put_numbers(facts)
-        for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is compared separately
-            facts.pop(moving, None)
-    was, now_is = (facts.get("config.optimizer.name") for facts in (saved, current_values))
-    if was != now_is:
+    saved_values, current_values = _flatten(point.state), _flatten(current)
+    for values in (saved_values, current_values):
+        _resolve_width_factors(values)
+        for key in ("data.position", "data.epoch", "data.seed"):  # config.train.seed is compared instead
+            values.pop(key, None)
+    old_name, new_name = (values.get("config.optimizer.name") for values in (saved_values, current_values))
+    if old_name != new_name:
         raise UsageError(
-            f"{point.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: {instead}, "
+            f"{point.path}: holds the state of optimizer.name = {old_name!r}, which {new_name!r} can't use: {instead}, "
             f"and start from these weights with {shlex.quote(f'train.init_from={point.path}')}"
         )
     precision = _precision_change(point, current, instead)
-    unknown = {
+    groups_without_value = {
         name
         for name, prefixes in ALLOWABLE_CHANGES.items()
-        if not any(key.startswith(prefixes[0]) and saved[key] is not None for key in saved)
+        if not any(key.startswith(prefixes[0]) and value is not None for key, value in saved_values.items())
     }
-    changed: dict[str, list[str]] = {}
-    for key in sorted(saved.keys() | current_values.keys()):
+    changes_by_group: dict[str, list[str]] = {}
+    for key in sorted(saved_values.keys() | current_values.keys()):
         group = next((name for name, prefixes in ALLOWABLE_CHANGES.items() if key.startswith(prefixes)), None)
-        if group is None or saved.get(key) == current_values.get(key):
+        if group is None or saved_values.get(key) == current_values.get(key):
             continue
-        if group in unknown:
-            changed[group] = [f"{group}: none there"]
+        if group in groups_without_value:
+            changes_by_group[group] = [f"{group}: none there"]
         else:
-            name = KEY_OF_FACT.get(key, key).removeprefix("config.")
-            line = f"{name}: {saved.get(key)!s:.200} → {current_values.get(key)!s:.200}"
-            changed.setdefault(group, []).append(line)
-    allowed = [line for group, lines in changed.items() if group in allow for line in lines]
-    refused_changes = {group: lines for group, lines in changed.items() if group not in allow}
+            name = CONFIG_KEYS.get(key, key).removeprefix("config.")
+            line = f"{name}: {saved_values.get(key)!s:.200} → {current_values.get(key)!s:.200}"
+            changes_by_group.setdefault(group, []).append(line)
+    allowed = [line for group, lines in changes_by_group.items() if group in allow for line in lines]
+    refused_changes = {group: lines for group, lines in changes_by_group.items() if group not in allow}
     if unfit:
         changes = "; ".join([*(line for lines in refused_changes.values() for line in lines), *allowed])
         raise UsageError(
-            f"{point.path}: was saved by a run that differs: {changes}, so that its weights don't fit ({unfit}), and "
-            f"no resume.allow makes them: {instead}"
+            f"{point.path}: was saved by a run that differs: {changes}, so its weights don't fit ({unfit}), whatever "
+            f"resume.allow says: {instead}"
         )
     if refused_changes:
         changes = "; ".join(line for lines in refused_changes.values() for line in lines)
@@ -260,37 +261,40 @@ def check_compatible(
     return [*allowed, *precision]
 
 
-def _precision_change(point: ResumePoint, now: Mapping[str, Any], instead: str) -> list[str]:
-    """Describe another precision for the log. Raises UsageError where its weights and state have another type."""
-    was, now_is = point.state["precision"], now["precision"]
-    if was == now_is:
+def _precision_change(point: ResumePoint, current: Mapping[str, Any], instead: str) -> list[str]:
+    """Describe a change of precision for the log. Raises UsageError if weights would have another type."""
+    old, new = point.state["precision"], current["precision"]
+    if old == new:
         return []
-    if was in PRECISIONS and PRECISIONS[was].param_dtype != PRECISIONS[now_is].param_dtype:
-        stored, current = (str(PRECISIONS[name].param_dtype).removeprefix("torch.") for name in (was, now_is))
-        raise UsageError(
-            f"{point.path}: was saved with train.precision = {was!r}, whose weights and optimizer state are {stored}; "
-            f"those of {now_is!r} are {current}: go on with train.precision={was}, or {instead}, and start from these "
-            f"weights with {shlex.quote(f'train.init_from={point.path}')}"
+    if old in PRECISIONS and PRECISIONS[old].param_dtype != PRECISIONS[new].param_dtype:
+        old_dtype, new_dtype = (
+            str(PRECISIONS[name].param_dtype).removeprefix("torch.") for name in (old, new)
         )
-    return [f"precision: {was} → {now_is}"]
+        raise UsageError(
+            f"{point.path}: was saved with train.precision = {old!r}, whose weights and optimizer state are "
+            f"{old_dtype}; those of {new!r} are {new_dtype}: continue with train.precision={old}, or {instead}, and "
+            f"start from these weights with {shlex.quote(f'train.init_from={point.path}')}"
+        )
+    return [f"precision: {old} → {new}"]
 
 
-def settings_of_skips_changed(allowed: Sequence[str]) -> list[str]:
-    """Return those of the changes that `check_compatible` allowed that may mend a step which was skipped as not
-    finite."""
+def changes_that_may_fix_skips(allowed: Sequence[str]) -> list[str]:
+    """Return those of the allowed changes with which a step that was skipped may succeed: optimizer and precision."""
     return [line for line in allowed if line.startswith(("optimizer.", "precision:"))]
 
 
 def stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return a checkpoint's tensors by name. A collective: rank 0 sends it to the others, whose machines may see it
-    later."""
+    """Return a checkpoint's tensors: name → (dtype, shape). A collective.
+
+    Rank 0 reads and broadcasts them, since other machines may see the files only later.
+    """
     if point.local:
         return point.local.metadata(point.path).names()
     return run_on_rank_0_raising(lambda: checkpoint.names(point.path))
 
 
 def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
-    """Return which of a checkpoint's weights don't fit into a model that was changed. A collective."""
+    """Describe the first of a checkpoint's weights that doesn't fit the model; "" if all fit. A collective."""
     shapes = {name: tuple(tensor.shape) for name, tensor in {**layout, **layout.state}.items()}
     stored = {
         name.removeprefix("model."): shape
@@ -302,13 +306,13 @@ def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
 
 
 def first_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str:
-    """Describe the first tensor whose shapes differ, or that only one of the two has; empty if all fit."""
+    """Describe the first tensor whose shapes differ, or that only one of the two has; "" if all fit."""
     for name in [*expected, *stored]:
-        model, source_checkpoint = expected.get(name), stored.get(name)
-        if model is None or source_checkpoint is None or list(model) != list(source_checkpoint):
+        model_shape, stored_shape = expected.get(name), stored.get(name)
+        if model_shape is None or stored_shape is None or list(model_shape) != list(stored_shape):
             shapes = [
-                f"{list(shape)} {place}"
-                for shape, place in ((source_checkpoint, "there"), (model, "here"))
+                f"{list(shape)} {location}"
+                for shape, location in ((stored_shape, "there"), (model_shape, "here"))
                 if shape is not None
             ]
             return f"{name} is {' and '.join(shapes)}" + (" alone" if len(shapes) == 1 else "")
@@ -316,29 +320,30 @@ def first_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[
 
 
 def hardware_changes(point: ResumePoint, machines: HardwareByRank) -> list[str]:
-    """List for the log other processors, threads or libraries than a checkpoint was saved with, if it tells them."""
+    """Return a line for the log if processors, threads or libraries differ from those recorded in the checkpoint."""
     changes = diff_hardware(point.state.get("machines", machines), machines)
     if not changes:
         return []
     return [
-        f"on another kind of machine ({'; '.join(changes)}): it goes on, but not to the bit as it would have there"
+        f"on another kind of machine ({'; '.join(changes)}): results will not be bit-identical to those there"
     ]
 
 
-def _put_numbers(facts: dict[str, Any]) -> None:
-    """Put the number in place of a factor that follows the width: earlier versions stored numbers."""
-    width = facts.get("config.model.d_model")
+def _resolve_width_factors(values: dict[str, Any]) -> None:
+    """Replace scales that are powers of the width by their numbers, which earlier versions stored."""
+    width = values.get("config.model.d_model")
     for key in ("config.model.embedding.scale", "config.model.lm_head.scale"):
-        factor = facts.get(key)
+        factor = values.get(key)
         if isinstance(factor, str) and factor in WIDTH_POWERS and isinstance(width, int) and width > 0:
-            facts[key] = factor_at(factor, width)
+            values[key] = factor_at(factor, width)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested dictionaries into one with dotted keys."""
     if isinstance(value, Mapping):
         return {
             path: leaf
             for key, item in value.items()
-            for path, leaf in _flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
+            for path, leaf in _flatten(item, f"{prefix}.{key}" if prefix else str(key)).items()
         }
     return {prefix: value}

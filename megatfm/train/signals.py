@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: all ranks agree at a step boundary, save, and leave."""
+"""Stop signals: all ranks agree on them after a step, save a checkpoint, and exit."""
 
 import contextlib
 import logging
@@ -21,14 +21,14 @@ log = logging.getLogger("megatfm")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 128 + signal.SIGINT
 GRACE_SECONDS = 2.0
-"""How long the main thread may take to handle a second SIGINT."""
+"""Time that the main thread has to handle a second SIGINT."""
 
 
 class StopSignals:
-    """While entered, remembers SIGTERM, SIGINT and SIGUSR1; a second SIGINT interrupts at once.
+    """Context manager that records SIGTERM, SIGINT and SIGUSR1. A second SIGINT interrupts at once.
 
-    Python's handlers wait for the main thread. Where that is stuck inside a collective, a thread that reads the
-    signals' numbers from a socket ends the process.
+    Python runs signal handlers in the main thread only. If that is stuck inside a collective, a second thread, which
+    reads the signals' numbers from a socket, ends the process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,8 +37,8 @@ class StopSignals:
         self._interrupts = 0
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._exited = threading.Event()
-        self._asked: DeferredReads | None = None
-        self._answer: Callable[[], list[float]] = list
+        self._pending: DeferredReads | None = None
+        self._read_result: Callable[[], list[float]] = list
 
     def __enter__(self) -> Self:
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
@@ -47,14 +47,12 @@ class StopSignals:
         self._thread.start()
         if threading.current_thread() is not threading.main_thread():
             log.warning(
-                "not in the main thread, which alone can take signals: none of them stops this run in good order"
+                "training doesn't run in the main thread, which alone can handle signals: no signal makes it save"
             )
             return self
         self._previous_handlers = {name: signal.signal(name, self._handle) for name in STOP_SIGNALS}
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, STOP_SIGNALS
-        )  # the launcher may have blocked them until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher may have blocked them
         return self
 
     def __exit__(
@@ -70,28 +68,30 @@ class StopSignals:
         self._wakeup_reader.close()
 
     def agreed(self, busy: bool = False) -> tuple[str | None, bool]:
-        """The signal's name if any rank has received one, and whether any rank is busy. A collective."""
+        """Return the signal's name if any rank has received one, and whether any rank is busy. A collective."""
         self._start(busy)
         return self._finish()
 
     def agreed_before(self, busy: bool = False) -> tuple[str | None, bool]:
-        """Agree as `agreed`, and return what was agreed at the call before (all are busy, before the first): by now a
-        GPU has computed that, where for the newest the host would wait until it has done all of its work."""
-        result = self._finish() if self._asked is not None else (None, True)
+        """Like `agreed`, but return the result of the previous call, and (None, True) at the first.
+
+        The GPU has computed that result by now, so the host need not wait until the GPU has finished its queue.
+        """
+        result = self._finish() if self._pending is not None else (None, True)
         self._start(busy)
         return result
 
     def _start(self, busy: bool) -> None:
-        """Have the greatest of all ranks' numbers computed and copied to the host."""
-        numbers = moved(torch.tensor([self._received or 0, int(busy)], dtype=torch.int64), self._device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        self._asked = DeferredReads()
-        self._answer = self._asked.defer(numbers)
-        self._asked.start_copy()
+        """Start the all-reduce of the signal numbers and busy flags, and the copy of its result to the host."""
+        state = moved(torch.tensor([self._received or 0, int(busy)], dtype=torch.int64), self._device)
+        dist.all_reduce(state, op=dist.ReduceOp.MAX)
+        self._pending = DeferredReads()
+        self._read_result = self._pending.defer(state)
+        self._pending.start_copy()
 
     def _finish(self) -> tuple[str | None, bool]:
-        number, any_busy = self._answer()
-        self._asked = None
+        number, any_busy = self._read_result()
+        self._pending = None
         return signal.Signals(int(number)).name if number else None, bool(any_busy)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

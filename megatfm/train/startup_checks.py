@@ -1,7 +1,7 @@
-"""Checks before the first step: can this run write, save, hold its state, and talk on every axis; does its layout fit
-the processes that there are; and do restarts gain anything?
+"""Checks before the first step: disk, memory and communication; whether the layout fits the number of processes; and
+whether restarts make progress.
 
-A fault ends the run, with its rank and host; a slow rank is named in the log.
+A fault ends the run with an error that names rank and host. A slow rank is named in the log.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ from megatfm.train.resilience import join_first
 log = logging.getLogger("megatfm")
 
 SLOW_FACTOR = 3.0
-"""A rank is slow if a check takes so many times the median over ranks, and exceeds it by the jitter of a sound
-machine:"""
+"""A rank is slow if one of its checks takes more than this factor times the median over ranks, and also exceeds the
+median by more than a margin, the jitter of a healthy machine."""
 SLOW_MARGIN_SECONDS = {"writing and syncing a file": 0.5, "a matrix product": 0.005}
+"""Check → margin. Sums over axes have SUM_MARGIN_SECONDS."""
 SUM_MARGIN_SECONDS = 0.2
-"""Jitter of a sum over an axis."""
 PROBE_BYTES = 64 * 1024
 PROBE_ELEMENTS = 2**16
-"""Elements of the collective on each axis."""
+"""Number of elements in the all-reduce that tests an axis."""
 ATTEMPTS = "attempts.json"
 
 
 def preflight(
     config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None = None
 ) -> list[str]:
-    """Check disks, memory and every axis of the mesh; returns a line for each rank that is slow. A collective.
+    """Check disks, memory and every axis of the mesh; return one line for each slow rank. A collective.
 
-    Raises MegatfmError on all ranks, naming those where something is broken.
+    Raises MegatfmError on all ranks; it names the ranks where a check failed.
     """
     try:
         return _preflight(config, run, engine, nodes)
@@ -82,15 +82,15 @@ def _preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTop
     except (MegatfmError, OSError) as error:
         problems.append(str(error))
     raise_together(problems)
-    raise_together(_unseen_probes(run))
+    raise_together(_missing_probes(run))
     seconds |= time_axes(engine.mesh, engine.device)
     return slow_ranks(seconds)
 
 
 def checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:
-    """Return the bytes of a checkpoint: as much as the last one, or weights and two moments in their precision."""
+    """Return a checkpoint's size in bytes: that of the last one, else the size of the weights and two moments."""
     for path in reversed(list_checkpoints(run.checkpoints)):
-        with contextlib.suppress(OSError):  # an unreadable file gives no information
+        with contextlib.suppress(OSError):  # try an older checkpoint
             if size := sum(file.stat().st_size for file in path.iterdir()):
                 return size
     elements = sum(torch.Size(p.shape).numel() for p in engine.layout.values())
@@ -98,12 +98,14 @@ def checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:
 
 
 def probe_disk(folder: Path, rank: int) -> None:
-    """Write, sync and rename a file, as a save does. Raises MegatfmError that names what could not be done."""
+    """Write, sync and rename a file, as a save does. Raises MegatfmError if this fails."""
     probe = folder / f".probe-{rank}"
     try:
         atomic_write(probe, os.urandom(PROBE_BYTES))
         if probe.stat().st_size != PROBE_BYTES:
-            raise MegatfmError(f"{probe} came out with {probe.stat().st_size} bytes instead of {PROBE_BYTES}")
+            raise MegatfmError(
+                f"{probe} has {probe.stat().st_size} bytes instead of the {PROBE_BYTES} written"
+            )
     except OSError as error:
         raise MegatfmError(
             f"{folder}: can't write, sync and rename a file there: {error.strerror}"
@@ -111,38 +113,38 @@ def probe_disk(folder: Path, rank: int) -> None:
 
 
 def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, advice: str) -> None:
-    """Raise MegatfmError unless there is room for the checkpoints that are kept and the one being written, less those
-    that are there."""
+    """Raise MegatfmError if there is too little space for `keep` checkpoints and the one being written.
+
+    checkpoints: folder whose existing checkpoints count. advice: end of the message, how to mend it.
+    """
     n_to_write = max(1, keep + 1 - len(list_checkpoints(checkpoints)))
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < n_to_write * state_bytes:
         raise MegatfmError(
             f"{folder}: {_size(free_bytes)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} of "
-            f"{_size(state_bytes)} will be "
-            f"written: make room, {advice}"
+            f"{_size(state_bytes)} will be written: make room, {advice}"
         )
 
 
 def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
-    """Check the same for a node's own disk, which holds its share of each checkpoint and that of the node before."""
+    """Check a node's local disk, which holds the node's own shards of checkpoints and copies of another node's."""
     try:
         nodes.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MegatfmError(
-            f"{nodes.folder}: can't make it (checkpoint.local_dir): {error.strerror}"
+            f"{nodes.folder}: can't create it (checkpoint.local_dir): {error.strerror}"
         ) from error
     probe_disk(nodes.folder, nodes.rank)
     (nodes.folder / f".probe-{nodes.rank}").unlink()
-    n_own = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank])) + (nodes.n_nodes > 1) * len(
-        nodes.ranks_on(nodes.replicated_node)
-    )
-    share, advice = state_bytes * n_own // len(nodes.node_of_rank), "or give another checkpoint.local_dir"
-    check_space(nodes.folder, nodes.folder, share, KEEP, advice)
+    n_ranks = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank]))
+    if nodes.n_nodes > 1:
+        n_ranks += len(nodes.ranks_on(nodes.replicated_node))
+    node_bytes = state_bytes * n_ranks // len(nodes.node_of_rank)
+    check_space(nodes.folder, nodes.folder, node_bytes, KEEP, "or give another checkpoint.local_dir")
 
 
 def check_memory(config: Config, engine: Engine) -> None:
-    """Raise MegatfmError unless there is memory for what a step takes at least, on top of the weights, which are in
-    memory already."""
+    """Raise MegatfmError if there is less free memory than a step needs at least. The weights are already loaded."""
     train = config.train
     microbatches = train.global_batch // (train.micro_batch * engine.mesh.data_ranks)
     needed = engine.memory_needed(
@@ -152,25 +154,23 @@ def check_memory(config: Config, engine: Engine) -> None:
     if needed.total > free_bytes:
         raise MegatfmError(
             f"{_size(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
-            f"{_size(needed.gradients + needed.optimizer_state)}, gathered weights {_size(needed.gathered)} "
-            "and the inputs of "
-            f"blocks {_size(needed.block_inputs)} besides the weights: lower train.micro_batch, or shard over "
-            "more ranks "
+            f"{_size(needed.gradients + needed.optimizer_state)}, gathered weights {_size(needed.gathered)} and the "
+            f"inputs of blocks {_size(needed.block_inputs)}: lower train.micro_batch, shard over more ranks "
             "(parallel.zero, parallel.dp_shard, parallel.tp, parallel.pp), or make the model smaller"
         )
 
 
 def block_input_bytes(config: Config, itemsize: int) -> int:
-    """Bytes of a micro-batch in the residual stream of one rank."""
+    """Return the bytes of a block's input: a micro-batch's residual stream on one rank."""
     data, parallel = config.data, config.parallel
-    tokens = min(data.sequence_length, data.target_length or data.sequence_length)
-    parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-    rows = config.train.micro_batch * tokens // parts
-    return rows * config.model.d_model * itemsize
+    row_length = min(data.sequence_length, data.target_length or data.sequence_length)
+    n_shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    tokens = config.train.micro_batch * row_length // n_shards
+    return tokens * config.model.d_model * itemsize
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this rank may still take: of its GPU, or its share of this machine's (or this container's) memory."""
+    """Return the bytes that this rank may allocate: on its GPU, or its share of the machine's or container's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free_bytes = int(psutil.virtual_memory().available)
@@ -178,13 +178,18 @@ def free_memory(device: torch.device) -> int:
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        with contextlib.suppress(OSError, ValueError):  # "max", or not this version of control groups
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # no limit ("max"), or the other version of control groups
             free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
     return free_bytes // max(1, ranks_here(os.environ) or 1)
 
 
 def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Time a sum over each axis of several ranks, after one that opens its connections. A collective."""
+    """Check and time an all-reduce over each axis with several ranks, after a first one that opens the connections.
+
+    Returns the name of the check → seconds. A collective. Raises MegatfmError for a wrong sum.
+    """
     seconds = {}
     for axis in AXES:
         if mesh.size(axis) == 1:
@@ -192,9 +197,7 @@ def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
         values = torch.full((PROBE_ELEMENTS,), 1.0 + mesh.rank(axis), device=device)
         dist.all_reduce(values, group=mesh.group(axis))
         expected = sum(range(1, mesh.size(axis) + 1))
-        raise_together(
-            [] if bool((values == expected).all()) else [f"a sum over the axis {axis} came out wrong"]
-        )
+        raise_together([] if bool((values == expected).all()) else [f"a sum over the axis {axis} is wrong"])
         dist.barrier(mesh.group(axis))
         start = time.perf_counter()
         dist.all_reduce(values, group=mesh.group(axis))
@@ -204,39 +207,41 @@ def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
 
 
 def slow_ranks(seconds: Mapping[str, float]) -> list[str]:
-    """Return a line for each rank whose check took far longer than the median over ranks. A collective."""
+    """Gather the durations of all checks, check → seconds, and return one line for each slow one. A collective."""
     return find_slow(all_gather((socket.gethostname(), dict(seconds))))
 
 
 def find_slow(per_rank: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
-    """Return these lines from (host, check → seconds) of every rank."""
+    """Return one line for each check that took far longer on a rank than the median. per_rank: (host, durations)."""
     lines = []
     for check in per_rank[0][1]:
         median = statistics.median_low(seconds[check] for _, seconds in per_rank)
         for rank, (host, seconds) in enumerate(per_rank):
-            if seconds[check] > max(
-                SLOW_FACTOR * median, median + SLOW_MARGIN_SECONDS.get(check, SUM_MARGIN_SECONDS)
-            ):
+            margin = SLOW_MARGIN_SECONDS.get(check, SUM_MARGIN_SECONDS)
+            if seconds[check] > max(SLOW_FACTOR * median, median + margin):
                 lines.append(
                     f"rank {rank} on {host} is slow: {check} took {seconds[check]:.3f} s, on most ranks {median:.3f} s"
                 )
     return lines
 
 
-def _unseen_probes(run: RunDirectory) -> list[str]:
-    """Rank 0 must see every rank's probe: the run directory has to be one and the same on all machines."""
+def _missing_probes(run: RunDirectory) -> list[str]:
+    """Return a problem, on rank 0, if it can't see every rank's probe file: then run_dir is not on a shared disk."""
     dist.barrier()
     problems = []
     if run.is_main:
         probes = {run.folder / f".probe-{rank}": rank for rank in range(dist.get_world_size())}
         deadline = time.monotonic() + file_io.NFS_VISIBILITY_SECONDS
-        while (absent := [n for p, n in probes.items() if not p.exists()]) and time.monotonic() < deadline:
-            os.listdir(run.folder)  # noqa: PTH208  asks an NFS client to look again
+        while True:
+            missing = [rank for probe, rank in probes.items() if not probe.exists()]
+            if not missing or time.monotonic() >= deadline:
+                break
+            os.listdir(run.folder)  # noqa: PTH208  makes an NFS client refresh its cache
             time.sleep(0.1)
-        if absent:
-            names = ", ".join(map(str, absent[:8]))
+        if missing:
+            names = ", ".join(map(str, missing[:8]))
             problems = [
-                f"what rank {names} wrote to {run.folder} can't be seen: run_dir must be on a shared disk"
+                f"rank 0 can't see the file that rank {names} wrote to {run.folder}: run_dir must be on a shared disk"
             ]
         for probe in probes:
             probe.unlink(missing_ok=True)
@@ -244,13 +249,13 @@ def _unseen_probes(run: RunDirectory) -> list[str]:
 
 
 def raise_together(problems: list[str]) -> None:
-    """Raise the same error on all ranks if any has a problem."""
-    ranks: dict[str, list[str]] = {}  # problem → ranks that have it
+    """Raise the same MegatfmError on all ranks if any rank has a problem."""
+    ranks_by_problem: dict[str, list[str]] = {}
     for rank, texts in gather_errors(problems).items():
         for text in texts:
-            ranks.setdefault(text, []).append(rank)
-    if ranks:
-        lines = [f"{join_first(names, 8)}: {text}" for text, names in ranks.items()]
+            ranks_by_problem.setdefault(text, []).append(rank)
+    if ranks_by_problem:
+        lines = [f"{join_first(names, 8)}: {text}" for text, names in ranks_by_problem.items()]
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
         raise MegatfmError(f"the check before training failed: {'; '.join(lines[:3])}{more}")
 
@@ -263,7 +268,7 @@ def _size(size: float) -> str:
 
 
 def elastic_config(config: Config, world_size: int) -> Config:
-    """Return the config, with another layout where `resilience.elastic` allows it and this many processes need it."""
+    """Return the config; with `resilience.elastic`, with a layout that fits the number of processes."""
     if not config.resilience.elastic:
         return config
     config, changes = fit_layout(config, world_size)
@@ -273,11 +278,11 @@ def elastic_config(config: Config, world_size: int) -> Config:
 
 
 def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
-    """Return the config itself if it fits, else the nearest fitting one, and the changes.
+    """Return the config if its layout fits the number of processes; else the nearest one that fits, and its changes.
 
-    Kept: the global batches, those of the warm-up too, and the axes that cut the model (tp, pp, cp). The data axes take
-    the remaining ranks, and micro-batch and `ep` shrink if needed: none of these changes the result. Raises UsageError
-    where nothing fits, naming numbers of processes that would.
+    Global batches (also those of `data.rampup`) and the axes that split the model (tp, pp, cp) stay as they are. The
+    data axes take the remaining ranks; micro-batch and `ep` shrink if needed. None of this changes the result. Raises
+    UsageError if nothing fits; it names numbers of processes that would.
     """
     try:
         sizes = axis_sizes(config.parallel, world_size)
@@ -291,11 +296,10 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
         batch_settings = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
         raise UsageError(
             f"no layout fits {world_size} process{'es' * (world_size > 1)}: {batch_settings} and "
-            f"{model_parallel_size(config)} ranks a "
-            f"model go with {_valid_world_sizes(config, common)} processes"
+            f"{model_parallel_size(config)} ranks per model allow {_valid_world_sizes(config, common)} processes"
         )
-    share = common // data_ranks
-    micro_batch = max(m for m in divisors(share) if m <= config.train.micro_batch)
+    rows_per_rank = common // data_ranks
+    micro_batch = max(m for m in divisors(rows_per_rank) if m <= config.train.micro_batch)
     replicas = max(
         r
         for r in range(1, config.parallel.dp_replicate + 1)
@@ -313,22 +317,22 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
 
 
 def layout_changes(requested: Config, fitted: Config) -> list[str]:
-    """List the changes of a layout to fit the number of processes."""
-    pairs = [
-        (f"{section}.{key}", was, getattr(getattr(fitted, section), key))
+    """Return the differences between the requested and the fitted layout, as `parallel.ep 4 → 2`."""
+    values = [
+        (f"{section}.{key}", value, getattr(getattr(fitted, section), key))
         for section in ("parallel", "train")
-        for key, was in getattr(requested, section)
+        for key, value in getattr(requested, section)
     ]
-    return [f"{key} {was} → {now}" for key, was, now in pairs if was != now]
+    return [f"{key} {old} → {new}" for key, old, new in values if old != new]
 
 
 def model_parallel_size(config: Config) -> int:
-    """Ranks over which one copy of the model's work is cut."""
+    """Return the number of ranks that share one replica of the model."""
     return config.parallel.tp * config.parallel.pp * config.parallel.cp
 
 
 def expert_fold_size(config: Config) -> int:
-    """Ranks besides dp_shard's that `ep` divides."""
+    """Return the number of ranks, besides dp_shard, over which `ep` may extend."""
     return abs(config.parallel.expert_mesh_size // config.parallel.dp_shard)
 
 
@@ -344,25 +348,25 @@ def _valid_world_sizes(config: Config, batch: int) -> str:
 def check_progress(
     run: RunDirectory, step: int, max_failures: int, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Under torchrun's elastic agent, count the restarts since the newest checkpoint (of `step`). A collective.
+    """Count the restarts of torchrun's elastic agent since the newest checkpoint, that of `step`. A collective.
 
-    Raises NoProgressError on all ranks after `max_failures` of them. SLURM's jobs are counted by their script, and a
-    person who starts a run again is not counted at all.
+    Raises NoProgressError on all ranks once there were `max_failures`. Does nothing without torchrun: the job script
+    counts restarts under SLURM.
     """
     if environment.get("TORCHELASTIC_RUN_ID") is None:
         return
     run_id = environment["TORCHELASTIC_RUN_ID"]
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    failures = run_on_rank_0_raising(lambda: _count(run, run_id, restarts, step))
+    failures = run_on_rank_0_raising(lambda: _restarts_since_checkpoint(run, run_id, restarts, step))
     if failures >= max_failures:
         raise NoProgressError(
-            f"{run.folder}: {failures} restarts in a row gained no checkpoint beyond step {step} "
-            "(resilience.max_failures): see logs/ for what ended them"
+            f"{run.folder}: {failures} restarts in a row saved no checkpoint after step {step} "
+            "(resilience.max_failures): logs/ says why they ended"
         )
 
 
-def _count(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
-    """Restarts of this agent since the first start that found this checkpoint."""
+def _restarts_since_checkpoint(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
+    """Return the number of restarts since the agent's first start from this checkpoint; write it to attempts.json."""
     path = run.folder / ATTEMPTS
     first = None
     try:
@@ -371,7 +375,7 @@ def _count(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
             first = int(previous["restarts"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or not written by megatfm
         pass
-    # An agent that was started anew counts from 0 again, under the same name if the user gave one.
+    # A new agent counts from 0 again, and has the same id if the user gave one.
     if first is None or first > restarts:
         run.write(ATTEMPTS, json.dumps({"agent": run_id, "step": step, "restarts": restarts}) + "\n")
         return 0

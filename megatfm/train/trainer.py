@@ -1,4 +1,4 @@
-"""A training run, from the config to the last checkpoint: the start, the loop, one step, saving and rolling back."""
+"""The training run, from a config to the last checkpoint: start, loop, training step, checkpoints and rollbacks."""
 
 import logging
 import time
@@ -58,13 +58,13 @@ def train(
     sampler: Sampler | None = None,
     new_paths: NewPaths | None = None,
 ) -> int:
-    """Train or resume the run of a config; called on every rank. Returns the exit code.
+    """Train or resume the run of a config; return the exit code. Every rank calls this.
 
-    flops_per_token: returns what a token costs, for the utilization of the devices in the metrics. sampler: continues
-    `evaluate.sample_prompts`. new_paths: what the command made for this run; a run that is refused removes it.
+    flops_per_token: function that returns a token's FLOPs, from which MFU is computed. sampler: continues the prompts
+    of `evaluate.sample_prompts`. new_paths: files and folders created for this run, which are removed if it is refused.
     """
     import_plugins(config.plugins)
-    check_sinks(config.log.sinks)  # before there is anything on the disk
+    check_sinks(config.log.sinks)  # before anything is written to disk
     config, tokenizer = open_tokenizer(config)
     folder, new_paths = run_folder(config), new_paths or NewPaths()
     start_flight_recorder(folder, config.train.device)
@@ -110,7 +110,7 @@ def train(
 
 
 class Trainer:
-    """One process's share of a run: its state (step, tokens, position in the data, engine), and the loop."""
+    """One rank's state of a run (step, tokens, position in the data, engine), and the training loop."""
 
     def __init__(
         self,
@@ -136,30 +136,33 @@ class Trainer:
         monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.requested_config = config
-        """The config before its layout was fitted to the processes that there are: a later start may have all again."""
+        """The config before `elastic_config` adapted it. It is what the run directory stores: the next start may have
+        all processes again."""
         self.evaluator: Evaluator
         self.utilization: Utilization | None = None
         self.launcher, self.is_branch = "none", False
         self._save_seconds: float | None = None
 
     def train(self, signals: StopSignals) -> int:
-        """Take steps until the run ends or a signal asks to stop. Returns the exit code."""
-        stop, _ = signals.agreed()  # during the start: there is nothing to save yet
+        """Train until the run ends or a signal tells it to stop; return the exit code."""
+        stop, _ = signals.agreed()  # a signal during the start: there is nothing to save yet
         with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.saver:
             while not self._is_over and not stop:
                 stop = self._train_until_interrupted(signals, profile)
         if not self._is_over:
-            detail = f"by {stop} after step {self.step}: the same command goes on from there"
+            detail = f"by {stop} after step {self.step}: the same command resumes from there"
             self._log_event("stopped", detail)
             return EXIT_REQUEUE
-        early = f": {self.best.reason}" * (self.step < self.config.train.steps)
-        done = f"step {self.step}, {self.tokens:,} tokens{early}"
-        self._log_event(FINISHED_EARLY if early else "finished", done)
+        early_reason = f": {self.best.reason}" if self.step < self.config.train.steps else ""
+        detail = f"step {self.step}, {self.tokens:,} tokens{early_reason}"
+        self._log_event(FINISHED_EARLY if early_reason else "finished", detail)
         return EXIT_OK
 
     def _train_until_interrupted(self, signals: StopSignals, profile: StepProfile) -> str | None:
-        """Train on contiguous data until the run ends, a stop signal arrives (returned), or the data position jumps
-        (a rollback, or a data skip that was decided before)."""
+        """Train until the run ends, a stop signal arrives, or the position in the data jumps; return the signal's name.
+
+        The position jumps after a rollback, and where the decision log says so.
+        """
         config, stop = self.config, None
         agreed = signals.agreed_before if self.engine.device.type == "cuda" else signals.agreed
         with self._loader() as loader, self._open_metrics() or nullcontext() as metrics:
@@ -177,30 +180,32 @@ class Trainer:
                 if metrics:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
-                shared = self._is_over or self.best.step == self.step or self._is_due(config.checkpoint.every)
-                every = config.checkpoint.local_every
-                is_due = shared or (every > 0 and self.step % every == 0)
-                stop, is_saving = agreed(is_due or self.saver.step_in_progress is not None)
+                save_shared = (
+                    self._is_over or self.best.step == self.step or self._is_due(config.checkpoint.every)
+                )
+                local_every = config.checkpoint.local_every
+                save_local = local_every > 0 and self.step % local_every == 0
+                stop, is_saving = agreed(save_shared or save_local or self.saver.step_in_progress is not None)
                 if not is_saving:
-                    self.saver.wait_for_save()  # on all ranks at the same step, so that all end with its error
-                shared = shared or stop is not None
-                if shared or is_due:
+                    self.saver.wait_for_save()  # on all ranks at the same step, so that all raise its error
+                save_shared = save_shared or stop is not None
+                if save_shared or save_local:
                     self.monitor.tick(self.step, "save")
                     if metrics:
                         metrics.sync()
-                    self._save(loader, local=not shared)
+                    self._save(loader, local=not save_shared)
                 if self.step in self.decisions.data_resume_positions:
                     self.position = self.decisions.data_resume_positions[self.step]
                     break
         return stop
 
     def train_step(self, loader: DataLoader) -> dict[str, Any]:
-        """One optimizer step: forward and backward of a global batch, clip, update. Returns its line of metrics."""
+        """Take one optimizer step: forward and backward of a global batch, clip, update; return its metrics."""
         config, engine, checks = self.config, self.engine, self.config.resilience
         times, wait_seconds = StepTimes(), loader.wait_seconds
         self.monitor.tick(self.step, "step")
 
-        # Forward and backward of the step's micro-batches; gradients are summed over them and over the data ranks.
+        # Forward and backward passes; gradients are summed over micro-batches and data ranks.
         every = config.log.layer_stats_every
         collect_statistics = every > 0 and (self.step + 1) % every == 0
         with times.measure("passes"):
@@ -217,9 +222,9 @@ class Trainer:
         self.step, self.position = self.step + 1, loader.position
         norms = engine.layer_statistics() if collect_statistics else None
 
-        # Clip to `optimizer.max_grad_norm` and update, unless loss or gradient is not finite.
+        # Clip to `optimizer.max_grad_norm` and update the weights, unless loss or gradient is not finite.
         lr = config.optimizer.lr * schedule_factor(config.lr_schedule, self.step, config.train.steps)
-        self.saver.wait_for_staging()  # until here no tensor of the running save was modified: the update does it
+        self.saver.wait_for_staging()  # the update modifies tensors that a save in the background may still read
         with times.measure("optimizer"):
             grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, stats, lr)
         if skipped:
@@ -260,12 +265,12 @@ class Trainer:
         return MetricsLog.of_config(self.config, folder, self.step, self.is_branch) if is_main else None
 
     def _is_due(self, every: int) -> bool:
-        """Return whether work due every `every` steps, and at the last step, is due now."""
+        """Return whether an action is due that happens every `every` steps and at the last step."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     @property
     def _is_over(self) -> bool:
-        """Whether the last step is done, or the metric hasn't improved for so long that it won't be."""
+        """Whether the last step is done, or early stopping (`train.patience`) ends the run."""
         return self.step >= self.config.train.steps or self.best.is_stale
 
     def _log_event(self, event: str, detail: str) -> None:
@@ -273,7 +278,7 @@ class Trainer:
         self.run.log_event(event, detail, self.step)
 
     def restore(self, latest: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
-        """Load the newest checkpoint, or start; leave the run's description on disk.
+        """Load the newest checkpoint or start a new run; write config, layout and environment to the run directory.
 
         branch: another run's checkpoint to start from.
         """
@@ -286,21 +291,21 @@ class Trainer:
         else:
             event, details = "started", self._start(branch)
         self._log_event(event, "; ".join([*details, *layout_changes(self.requested_config, config)]))
-        facts = hardware.started(self.launcher)
+        launch_info = hardware.launch_info(self.launcher)
         if self.run.is_main:
-            facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
+            launch_info |= {"peak": str(self.utilization.peak)} if self.utilization else {}
             layout, device = self.engine.layout, self.engine.device
-            self.run.write_run_files(self.requested_config, layout.table, device, facts)
+            self.run.write_run_files(self.requested_config, layout.table, device, launch_info)
             checkpoint.remove_leftovers(self.run.checkpoints)
         self.run.announce_links()
         description = f"{describe_size(self.engine)}, {self.precision}"
         log.info("%s: %s, step %d of %d", self.run.folder, description, self.step, config.train.steps)
-        peak = f"utilization (MFU) is of {self.utilization.peak}" if self.utilization else ""
+        peak = f"MFU is relative to {self.utilization.peak}" if self.utilization else ""
         for note in filter(None, [peak, *self.corpora.warnings, self.mixture_sources.note]):
             log.info("%s", note)
 
     def _start(self, branch: resume.ResumePoint | None) -> list[str]:
-        """Start at step 0, or from another run's checkpoint or weights; returns details for the log."""
+        """Start with new weights, or from another run's checkpoint or weights; return details for the log."""
         config = self.config
         self.decisions.clear()
         remove_local_after(self.nodes, -1)
@@ -321,7 +326,7 @@ class Trainer:
         return [f"with {report}"]
 
     def _resume_from(self, point: resume.ResumePoint, *, same_run: bool = True) -> list[str]:
-        """Continue from a checkpoint of this run or another; returns details for the log."""
+        """Continue from a checkpoint of this run or another; return details for the log."""
         with self._loader() as loader:
             current = self._run_state(loader)
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
@@ -330,17 +335,17 @@ class Trainer:
         allowed = resume.check_compatible(point, current, allow, mismatch, same_run=same_run)
         if same_run:
             self.decisions.read()
-            is_changed = resume.settings_of_skips_changed(allowed)
-            if steps := self.decisions.retry_after(point.step) if is_changed else ():
-                allowed.append(f"steps that were skipped are tried again: {', '.join(map(str, steps))}")
+            may_fix_skips = resume.changes_that_may_fix_skips(allowed)
+            if steps := self.decisions.retry_after(point.step) if may_fix_skips else ():
+                allowed.append(f"skipped steps are tried again: {', '.join(map(str, steps))}")
         self._load_checkpoint(point)
         if not same_run:
             self.saver.verified = None
         return [*allowed, *resume.hardware_changes(point, self.hardware)]
 
     def _load_checkpoint(self, point: resume.ResumePoint) -> None:
-        """Load a checkpoint. Where the decision log skips data after its step, the position is set behind that."""
-        remove_local_after(self.nodes, point.step)  # training that a rollback discarded
+        """Load a checkpoint. If the decision log skips data after its step, continue behind the skipped data."""
+        remove_local_after(self.nodes, point.step)  # local checkpoints that a rollback discards
         names = resume.stored_tensors(point)
         state_dict = self.engine.empty_state_dict(names)
         rank, device = self.run.rank, self.engine.device
@@ -361,7 +366,7 @@ class Trainer:
         self.best.load(point.state)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
-        """Return whether the loss spiked and the run went back to a checkpoint, to skip the data since then."""
+        """After a loss spike, roll back to a checkpoint and skip the data since then; return whether this happened."""
         if (score := self.loss_guard.observe(loss)) is None:
             return False
         detail = f"loss {loss:.4g} is {score:.0f} deviations above the median of the last steps"
@@ -377,7 +382,7 @@ class Trainer:
         return True
 
     def _save(self, loader: DataLoader, local: bool = False) -> None:
-        """Write a checkpoint, or begin to: nothing of it may change before `saver.wait_for_staging`. A collective."""
+        """Start saving a checkpoint. Tensors must not change before `saver.wait_for_staging`. A collective."""
         start, self.saver.pinned = time.perf_counter(), self.best.path
         tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
         self.saver.save(self.step, tensors, self._run_state(loader), wait_for_staging=False, local=local)

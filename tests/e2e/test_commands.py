@@ -89,7 +89,7 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
         "report.html",
         "Next",
     ):
-        assert output in message[message.index("What came out") :]
+        assert output in message[message.index("Results") :]
     run = tmp_path / "runs/quickstart-my-texts"
     assert [line["step"] for line in training_curve(run)] == list(range(1, 41))
     assert (run / "report.html").is_file()

@@ -155,8 +155,8 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
 @pytest.mark.parametrize(
     ("how", "what", "patience"),
     [
-        ("is_killed", "ended without a word", 600),
-        pytest.param("sleeps", r"has not moved for \d+ s", 20, marks=pytest.mark.slow),
+        ("is_killed", "ended without an error message", 600),
+        pytest.param("sleeps", r"has made no progress for \d+ s", 20, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, patience: int) -> None:

@@ -55,7 +55,7 @@ def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_
     same_weights(tmp_path / "run", megatfm.load(foreign))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert continue_from_config(foreign, None, words) == (config, [])
-    with pytest.raises(UsageError, match="of which one process makes a folder of ours: run `megatfm convert"):
+    with pytest.raises(UsageError, match="which one process must convert first: run `megatfm convert"):
         continue_from_config(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
 
 

@@ -97,7 +97,7 @@ def test_a_run_directory_that_is_taken_away_ends_the_run(
         (run.folder / "lock").write_text("another's")
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
     for rank in range(2):
-        assert "removed, moved or replaced while it was trained in" in run.said(rank), run.said(rank)
+        assert "removed, moved or replaced during training" in run.said(rank), run.said(rank)
         assert "Traceback" not in run.said(rank)
     left = sorted(path.name for path in run.folder.rglob("*")) if run.folder.exists() else []
     assert left == (["checkpoints", "lock"] if successor else [])

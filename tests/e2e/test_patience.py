@@ -11,7 +11,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
-from megatfm.launchers.record import finished
+from megatfm.launchers.record import is_finished
 from megatfm.train.best_checkpoint import best_checkpoint
 from tests.support.training_runs import assert_bitwise_equal, run_training, run_until, training_curve
 from tests.support.workers import WorkerFailure, Workers
@@ -30,7 +30,7 @@ def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeCo
     event = json.loads((tmp_path / "whole/events.jsonl").read_text().splitlines()[-1])
     assert (event["event"], event["step"]) == ("finished early", 6)
     assert "loss was best at step 2, 2 evaluations before" in event["detail"]
-    assert finished(tmp_path / "whole", 12)
+    assert is_finished(tmp_path / "whole", 12)
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK], "once more: nothing is left to do"
     assert len(training_curve(tmp_path / "whole")) == 6
 

@@ -62,7 +62,11 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: lis
             )
             assert failed["ranks"] == []
             continue
-        what = "failed: ZeroDivisionError: a planted fault" if how == "raises" else "ended without a word"
+        what = (
+            "failed: ZeroDivisionError: a planted fault"
+            if how == "raises"
+            else "ended without an error message"
+        )
         seen = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {what}", output)
         assert seen, (phase, output)
         assert int(seen[1]) == STEPS[phase] if how == "raises" else int(seen[1]) <= STEPS[phase]
@@ -106,7 +110,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, ca
         codes = run.wait(HANG + 60, without=[rank] if how == "is_stopped" else [])
         assert codes[1 - rank] == EXIT_FAILED, (phase, codes, run.said(1 - rank))
         output = run.said(1 - rank)
-        what = "has not moved for" if how in ("sleeps", "sticks_in_c") else "no sign of life for"
+        what = "has made no progress for" if how in ("sleeps", "sticks_in_c") else "no sign of life for"
         named = rf"error: rank {rank} on {HOST} at step \d+, {SEEN_IN[phase]}: {what} (\d+) s"
         seen = re.search(named, output)
         assert seen, (phase, output)
@@ -254,7 +258,7 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
     assert torchrun.wait(120) != 0
     output = torchrun.output
     assert "never gets far" in output
-    assert "1 restarts in a row gained no checkpoint beyond step 0 (resilience.max_failures)" in output
+    assert "1 restarts in a row saved no checkpoint after step 0 (resilience.max_failures)" in output
 
 
 # ------------------------------------------------------------------------------------------------------ preflight
@@ -279,7 +283,7 @@ def test_before_training_what_is_broken_is_named_with_its_rank(start: Start) -> 
     slow = start(run="slow", fault=Fault(1, "preflight", "writes_slowly"))
     ends_with(disk, f"rank 1 on {HOST}", str(disk.folder), "File too large")
     ends_with(memory, f"rank 1 on {HOST}", "gradients and optimizer state need")
-    ends_with(total, f"rank 0 on {HOST}, rank 1 on {HOST}: a sum over the axis dp_shard came out wrong")
+    ends_with(total, f"rank 0 on {HOST}, rank 1 on {HOST}: a sum over the axis dp_shard is wrong")
     assert slow.wait(60) == [EXIT_OK, EXIT_OK], "slow is no reason not to train"
     output = [event["detail"] for event in slow.events() if event["event"] == "slow"]
     words = f"rank 1 on {HOST} is slow: writing and syncing a file took"

@@ -39,7 +39,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     assert [line["step"] for line in training_curve(run) if line.get("skipped")] == [6]
     ((step, output),) = run_events(run, "skipped")
     assert step == 6
-    assert "not finite, so the weights stay as they are (1 in a row)" in output
+    assert "not finite, so the weights stay unchanged (1 in a row)" in output
     assert same_tensors(stored_weights(run, 5), stored_weights(run, 6)), "weights, optimizer state and all"
     assert not same_tensors(stored_weights(run, 6), stored_weights(run, 7))
     assert same_tensors(stored_weights(tmp_path / "whole", 5), stored_weights(run, 5))
@@ -53,7 +53,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
         assert training_curve(run) == before
     assert run_events(run, "skipped")[1] == (
         6,
-        "as before: not finite, so the weights stay as they are (1 in a row)",
+        "as before: not finite, so the weights stay unchanged (1 in a row)",
     )
 
 

@@ -47,7 +47,7 @@ def test_a_killed_rank_is_named_on_all_machines(start: Start, blamed: int) -> No
     for code, output in ranks.ends(30, without=blamed).values():
         assert code == 1, output
         assert f"error: rank {blamed} on {HOST} at step" in output
-        assert "ended without a word" in output
+        assert "ended without an error message" in output
 
 
 @pytest.mark.parametrize("blamed", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])

@@ -172,7 +172,7 @@ def refused(folder: Path, changes: dict[str, Any]) -> str:
             {"data.sequence_length": 16},
             r"evaluate.tasks.choice: the answer ' .*more than data.sequence_length = 16",
         ),
-        ({"objective": {"name": "prefix"}}, "evaluate.tasks: is for decoders that predict next tokens"),
+        ({"objective": {"name": "prefix"}}, "evaluate.tasks is for decoders that predict next tokens"),
         (
             {"evaluate.tasks": {"text": "text.toml"}},
             "evaluate.tasks.text: kind = 'generation' has no likelihood",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatfm import cli
-from megatfm.launchers.record import Attempt, dump
+from megatfm.launchers.record import Attempt, dump_attempts
 
 MakeRun = Callable[..., Path]
 
@@ -25,4 +25,4 @@ def write_attempts(run: Path, *codes: int | None) -> None:
         Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
         for code in codes
     ]
-    (run / "restarts.json").write_text(dump(result))
+    (run / "restarts.json").write_text(dump_attempts(result))

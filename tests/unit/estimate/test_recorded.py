@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "logs").mkdir()
     message = (
-        "error: rank 5 is out of memory: it held 77.3 GiB and asked for 2.50 GiB more; what is in it: …\n"
+        "error: rank 5 is out of memory: it held 77.3 GiB and asked for 2.50 GiB more; memory snapshot: …\n"
     )
     (tmp_path / "logs" / "rank-5.log").write_text("…\n" * 9 + message, encoding="utf-8")
     (tmp_path / "memory").mkdir()

@@ -16,7 +16,7 @@ def test_in_a_chain_the_next_link_goes_on(
     chain(run, 7, 8, 9)
     prolog(run)
     assert epilog(run, 75, "--asked", "USR1", "--no-requeue") == 75
-    assert "the next link of the chain, job 8, goes on" in capsys.readouterr().err
+    assert "the next job of the chain, 8, will resume" in capsys.readouterr().err
     assert "scontrol requeue 7" not in fake_slurm.calls
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     prolog(run)
@@ -78,4 +78,4 @@ def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixtur
     chain(run, 5, 6, 7)
     prolog(run)
     epilog(run, 75, "--no-requeue")
-    assert "the chain has no further link: start the same command again" in capsys.readouterr().err
+    assert "the chain has no further job: start the same command again" in capsys.readouterr().err

@@ -271,7 +271,7 @@ def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) ->
         (["--slurm", "--nproc", "2", "--gpus-per-node", "8"], "2 processes on 8 GPUs"),
         (["--slurm", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
         (["--slurm", "--time", "tomorrow"], "--time 'tomorrow'"),
-        (["--slurm", "--nodes", "4-2"], "--nodes 4-2: the least number comes first"),
+        (["--slurm", "--nodes", "4-2"], "--nodes 4-2: the smaller number comes first"),
         (["--slurm", "--nodes", "a few"], "--nodes 'a few': give a number"),
         (["--slurm", "--chain", "0"], "number of links of the chain is 0"),
         (["--slurm", "--array", "4"], "--array: not for training"),

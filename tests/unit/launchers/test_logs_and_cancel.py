@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from megatfm.launchers.logs import ERROR_PATTERN, Troubles, follow_logs, print_tails, select_logs
+from megatfm.launchers.logs import ERROR_PATTERN, ErrorScanner, follow_logs, print_tails, select_logs
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.watched_runs import MakeRun, megatfm
 
@@ -96,20 +96,20 @@ def test_following_ends_with_a_line_that_was_never_finished(make: MakeRun) -> No
 def test_what_was_searched_for_trouble_is_not_read_again(
     make: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, troubles, read = make() / "logs" / "rank-1.log", Troubles(), []
+    log, scanner, read = make() / "logs" / "rank-1.log", ErrorScanner(), []
     search = ERROR_PATTERN.search
     seen = type("Seen", (), {"search": staticmethod(lambda text: read.append(len(text)) or search(text))})
     monkeypatch.setattr("megatfm.launchers.logs.ERROR_PATTERN", seen)
     log.write_text("all is well\n" * 1000)
-    assert [troubles.has(log) for _ in range(3)] == [False] * 3
+    assert [scanner.has_error(log) for _ in range(3)] == [False] * 3
     assert read == [12_000]
     for part, expected in (("Trace", False), ("back (most recent call last)\n", True), ("and on\n", True)):
         with log.open("a") as file:
             file.write(part)
-        assert troubles.has(log) is expected, "also one that comes in two parts, and it stays so"
+        assert scanner.has_error(log) is expected, "also one that comes in two parts, and it stays so"
     assert max(read[1:]) < 5000
     log.write_text("begun anew\n")
-    assert not troubles.has(log)
+    assert not scanner.has_error(log)
 
 
 def test_all_links_of_a_chain_are_cancelled(
@@ -145,7 +145,7 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
     assert megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
     answer("../mine.sh")
     code, output = megatfm("cancel", "5", capsys=capsys)
-    assert (code, output.startswith("error: 5: no job of `megatfm launch`: ")) == (2, True)
+    assert (code, output.startswith("error: 5: not a job of `megatfm launch`: ")) == (2, True)
     fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
     code, output = megatfm("cancel", "5", capsys=capsys)
     assert (code, output.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
@@ -165,7 +165,7 @@ def test_everything_of_all_runs_is_cancelled(
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
     code, output = megatfm("cancel", "--all", capsys=capsys)
-    assert (code, output.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
+    assert (code, output.splitlines()[-1]) == (2, "error: no run under runs/ has a job or process to end")
     for words in ([], ["runs/a", "--all"]):
         code, output = megatfm("cancel", *words, capsys=capsys)
         assert (code, "name what to end" in output) == (2, True)
@@ -196,4 +196,4 @@ def test_the_process_of_another_user_is_named_with_its_owner(
     monkeypatch.setattr(psutil.Process, "send_signal", refuse)
     code, output = megatfm("cancel", "runs/mine", capsys=capsys)
     assert (code, output.count("\n")) == (2, 1)
-    assert f"process {me.pid} is of {me.username()}, who alone can end it" in output
+    assert f"process {me.pid} belongs to {me.username()}: only they and root can end it" in output

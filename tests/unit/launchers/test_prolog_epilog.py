@@ -53,7 +53,7 @@ def test_a_layout_that_fits_nowhere_is_a_usage_error(
     assert prolog(run, least=5) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert "fits on none of 5 to 5 nodes: on the last, train.global_batch = 24" in output.err
+    assert "fits on none of 5 to 5 nodes: on 5, train.global_batch = 24" in output.err
     assert AttemptLog(run).attempts[-1].code == 2
 
 
@@ -74,7 +74,7 @@ def test_an_offender_is_left_out_where_it_can_be(run: Path, capsys: pytest.Captu
     assert prolog(run) == 0
     output = capsys.readouterr()
     assert output.out == "2 n2 n2,n3\n"
-    assert "n1: left out, since the run failed there before" in output.err
+    assert "n1: not used, since the run failed there before" in output.err
 
 
 def test_an_offender_is_used_where_it_must_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_an_exit_code_of_zero_is_not_believed(
     (attempt,) = AttemptLog(run).attempts
     assert (attempt.code, attempt.is_failure) == (1, True)
     assert not any("scancel" in call for call in fake_slurm.calls), "the chain goes on"
-    assert "the next link of the chain, job 8, goes on" in capsys.readouterr().err
+    assert "the next job of the chain, 8, will resume" in capsys.readouterr().err
 
 
 def test_without_a_word_of_why_a_zero_is_told_as_what_it_is(run: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_task_that_is_stopped_without_progress_is_given_up(
         assert [main(["requeue", "--run", str(run)]) for _ in range(10)] == [75] * 10
     assert [call for call in fake_slurm.calls if "requeue" in call] == ["scontrol requeue 9"] * 30
     assert main(["requeue", "--run", str(run)]) == 76
-    assert "task 2 was stopped 11 times in a row, and no part was finished" in capsys.readouterr().err
+    assert "task 2 was stopped 11 times in a row, and no task finished a part" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
     fake_slurm.answer("squeue", "COMPLETING|None|n1\n")
     assert main(["requeue", "--run", str(run)]) == 75, "another submission counts anew"

@@ -318,9 +318,9 @@ def test_submit_from_python_writes_the_job(
     fake_slurm.answer("scontrol-show", "JobId=12 JobState=CANCELLED ExitCode=0:15\n")
     assert run.wait(poll_interval=0.05).name == "CANCELLED"
     for flags, reason in (
-        ({"node": 2}, "--node=2: no flag for a job"),
+        ({"node": 2}, "--node=2: not a flag of jobs"),
         ({"nproc": "two"}, "invalid int value"),
-        ({"dry_run": True}, "no flag for a job"),
+        ({"dry_run": True}, "not a flag of jobs"),
         ({"time": "tomorrow"}, "--time 'tomorrow'"),
     ):
         with pytest.raises(UsageError, match=reason):

@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "no tokenizer": ({}, ["data.tokenizer=no.model"], "data.tokenizer = '.*/no.model': there is no such file"),
     "no corpus": ({}, ["data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
-    "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': no corpus of `megatfm prep`.*manifest"),
+    "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': not a corpus of `megatfm prep`.*manifest"),
     "no validation": ({}, ["data.validation.more=x"], "data.validation.more = '.*/x': there is no such file"),
     "no weights": ({}, ["train.init_from=x"], "train.init_from = '.*/x': there is no such file or folder"),
 }  # fmt: skip
@@ -164,11 +164,12 @@ def test_what_is_merely_worth_knowing_is_a_note(
     assert launch("--slurm", "--time", "6") == 0
     output = capsys.readouterr().err
     assert "note: partition gpu is closed (DOWN): the job waits until it opens" in output
-    assert "note: 60 s are left to start and to train before the job is told to save" in output
+    assert "so it has only 60 s to start and to train" in output
     (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
     assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
-    assert "note: data.train = '/in/the/image': there is no such file or folder; let it be in" in (
-        capsys.readouterr().err
+    assert (
+        "note: data.train = '/in/the/image': there is no such file or folder; make sure that it exists"
+        in (capsys.readouterr().err)
     )
 
 
@@ -181,13 +182,13 @@ def test_where_slurm_does_not_say_nothing_is_refused(fake_slurm: FakeSlurm) -> N
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--begin", "$(touch owned)"], "no option of sbatch"),
-        (["--sbatch=mail-type=FAIL"], "no option of sbatch"),
-        (["--sbatch=--comment=a b"], "no option of sbatch"),
-        (["--sbatch=--x\n#SBATCH --wrap=y"], "no option of sbatch"),
+        (["--begin", "$(touch owned)"], "not an option of sbatch"),
+        (["--sbatch=mail-type=FAIL"], "not an option of sbatch"),
+        (["--sbatch=--comment=a b"], "not an option of sbatch"),
+        (["--sbatch=--x\n#SBATCH --wrap=y"], "not an option of sbatch"),
         (["--sbatch=--signal=B:USR1@5"], "`megatfm launch` sets this itself"),
         (["--sbatch=--time=5"], "`megatfm launch` sets this itself"),
-        (["--sbatch=--outp=/x"], "--outp=/x: sbatch would take this for --output: write the name out"),
+        (["--sbatch=--outp=/x"], "--outp=/x: sbatch would take this for --output: write the full name"),
         (["--sbatch=--job=other"], "for --job-name"),
         (["--sbatch=--nodel=n1"], "for --nodelist"),
         (["--sbatch=--depend=singleton"], "for --dependency"),

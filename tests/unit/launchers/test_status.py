@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.launchers.record import Attempt, dump
+from megatfm.launchers.record import Attempt, dump_attempts
 from megatfm.launchers.status import run_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.watched_runs import MakeRun, megatfm, write_attempts
@@ -96,7 +96,7 @@ def test_after_the_job_has_left_the_queue(
 @pytest.mark.parametrize(
     ("reason", "advice"),
     [
-        ("JobHeldUser", "it is held: `scontrol release 7` lets it go on"),
+        ("JobHeldUser", "it is held: `scontrol release 7` releases it"),
         ("launch failed requeued held", "a node could not start it, so SLURM holds it: `scontrol release 7`"),
         (
             "PartitionTimeLimit",
@@ -122,7 +122,7 @@ def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
     result = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
-    (run / "restarts.json").write_text(dump([result]))
+    (run / "restarts.json").write_text(dump_attempts([result]))
     assert (run_status(run).state.name, run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
 
 
@@ -231,7 +231,7 @@ def test_what_others_write_badly_stops_no_look(
     for text in ('{"a": 1}', "[1]", "{", '[{"time": "x", "submission": 7}]'):
         (run / "restarts.json").write_text(text)
         code, output = megatfm("status", "runs/mine", capsys=capsys)
-        assert (code, "state       DONE" in output, "restarts.json: left out" in output) == (0, True, True)
+        assert (code, "state       DONE" in output, "restarts.json: ignored" in output) == (0, True, True)
     launched = json.loads((run / "launch.json").read_text())
     for launcher in ("slurm", "by hand"):
         (run / "launch.json").write_text(json.dumps({**launched, "launcher": launcher}))

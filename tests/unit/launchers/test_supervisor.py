@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import MegatfmError
-from megatfm.launchers.supervisor import Child, _Children, supervise
+from megatfm.launchers.supervisor import Child, _ChildGroup, supervise
 
 # A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
 RANK = """
@@ -168,7 +168,7 @@ def test_a_rank_that_is_stopped_is_what_the_others_ended_for(
     _, output = process.communicate(timeout=30)
     assert process.returncode == 1
     assert output.startswith(
-        "megatfm: rank 1 failed first (stopped, and never continued), so the others were ended"
+        "megatfm: rank 1 failed first (stopped by a signal, and never continued), so the others were ended"
     )
     assert not is_running(tmp_path, 1)
 
@@ -239,21 +239,21 @@ def test_a_rank_that_dies_of_a_signal_that_we_got_too_has_stopped(
         "os.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGINT)\n"
     )
     os.mkfifo(tmp_path / "go")
-    forward_signals, dead = _Children.forward_signals, []
+    forward_signals, dead = _ChildGroup.forward_signals, []
 
-    def let_it_die(children: _Children) -> None:
+    def let_it_die(children: _ChildGroup) -> None:
         if not dead:
             dead.append(children.processes["rank 0"].pid)
             (tmp_path / "go").write_text("")
             os.waitid(os.P_PID, dead[0], os.WEXITED | os.WNOWAIT)
 
-    def forward(children: _Children) -> None:
+    def forward(children: _ChildGroup) -> None:
         if wait_first:
             let_it_die(children)
         forward_signals(children)
         let_it_die(children)
 
-    monkeypatch.setattr(_Children, "forward_signals", forward)
+    monkeypatch.setattr(_ChildGroup, "forward_signals", forward)
     forwarded: list[int] = []
     command = [sys.executable, str(program), str(tmp_path / "go")]
     rank = Child("rank 0", command, forward_signal=lambda pid, number: forwarded.append(pid))

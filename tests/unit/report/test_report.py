@@ -322,12 +322,12 @@ def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> 
 
 def test_utilization_is_told_by_both_conventions(run: Path) -> None:
     """The page has what utilization is measured against."""
-    (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s a device (H200: data sheet)"}))
+    (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s per device (H200: data sheet)"}))
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
     page = report_page(run)
     assert "42 %" in page.text
     assert "40 % by visible pairs" in page.text
-    assert "% of 989 TFLOP/s a device (H200: data sheet)" in page.text
+    assert "% of 989 TFLOP/s per device (H200: data sheet)" in page.text
     (chart,) = (chart for chart in page.charts() if chart.startswith("Utilization"))
     assert "with all of attention: 42 at step 1" in chart
 

@@ -61,7 +61,7 @@ def test_a_run_from_the_start_begins_an_empty_record(tmp_path: Path) -> None:
 
 def test_a_lost_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     MetricsLog(RunInfo(tmp_path, first_step=5)).close()
-    assert "the steps up to 5 are not in the record" in caplog.text
+    assert "it will lack the steps up to 5" in caplog.text
 
 
 def test_a_branch_has_no_record_of_what_another_run_did(
@@ -106,7 +106,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log._file.fileno())
     os.close(full)
-    with pytest.raises(MegatfmError, match=r"metrics.jsonl: No space left on device; mend that and resume"):
+    with pytest.raises(MegatfmError, match=r"metrics.jsonl: No space left on device; fix this, then resume"):
         log.write(training_record(1))
     log._file.raw.close()  # the unwritten line must not be tried again at exit
 
@@ -275,7 +275,7 @@ def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
         return Offline()
 
     monkeypatch.setattr(wandb, "init", away)
-    monkeypatch.setattr(metrics.WeightsAndBiases, "is_away", False)
+    monkeypatch.setattr(metrics.WeightsAndBiases, "is_unreachable", False)
     for _ in range(2):
         MetricsLog(RunInfo(tmp_path), ["wandb"]).close()
     assert requested == [None, "offline", "offline"]
@@ -295,9 +295,7 @@ def test_a_record_that_ends_before_the_checkpoint_is_told(
 ) -> None:
     write_steps(RunInfo(tmp_path), 1, 3)
     MetricsLog(RunInfo(tmp_path, first_step=5)).close()
-    assert caplog.messages == [
-        f"{tmp_path / 'metrics.jsonl'} ends at step 3: those up to 5 are not in the record"
-    ]
+    assert caplog.messages == [f"{tmp_path / 'metrics.jsonl'} ends at step 3: it will lack the steps up to 5"]
     caplog.clear()
     MetricsLog(RunInfo(tmp_path, first_step=3)).close()
     MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()

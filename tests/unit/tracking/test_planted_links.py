@@ -52,6 +52,6 @@ def test_what_grows_does_not_grow_through_a_planted_link(
         with nullcontext() if name == "samples.jsonl" else pytest.raises((MegatfmError, OSError)) as raised:
             GROWING[name](run)
         output = str(raised.value) if raised else capsys.readouterr().err
-        assert "it is a symbolic link, and what it points to would be written to: remove it" in output
+        assert "it is a symbolic link, whose target would be overwritten: remove it" in output
         assert Path(name).name in output
     assert (tmp_path / "precious").read_bytes() == b""

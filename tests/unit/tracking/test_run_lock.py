@@ -167,7 +167,7 @@ def test_the_wait_is_longer_than_nfs_remembers_a_time() -> None:
 
 def test_a_fifo_in_its_place_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(MegatfmError, match=r"lock is no file, so it can't be locked: remove it"):
+    with pytest.raises(MegatfmError, match=r"lock is not a regular file, so it can't be locked: remove it"):
         RunLock(tmp_path / "lock").acquire()
 
 

@@ -93,5 +93,5 @@ def test_a_run_records_it(run: Path) -> None:
         assert line["mfu"] / line["mfu_causal"] == pytest.approx(full / causal)
     assert "measured" in json.loads((run / "environment.json").read_text())["peak"]
     log = (run / "logs" / "rank-0.log").read_text()
-    assert "utilization (MFU) is of" in log
+    assert "MFU is relative to" in log
     assert " % causal)" in log

@@ -64,9 +64,9 @@ def test_fewer_ranks_divide_experts() -> None:
         (
             {},
             5,
-            "no layout fits 5 processes: train.global_batch = 24 and 1 ranks a model go with 1, 2, 3, 4, 6, 8",
+            "no layout fits 5 processes: train.global_batch = 24 and 1 ranks per model allow 1, 2, 3, 4, 6, 8",
         ),
-        ({"parallel.tp": 2}, 3, "go with 2, 4, 6, 8"),
+        ({"parallel.tp": 2}, 3, "allow 2, 4, 6, 8"),
         ({"parallel.tp": 2}, 1, "no layout fits 1 process:"),
     ],
 )

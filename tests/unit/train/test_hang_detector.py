@@ -85,7 +85,7 @@ def test_of_those_at_the_same_place_the_one_outside_a_collective_is_blamed(detec
     diagnosis = stalled(detector, waits, waits, waits, works)
     assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == ([3], True, 0)
     assert (
-        "rank 3 on n1 at step 7, step: has not moved for 11 s (megatfm/data/loader.py:9, in row)"
+        "rank 3 on n1 at step 7, step: has made no progress for 11 s (megatfm/data/loader.py:9, in row)"
         in diagnosis.text
     )
 
@@ -121,7 +121,8 @@ def test_the_cause_of_a_failure_beats_its_victims(
     diagnosis = given(detector, 1.1 + CAUSE_WINDOW_SECONDS)
     assert (diagnosis.ranks, diagnosis.hosts, diagnosis.hung, diagnosis.reporter) == ([3], ["n1"], False, 0)
     assert (
-        diagnosis.text == "rank 3 on n1 at step 7, step: ended without a word: it was killed, or it crashed"
+        diagnosis.text
+        == "rank 3 on n1 at step 7, step: ended without an error message: it was killed, or it crashed"
     )
 
 

@@ -33,9 +33,9 @@ def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
     assert str(takeover) == "2 of the 3 weights of runs/before"
     assert takeover.lines() == [
         "weights of runs/before",
-        "  taken over  2 tensors, 384 parameters",
-        "  drawn       1 tensors, 40 parameters: topic.weight [5, 8]",
-        "  left there  2 tensors, 360 parameters: head.weight [40, 8], head.bias [40]",
+        "  loaded       2 tensors, 384 parameters",
+        "  initialized  1 tensors, 40 parameters: topic.weight [5, 8]",
+        "  not used     2 tensors, 360 parameters: head.weight [40, 8], head.bias [40]",
     ]
 
 
@@ -46,7 +46,9 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
     ):
         match_weights(expected, STORED, [], SOURCE)
     wider = {name: (*shape[:-1], 16) for name, shape in STORED.items()}
-    with pytest.raises(UsageError, match=r"take the weights of a model of these sizes, or choose its sizes$"):
+    with pytest.raises(
+        UsageError, match=r"use the weights of a model of the same sizes, or choose its sizes$"
+    ):
         match_weights(wider, STORED, [], SOURCE)
 
 

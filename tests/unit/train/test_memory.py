@@ -42,7 +42,7 @@ def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
     place = tmp_path / "memory" / "rank-2.pickle"
     with (
-        pytest.raises(MegatfmError, match=f"it held 3 GiB.*; what is in it: {place}"),
+        pytest.raises(MegatfmError, match=f"it held 3 GiB.*; memory snapshot: {place}"),
         explain_out_of_memory(tmp_path, 2, GPU),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")

@@ -78,7 +78,7 @@ def test_a_node_s_disk_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "run"
     with pytest.raises(
-        MegatfmError, match=rf"^{folder}: can't make it \(checkpoint\.local_dir\): Not a directory$"
+        MegatfmError, match=rf"^{folder}: can't create it \(checkpoint\.local_dir\): Not a directory$"
     ):
         check_local_disk(NodeTopology(folder, 0, (0,), None), 1)
 

@@ -18,7 +18,7 @@ def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path: Path) -> None:
     start(tmp_path, 0, 0)
     start(tmp_path, 1, 0)
     with pytest.raises(
-        NoProgressError, match=r"2 restarts in a row gained no checkpoint beyond step 0"
+        NoProgressError, match=r"2 restarts in a row saved no checkpoint after step 0"
     ) as caught:
         start(tmp_path, 2, 0)
     assert caught.value.exit_code == NO_PROGRESS == 76

@@ -110,7 +110,7 @@ def test_a_closed_connection_is_a_death_that_all_others_hear_of(
     for rank in (ranks[0], ranks[2]):
         diagnosis = rank.hears("diagnosis")["diagnosis"]
         assert diagnosis["ranks"] == [[1, 1]]
-        assert diagnosis["text"].startswith("rank 1 on n0 at step 3, save: ended without a word")
+        assert diagnosis["text"].startswith("rank 1 on n0 at step 3, save: ended without an error message")
 
 
 def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> None:
@@ -158,7 +158,7 @@ def test_a_stranger_that_stays_silent_is_shown_the_door_and_too_many_are(
     open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_monitor_server, "TOKEN_SECONDS", 0.3)
-    monkeypatch.setattr(rank_monitor_server, "STRANGERS", 2)
+    monkeypatch.setattr(rank_monitor_server, "MAX_STRANGERS", 2)
     connect = open_hub(1)
     rank = connect(0)
     rank.hears("heartbeat")
@@ -226,7 +226,7 @@ def test_ranks_that_are_never_heard_are_named(
     while not warnings:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert warnings == ["the rank monitor has not heard 2 of 4 ranks since the start: 1, 3"]
+    assert warnings == ["the rank monitor has had no message from 2 of 4 ranks since the start: 1, 3"]
     for rank in (1, 3):
         connect(rank).line.send({"failed": "enough", "lost_peer": False})
 
@@ -252,7 +252,7 @@ def test_connections_that_can_not_be_accepted_are_told_of_and_accepted_later(
     for rank in ranks:
         assert rank.hears("bye")
     assert len(warnings) == 1
-    assert "can't accept a connection (Too many open files): it has 0 of 2" in warnings[0]
+    assert "can't accept a connection (Too many open files): 0 of 2" in warnings[0]
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_it_goes() -> None:
@@ -271,5 +271,5 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], heard)
     first, second = done.stdout.splitlines()
     assert first == "True []"
     assert second.startswith("700 [")
-    assert "too few for 1000 connections of the rank monitor" in second
+    assert "too low for 1000 connections of the rank monitor" in second
     assert "ulimit -Hn" in second

@@ -116,9 +116,7 @@ def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
 
 def test_another_optimizer_can_not_go_on_with_the_state() -> None:
     now = state(change(VALUES, "optimizer.name", "lion"))
-    with pytest.raises(
-        UsageError, match=r"optimizer\.name = 'adamw', with which 'lion' can't go on.*init_from"
-    ):
+    with pytest.raises(UsageError, match=r"optimizer\.name = 'adamw', which 'lion' can't use.*init_from"):
         resume.check_compatible(resume.ResumePoint(PATH, state()), now, ["optimizer"])
 
 
@@ -128,7 +126,7 @@ def test_a_branch_is_not_told_to_take_another_name() -> None:
         (state(CHANGES["seed"]), r"train\.seed: 0 → 1\. Accept the change with resume\.allow=seed$"),
         (
             state(change(VALUES, "optimizer.name", "lion")),
-            r"can't go on: leave train\.branch_from out, and start",
+            r"can't use: leave train\.branch_from out, and start",
         ),
     ):
         with pytest.raises(UsageError, match=expected) as caught:
@@ -142,10 +140,10 @@ def test_another_precision_is_said_or_refused(was: str, now: str, goes_on: bool)
     if goes_on:
         allowed = resume.check_compatible(resume_point, state(precision=now), [])
         assert allowed == [f"precision: {was} → {now}"]
-        assert resume.settings_of_skips_changed(allowed) == allowed
+        assert resume.changes_that_may_fix_skips(allowed) == allowed
         return
     with pytest.raises(
-        UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: go on with"
+        UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: continue with"
     ):
         resume.check_compatible(resume_point, state(precision=now), ["model"])
 
@@ -322,7 +320,7 @@ def test_another_kind_of_machine_is_told_and_goes_on() -> None:
     assert resume.check_compatible(resume.ResumePoint(PATH, before), now, []) == []
     (line,) = resume.hardware_changes(resume.ResumePoint(PATH, before), HERE)
     assert "threads: 4 → 1; instruction sets: without avx512f" in line
-    assert "goes on, but not to the bit" in line
+    assert "will not be bit-identical" in line
     assert resume.hardware_changes(resume.ResumePoint(PATH, now), HERE) == []
     del before["machines"]  # of an earlier version
     assert resume.hardware_changes(resume.ResumePoint(PATH, before), HERE) == []
@@ -363,8 +361,8 @@ def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         resume.check_compatible(resume_point, now, allow, unfit="a is [2] there alone")
     assert str(caught.value) == (
-        f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32, so that its weights don't fit "
-        "(a is [2] there alone), and no resume.allow makes them: give the run another name"
+        f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32, so its weights don't fit "
+        "(a is [2] there alone), whatever resume.allow says: give the run another name"
     )
 
 

@@ -129,5 +129,5 @@ def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(
     thread.join(20)
     assert not thread.is_alive()
     assert not failed
-    assert "not in the main thread" in caplog.text
+    assert "doesn't run in the main thread" in caplog.text
     assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
