@@ -1,4 +1,4 @@
-"""megatfm: pretraining of transformers under any parallel layout, each proven to be the same computation."""
+"""megatfm: pretraining of transformers under any parallel layout, each checked to be the same computation."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,6 @@ def __getattr__(name: str) -> Any:
         from megatfm import config
 
         return getattr(config, name)
-    from megatfm import api  # at its first use, because importing megatfm must not import torch
+    from megatfm import api  # only at first use: `import megatfm` must not import torch
 
     return getattr(api, name)

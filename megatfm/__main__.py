@@ -1,4 +1,4 @@
-"""`python -m megatfm`: the same as the `megatfm` command."""
+"""`python -m megatfm`: runs the `megatfm` command."""
 
 import sys
 

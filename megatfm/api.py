@@ -1,4 +1,4 @@
-"""The public interface of `import megatfm`; loaded at first use, since it imports torch."""
+"""The public Python interface, loaded at first use of `megatfm.fit`, `load` or `Model`, since it imports torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,26 +42,29 @@ from megatfm.train.trainer import train
 
 
 def fit(config: Config | str | Path, *overrides: str) -> Path:
-    """Train or resume a run in this process, as `megatfm train` does; returns its run directory.
+    """Train or resume a run in this process, as `megatfm train` does; return its run directory.
 
-    config: a config, or a file or preset with `key=value` overrides. Under torchrun or srun every rank calls it.
-    Raises UsageError, MegatfmError; also where a signal stopped the run, which has saved: the same call goes on.
+    config: a config, or the path of a file or the name of a preset, with `key=value` overrides. Under torchrun or
+    srun, every rank calls this. Raises UsageError, and MegatfmError, also if a signal stopped the run after saving: the
+    same call then resumes it.
     """
     if isinstance(config, Config):
         if overrides:
-            raise UsageError("fit: overrides belong to a file or preset; a config has config.changed({...})")
+            raise UsageError(
+                "fit: overrides are for a file or preset; for a config use config.changed({...})"
+            )
     elif isinstance(config, str | Path):
         refuse_repeats(overrides)
         config = load_config(config, overrides)
     else:
         raise UsageError(
-            f"fit: a {type(config).__name__} is no config: give a file, a preset, or "
+            f"fit: a {type(config).__name__} is not a config: give a file, a preset, or "
             "megatfm.Config.model_validate({...})"
         )
     folder = run_folder(config)
     if train(config, flops_per_token, PromptSampler()) != EXIT_OK:
         raise MegatfmError(
-            f"{folder}: was stopped by a signal, and has saved: the same call goes on from there"
+            f"{folder}: was stopped by a signal, and has saved: the same call resumes from there"
         )
     return folder
 
@@ -73,12 +76,11 @@ def load(
     dtype: str | torch.dtype = "float32",
     trust_plugins: bool = False,
 ) -> "Model":
-    """The model of a run, a checkpoint or a folder in the Hugging Face format, in evaluation mode.
+    """Load the model of a run, a checkpoint or a Hugging Face folder, in evaluation mode.
 
-    dtype: of its parameters; "auto": what they are stored in, so that a model in bfloat16 takes half the memory.
-    trust_plugins: import the packages that the config of a run or a checkpoint names in `plugins`, also those of a
-    foreign file. Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not
-    fit.
+    dtype: dtype of its parameters; "auto" keeps the stored one, so a model in bfloat16 takes half the memory.
+    trust_plugins: import the packages that the stored config names in `plugins`, which runs their code. Raises
+    UsageError if the path can't be opened, MegatfmError if files are damaged or don't fit together.
     """
     if is_hf_folder(path) or is_electra_folder(path):
         module = load_hf(path, device, dtype=dtype)
@@ -90,10 +92,10 @@ def load(
 
 
 class Model:
-    """A trained model, and what is done with it.
+    """A trained model with methods to generate, encode and evaluate.
 
-    Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. `module` is the `nn.Module`, whose
-    attributes and methods (`config`, `parameters()`, …) are accessible here as well.
+    Calling it with `tokens` [batch, sequence] returns an output with `.logits` and `.hidden`. `module` is the
+    `nn.Module`, whose attributes and methods (`config`, `parameters()`, …) can also be accessed here.
     """
 
     def __init__(self, module: nn.Module, path: Path, *, trust_plugins: bool = False) -> None:
@@ -113,13 +115,13 @@ class Model:
         return self.module(*args, **keyword_arguments)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet: while it is copied or unpickled
+        if name == "module":  # not set yet while this object is copied or unpickled
             raise AttributeError(name)
         return getattr(self.module, name)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that it was trained with. Raises as `generate` does."""
+        """The tokenizer that the model was trained with. Raises UsageError if there is none."""
         return self._with_tokenizer().tokenizer
 
     def generate(
@@ -137,15 +139,14 @@ class Model:
         sentinel: Literal["auto", "always", "never"] = "auto",
         image: str | Path | None = None,
     ) -> str:
-        """Return the text that follows a prompt, without it: as `megatfm generate` does, whose options these are.
+        """Generate the continuation of a prompt; return it without the prompt.
 
-        image: a file, which a vision-language model describes.
-
-        Raises UsageError for a model that makes no text.
+        image: a file, which a vision-language model describes. The other options are those of `megatfm generate`.
+        Raises UsageError for a model that does not generate text.
         """
         if not isinstance(prompt, str):
             raise UsageError(
-                f"prompt = {prompt!r:.80} is no text: give a string, e.g. model.generate('def ')"
+                f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')"
             )
         if max_tokens < 1 or beams < 0:
             raise UsageError(
@@ -173,11 +174,11 @@ class Model:
         normalize: bool | None = None,
         batch: int = 32,
     ) -> Tensor:
-        """A vector for each sentence, float32 [sentences, d_model], on the CPU; padding never counts.
+        """Return a vector for each sentence: float32 [sentences, d_model], on the CPU. Padding never counts.
 
-        pooling: "mean" of all tokens, the "first" or "last" one's, or "masked", the mean of the text's own tokens
-        without those reserved for its ends. normalize: to length 1. Left out, both are what a folder of Sentence
-        Transformers names, else the mean, as it is. batch: sentences at a time. Raises UsageError.
+        pooling: the "mean" of all tokens, the "first" or the "last" token, or "masked", the mean without the special
+        tokens at the ends. normalize: scale vectors to length 1. The defaults are those of a Sentence Transformers
+        folder, else "mean" and False. batch: number of sentences per batch. Raises UsageError.
         """
         if self._encoder is None:
             self._encoder = self._text_encoder()
@@ -186,10 +187,11 @@ class Model:
     def evaluate(
         self, sets: Mapping[str, str | Path] | None = None, *, compressors: bool = False
     ) -> dict[str, Any]:
-        """By validation set `loss` and, where it is the text's likelihood, `bits_per_byte`; as `megatfm evaluate` does.
+        """Evaluate the run's newest checkpoint on validation sets, as `megatfm evaluate` does; return results by set.
 
-        sets: folders or URLs of corpora besides the run's own. compressors: under each set also what gzip and xz need.
-        It reads the run's newest checkpoint. Raises UsageError for what is no run directory.
+        A result has `loss` and, if the loss is the text's likelihood, `bits_per_byte`. sets: folders or URLs of further
+        corpora by name. compressors: add the bits per byte of gzip and xz. Raises UsageError if the model's path is not
+        a run directory.
         """
         evaluation = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
         if evaluation is None:
@@ -203,9 +205,10 @@ class Model:
     def evaluate_tasks(
         self, files: Mapping[str, str | Path], *, batch: int = 16, limit: int = 0
     ) -> dict[str, dict[str, float]]:
-        """Metrics of task files by name, as `megatfm evaluate --task` computes them; nothing is written.
+        """Evaluate task files, as `megatfm evaluate --task` does, without writing files; return metrics by task.
 
-        batch: rows at a time. limit: only the first so many questions of each; 0: all. Raises UsageError.
+        files: task name → file. batch: number of rows per batch. limit: number of first questions of each task; 0 for
+        all. Raises UsageError.
         """
         tasks, loaded = open_tasks(files, limit), self._with_tokenizer()
         options = sentence_transformer_options(self.path, self.module) if is_hf_folder(self.path) else None

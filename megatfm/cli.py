@@ -1,4 +1,4 @@
-"""The command line: commands, nothing else. What a command needs is imported when it runs."""
+"""The command line. The module of a command is imported only when the command runs."""
 
 import argparse
 import importlib
@@ -22,38 +22,41 @@ COMMANDS = {
     ),
     "finetune": (
         "megatfm.commands.finetuning",
-        "a pretrained model on labelled files: train or resume, then evaluate",
+        "fine-tune a pretrained model on labelled files, or resume; then evaluate",
     ),
-    "predict": ("megatfm.commands.finetuning", "labels of a file's rows, by a fine-tuned run"),
+    "predict": ("megatfm.commands.finetuning", "predict labels for a file's rows by a fine-tuned run"),
     "launch": ("megatfm.commands.training", "start training on this machine, under MPI or as a SLURM job"),
-    "status": ("megatfm.commands.runs", "how runs are: queue, step, loss, speed, time left, restarts"),
-    "logs": ("megatfm.commands.runs", "the logs of a run that matter; -f follows them"),
-    "cancel": ("megatfm.commands.runs", "end the job of a run, which saves if it is given the time"),
+    "status": ("megatfm.commands.runs", "show runs: queue, step, loss, speed, time left, restarts"),
+    "logs": ("megatfm.commands.runs", "show the logs of a run that matter; -f follows them"),
+    "cancel": (
+        "megatfm.commands.runs",
+        "end a run's jobs and processes; the run saves first if time is left",
+    ),
     "generate": ("megatfm.commands.models", "sample text from a run"),
     "convert": ("megatfm.commands.models", "to and from the Hugging Face format"),
     "evaluate": (
         "megatfm.commands.evaluation",
-        "loss and bits per byte of a run, beside gzip and xz; or a model on tasks, without training",
+        "evaluate a run's loss and bits per byte, beside gzip and xz; or a model on tasks, without training",
     ),
-    "report": ("megatfm.commands.runs", "one self-contained HTML page about a run"),
+    "report": ("megatfm.commands.runs", "write one self-contained HTML page about a run"),
     "compare": (
         "megatfm.commands.runs",
-        "runs side by side: what differs, what they reached, their curves",
+        "compare runs: their settings, results and curves",
     ),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
-    "describe": ("megatfm.commands.models", "parts, parameter counts and FLOPs of a config"),
+    "describe": ("megatfm.commands.models", "show modules, parameter counts and FLOPs of a config's model"),
     "estimate": (
         "megatfm.commands.estimate",
-        "whether a run fits GPUs, how fast it will be, and what to change: needs no GPU",
+        "estimate whether a run fits GPUs, how fast it will be, and what to change; needs no GPU",
     ),
     "explain-oom": (
         "megatfm.commands.estimate",
-        "why a run had too little memory: prediction by phase and owner, what it recorded, what to change",
+        "explain why a run ran out of memory: prediction by phase and owner, what it recorded, what to change",
     ),
-    "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
-    "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
-    "doctor": ("megatfm.commands.doctor", "what this machine can run"),
-    "completion": ("megatfm.commands.config", "a script with which bash, zsh or fish complete commands"),
+    "data": ("megatfm.commands.data", "inspect, check, export or index a corpus"),
+    "config": ("megatfm.commands.config", "print a resolved config, the presets or the JSON schema"),
+    "doctor": ("megatfm.commands.doctor", "check what this machine can run"),
+    "completion": ("megatfm.commands.config", "print a completion script for bash, zsh or fish"),
     "quickstart": (
         "megatfm.commands.quickstart",
         "prepare a small corpus, train on it, stop, resume, sample, evaluate and report: each command once",
@@ -61,25 +64,25 @@ COMMANDS = {
 }
 """Name → (module, help).
 
-In a module, `add_NAME_arguments(parser)` declares what the command takes; `NAME_command(args)` runs it and returns the
-exit code, or raises a MegatfmError, whose line is printed and whose code is the exit code.
+In the module, `add_NAME_arguments(parser)` declares the command's arguments. `NAME_command(args)` runs the command and
+returns the exit code, or raises a MegatfmError, which is printed and whose `exit_code` is returned.
 """
 
-OF_LAUNCH = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
-"""Flags of `launch` that are looked for at `train`."""
+LAUNCH_FLAGS = ("--nproc", "--nodes", "--slurm", "--mpi", "--gpus-per-node")
+"""Flags of `launch` that users may give to `train` by mistake."""
 
 BLOCKED_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""Signals that ask training to stop wait until its handlers are installed; before, they would kill it."""
+"""Stop signals. Training blocks them until its handlers are installed, since they would kill it before."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
     spell_unencodable()
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] in (["train"], ["finetune"]):
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] in (["train"], ["finetune"]):
         signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
-    parser = build_parser(words[0] if words else "")
-    args = parser.parse_args(words)
+    parser = build_parser(arguments[0] if arguments else "")
+    args = parser.parse_args(arguments)
     try:
         code = args.run(args)
         sys.stdout.flush()
@@ -99,30 +102,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the other end of the output is closed: the reader of the pipe, as in `megatfm … | head`, has read
-    enough."""
+    """Return whether the reader of stdout has closed the pipe, as in `megatfm … | head`."""
     output = select.poll()
     output.register(sys.stdout.fileno())
     return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with `key=value` overrides wherever they stand, also after flags."""
+    """An ArgumentParser that accepts `key=value` overrides anywhere, also after flags."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The namespace with all overrides; exits with code 2 for a word that is neither a flag nor an override."""
+        """Parse arguments and overrides; exit with code 2 for an argument that is neither a flag nor an override."""
         parsed, unparsed = self.parse_known_args(args, namespace)
         overrides = getattr(parsed, "overrides", None)
-        unknown = [word for word in unparsed if overrides is None or not _is_override(word)]
+        unknown = [argument for argument in unparsed if overrides is None or not _is_override(argument)]
         if unknown:
             key, equals, value = unknown[0].lstrip("-").partition("=")
-            after = unparsed[unparsed.index(unknown[0]) + 1 :]
-            value = value if equals else next(iter(after), "…")
+            following = unparsed[unparsed.index(unknown[0]) + 1 :]
+            value = value if equals else next(iter(following), "…")
             hint = f": settings have no dashes: {key}={value}" if overrides is not None and "." in key else ""
-            if unknown[0].partition("=")[0] in OF_LAUNCH and hasattr(parsed, "source"):
-                hint = (
-                    f": `train` is one process; several are started by `megatfm launch CONFIG {unknown[0]} …`"
-                )
+            if unknown[0].partition("=")[0] in LAUNCH_FLAGS and hasattr(parsed, "source"):
+                hint = f": `train` is one process; `megatfm launch CONFIG {unknown[0]} …` starts several"
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
         if overrides is not None:
             from megatfm.registry import refuse_repeats
@@ -135,21 +135,22 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2; for a word that is no choice, say which one is like it."""
+        """Exit with code 2; for an invalid choice, suggest a similar one."""
         from megatfm.registry import did_you_mean
 
-        if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
-            hint = did_you_mean(wrong[2], re.findall(r"[\w-]+", wrong[3]))
-            message = f"{wrong[1]} = {wrong[2]!r}: there is none{hint}; there are: {wrong[3]}"
+        if match := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            name, value, choices = match.groups()
+            hint = did_you_mean(value, re.findall(r"[\w-]+", choices))
+            message = f"{name} = {value!r}: there is none{hint}; there are: {choices}"
         super().error(message)
 
 
-def _is_override(word: str) -> bool:
-    return not word.startswith("-") and ("=" in word or word.startswith("~"))
+def _is_override(argument: str) -> bool:
+    return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
 
 
 def build_parser(only_command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands. only: the one whose arguments are looked up; others need not even be imported."""
+    """Build the parser of all commands. only_command: import only this command's module and add only its arguments."""
     parser = Parser(prog="megatfm", description="Pretrain transformers under any parallel layout.")
     parser.add_argument("--version", action="version", version=f"megatfm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

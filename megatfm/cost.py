@@ -1,7 +1,7 @@
-"""Cost of a part of a model on a row: parts that differ from the rule say so in a method `cost`, this adds up.
+"""Cost of a model's forward pass on a row, summed over its modules.
 
-The rule: each weight is multiplied once with every token that goes through the module; tables, whose weights have a
-role, are only looked up. Planning, pipeline cuts and `describe` read this, and no list of parts.
+By default, each weight of a module is multiplied once with every token; weights with a role, such as embedding tables,
+are only looked up. A module that differs has a method `cost`. Pipeline splits, estimates and `describe` use this.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 ENCODER_TOKENS = "encoder_tokens"
-"""The input whose tokens cross-attention looks at."""
+"""Name of the input whose tokens cross-attention attends to."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Input of a module: `n` tokens of a row. encoder_tokens: tokens of the memory of cross-attention. target_fraction:
-    share of the tokens that the objective predicts; None if unknown."""
+    """Number of tokens that pass through a module.
+
+    n: tokens of a row. encoder_tokens: encoder tokens that cross-attention attends to. target_fraction: fraction of
+    tokens that the objective predicts; None if unknown.
+    """
 
     n: float
     encoder_tokens: float = 0.0
@@ -30,11 +33,12 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiplications in a forward pass over a row, and weights that it leaves out.
+    """Multiply-accumulates of a forward pass over a row.
 
-    matmul_macs: of matrices with tokens. vector_macs: of other weights (norms, biases) with tokens. attention_macs:
-    between activations, for all pairs of tokens. visible_attention_macs: likewise, for the pairs that are seen.
-    inactive_parameters: weights that a token does not meet, as those of experts that were not chosen for it.
+    matmul_macs: of weight matrices with tokens. vector_macs: of other weights (norms, biases) with tokens.
+    attention_macs: between activations, over all pairs of tokens. visible_attention_macs: the same over the pairs that
+    the mask allows. inactive_parameters: number of weights that a token doesn't use, such as those of experts to which
+    it isn't routed.
     """
 
     matmul_macs: float = 0.0
@@ -54,9 +58,9 @@ class Cost:
 
 
 def module_cost(module: Any, tokens: TokenCounts) -> Cost:
-    """Return the cost of a module (of torch) and all in it."""
-    cost_of = getattr(module, "cost", None)
-    cost: Cost = cost_of(tokens) if cost_of is not None else default_cost(module, tokens)
+    """Return the cost of a torch module with all of its submodules."""
+    cost_method = getattr(module, "cost", None)
+    cost: Cost = cost_method(tokens) if cost_method is not None else default_cost(module, tokens)
     return cost
 
 
@@ -70,5 +74,5 @@ def default_cost(module: Any, tokens: TokenCounts) -> Cost:
 
 
 def total_cost(modules: Iterable[Any], tokens: TokenCounts) -> Cost:
-    """The sum over modules through which the same tokens go."""
+    """Return the total cost of modules through which the same tokens pass."""
     return sum((module_cost(module, tokens) for module in modules), Cost())

@@ -1,44 +1,44 @@
-"""Exit codes, and the errors that users meet. A message is one line: what, where, and the way out.
+"""Exit codes, and the errors that users see. A message is one line: what, where, and how to mend it.
 
-A launcher (a job script, torchrun, `megatfm launch`) decides by the exit code alone whether to restart a run, so each
-code says whether the same command may help if it is started again.
+A launcher (a job script, torchrun, `megatfm launch`) decides by the exit code alone whether to restart a run. So each
+code says whether the same command may succeed if it is started again.
 """
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-"""A crash, a lost rank, a full disk: worth another try."""
+"""A crash, a lost rank, a full disk: a restart may succeed."""
 EXIT_USAGE = 2
-"""The command line or the config asks for what can't be: another try says the same."""
+"""The command line or the config is invalid: a restart would fail in the same way."""
 EXIT_REQUEUE = 75
-"""Saved, and stopped by a signal (sysexits' EX_TEMPFAIL): the same command goes on from there."""
+"""A signal stopped the run after saving (sysexits' EX_TEMPFAIL): the same command resumes it."""
 NO_PROGRESS = 76
-"""Restarts gained no new checkpoint, so one more would not either."""
+"""Restarts saved no new checkpoint, so another one would not, either."""
 LOCKED = 77
-"""Another job is training this run at this moment."""
+"""Another job is training this run."""
 
 
 class MegatfmError(Exception):
-    """Something failed while running: a damaged file, a full disk, a lost rank. The command exits with 1."""
+    """A failure at run time: a damaged file, a full disk, a lost rank. The command exits with 1."""
 
     exit_code = EXIT_FAILED
 
 
 class UsageError(MegatfmError):
-    """The command line, the config or the layout asks for what can't be done. The command exits with 2."""
+    """An invalid command line, config or layout. The command exits with 2."""
 
     exit_code = EXIT_USAGE
 
 
 class RefusedMemberError(MegatfmError):
-    """A member of an archive is refused, as what it is or claims may do harm: another way to read it is no way out."""
+    """A member of an archive is refused because it may do harm. Callers must not try another way to read it."""
 
 
 class SampleError(MegatfmError):
-    """A stored sample can't be used. The message is only the reason, for the reader that knows shard and number."""
+    """A stored sample can't be used. The message is only the reason; the reader adds shard and index."""
 
 
 class NoProgressError(MegatfmError):
-    """Restarted again and again without a new checkpoint. The command exits with 76."""
+    """The run was restarted repeatedly without a new checkpoint. The command exits with 76."""
 
     exit_code = NO_PROGRESS
 

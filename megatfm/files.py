@@ -1,5 +1,4 @@
-"""Atomic writes of small files, files that grow, never through a planted link, what a refused run removes, and how many
-may be open."""
+"""Files: atomic writes, opening without following links, removal of a refused run's files, and descriptor limits."""
 
 import contextlib
 import errno
@@ -12,44 +11,41 @@ from pathlib import Path
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place, force it to the disk, and give it its name. Raises OSError.
+    """Write a temporary file beside `path`, sync it to disk, and rename it to `path`. Raises OSError.
 
-    However the process ends, the name holds what it held before or all of `content`. Several processes may write the
-    same file: the last one's stays. A link in the place of a draft is not followed.
+    However the process ends, `path` has its old content or all of the new one. If several processes write the same
+    file, the last one wins. Links in place of the temporary file are not followed.
     """
-    draft = temporary_path(path)
+    temporary = temporary_path(path)
     try:
-        draft.unlink(missing_ok=True)
-        with draft.open("xb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            draft.unlink()
+            temporary.unlink()
         raise
     fsync_directory(path.parent)
 
 
 def open_nofollow(path: str, flags: int) -> int:
-    """For `open(path, "ab", opener=open_nofollow)`: a symbolic link in the file's place is refused.
-
-    Raises OSError.
-    """
+    """Open a file, but refuse a symbolic link; for `open(path, "ab", opener=open_nofollow)`. Raises OSError."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        reason = "it is a symbolic link, and what it points to would be written to: remove it"
+        reason = "it is a symbolic link, whose target would be overwritten: remove it"
         raise OSError(errno.ELOOP, reason, path) from None
 
 
 def fsync_directory(folder: Path) -> None:
-    """Force the names in a folder to the disk: a file's own fsync does not cover its name. Raises OSError.
+    """Sync a folder's entries to disk, since a file's own fsync doesn't cover its name. Raises OSError.
 
-    Does nothing on file systems that know no fsync of folders, where the names are as safe as they get.
+    Does nothing on file systems that don't support this.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -62,7 +58,7 @@ def fsync_directory(folder: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a name for a file until it is complete, which no other process takes: containers may share host and
+    """Return a unique name for a file until it is complete. It is partly random: containers may share host name and
     process id."""
     return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}.partial")
 
@@ -73,9 +69,9 @@ NEW_RUN_VARIABLE = "MEGATFM_NEW_RUN"
 
 @dataclass
 class NewPaths:
-    """Paths that a command makes where nothing was before, and removes again if what they were for is refused.
+    """Paths that a command creates for a run, and removes if the run is refused.
 
-    folders: nested ones, the outermost first, removed if they are empty then. trees: removed with all they hold.
+    folders: removed if empty; outermost first. trees: folders that are removed with their contents.
     """
 
     folders: list[Path] = field(default_factory=list)
@@ -83,33 +79,33 @@ class NewPaths:
     trees: list[Path] = field(default_factory=list)
 
     def make_folder(self, folder: Path) -> None:
-        """Make a folder and those above it, noting the ones that were not there. Raises OSError."""
+        """Create a folder and its missing parents, and register the new ones. Raises OSError."""
         self.will_make_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
     def will_make_folder(self, folder: Path) -> None:
-        """Note a folder and those above it that are about to be made."""
+        """Register a folder and its parents, as far as they don't exist yet."""
         folder = folder.absolute()
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         self.folders += [path for path in reversed(missing) if path not in self.folders]
 
     def will_write(self, path: Path) -> None:
-        """Note a file that is about to be written, if it is new."""
+        """Register a file that is about to be written, unless it exists already."""
         path = path.absolute()
         if not os.path.lexists(path) and path not in self.files:
             self.files.append(path)
 
     def is_new(self, folder: Path) -> bool:
-        """Return whether a folder is one of those that were made."""
+        """Return whether a folder is one of those registered as new."""
         return folder.absolute() in self.folders
 
     def keep(self) -> None:
-        """Forget all paths, so that none is removed."""
+        """Forget all paths, so that nothing is removed."""
         for paths in (self.folders, self.files, self.trees):
             paths.clear()
 
     def remove_files(self) -> None:
-        """Remove the files and trees, the last one first. One that can't be removed stays, with those before it."""
+        """Remove files, last registered first, and trees. Stops at a file that can't be removed."""
         with contextlib.suppress(OSError):
             for path in reversed(self.files):
                 path.unlink(missing_ok=True)
@@ -124,24 +120,24 @@ class NewPaths:
                     folder.rmdir()
 
     def remove(self) -> None:
-        """Remove everything that is noted here."""
+        """Remove all registered files and trees, and the folders that are then empty."""
         self.remove_files()
         self.remove_folders()
 
     def holds_all_of(self, folder: Path) -> bool:
-        """Return whether every file in a folder is noted here."""
+        """Return whether every file in a folder is registered here."""
         paths = (path for path in folder.absolute().rglob("*") if path.is_symlink() or not path.is_dir())
         return all(path in self.files or any(tree in path.parents for tree in self.trees) for path in paths)
 
 
 SPARE_DESCRIPTORS = 256
-"""For what a process opens besides: files of tensors and logs, libraries, workers' pipes."""
+"""Descriptors for everything else that a process opens: files of tensors and logs, libraries, workers' pipes."""
 
 
 def raise_descriptor_limit(needed: int) -> int:
-    """Raise this process's soft limit of open files and sockets so that it can open `needed` more, and some spare.
+    """Raise this process's soft limit of descriptors so that it can open `needed` more files and sockets.
 
-    Returns by how many the hard limit, which only the machine's administrator can raise, falls short.
+    Returns the number of descriptors by which the hard limit, which only an administrator can raise, is too low.
     """
     try:
         n_open = len(list(Path("/proc/self/fd").iterdir()))

@@ -1,7 +1,7 @@
-"""Collectives of Python objects, and local work that succeeds on all ranks or fails on all with the same reason.
+"""Collectives of Python objects, and functions that run on ranks and raise the same error on all if any fails.
 
-Each function is a collective of the process group that it takes (None: the default one, or no others at all). A save
-in the background has a group of its own, so that its messages never mix with those of training.
+Each function is a collective of the given process group (None: the default group, or a single process without one). A
+background save uses its own group, so that its messages don't mix with those of training.
 """
 
 import pickle
@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 Failure = tuple[str, str]
-"""A host, and its line."""
+"""Host name and error message of a failed rank."""
 
 
 def is_distributed() -> bool:
@@ -38,7 +38,7 @@ def world_size(group: Group = None) -> int:
 
 
 def run_on_all_ranks(action: str, work: Callable[[], T], group: Group = None) -> T:
-    """Do local work on every rank; where it fails on any, raise the first failed one's reason on all."""
+    """Run `work` on every rank and return its result; if it fails on any rank, raise the first failure on all."""
     result, cause, reason = _try(work)
     reasons: list[Failure | None] = [reason]
     if is_distributed():
@@ -65,8 +65,10 @@ def run_and_gather(action: str, work: Callable[[], T], group: Group = None) -> l
 
 
 def gather_from(action: str, mine: T, senders: Sequence[int], group: Group = None) -> list[T]:
-    """Gather the objects of some ranks on rank 0, in their order (the others get none). Each is sent as long as it is,
-    where a gather sends all as long as the longest."""
+    """Gather the objects of some ranks on rank 0, in order of `senders`; other ranks get an empty list.
+
+    Sends each object at its own size. `gather_object` would pad all objects to the size of the largest.
+    """
     received: list[T] = []
     for sender in senders:
         slot: list[Any] = [mine]
@@ -82,21 +84,21 @@ def gather_from(action: str, mine: T, senders: Sequence[int], group: Group = Non
 
 
 def all_gather(value: T, group: Group = None) -> list[T]:
-    """All-gather an object: a list by rank."""
+    """All-gather an object; return a list by rank."""
     if not is_distributed():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    with collective_errors("the ranks can't compare what they have"):
+    with collective_errors("the ranks can't exchange values"):
         dist.all_gather_object(gathered, value, group)
     return gathered
 
 
 def broadcast_each(value: T, holders: int, group: Group = None) -> list[T]:
-    """Broadcast the objects of ranks 0 … `holders` − 1 to all ranks: a list by rank."""
+    """Broadcast the objects of ranks 0 … `holders` − 1 to all ranks; return a list by rank."""
     objects: list[Any] = []
     for holder in range(holders):
         slot = [value]
-        with collective_errors("the ranks can't tell each other what they have read"):
+        with collective_errors("the ranks can't exchange what they have read"):
             dist.broadcast_object_list(slot, group=group, group_src=holder)
         objects += slot
     return objects
@@ -113,13 +115,13 @@ def broadcast_from(action: str, mine: T, source: int, group: Group = None) -> T:
 
 
 def gather_errors(value: Sequence[str]) -> dict[str, list[str]]:
-    """All-gather problems as "rank 3 on HOST" → problems; empty if no rank has any. The same on all ranks."""
+    """All-gather lists of problems; return "rank 3 on HOST" → problems, for ranks that have any."""
     per_rank = all_gather((socket.gethostname(), list(value)))
     return {f"rank {rank} on {host}": problems for rank, (host, problems) in enumerate(per_rank) if problems}
 
 
 def machine() -> str:
-    """Return a name of this machine or container that is unique in a run: several may be called localhost."""
+    """Return a unique name of this machine or container. Host names are not unique: several may be "localhost"."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -163,7 +165,7 @@ def run_on_rank_0_raising(work: Callable[[], T]) -> T:
             answer = [pickle.dumps(work()), None]
         except Exception as error:  # broadcast, so that all ranks end with it
             answer = [None, _for_others(error)]
-    with collective_errors("rank 0 can't say what it found"):
+    with collective_errors("rank 0 can't send its result"):
         dist.broadcast_object_list(answer)
     result, failure = answer
     if failure is not None:
@@ -172,7 +174,7 @@ def run_on_rank_0_raising(work: Callable[[], T]) -> T:
 
 
 def scatter(action: str, parts: list[T], group: Group = None) -> T:
-    """Scatter rank 0's parts, one to each rank (the others' parts are ignored)."""
+    """Scatter the items of rank 0's list `parts`, one to each rank. Other ranks' lists are ignored."""
     if not is_distributed():
         return parts[0]
     value: list[Any] = [None]
@@ -193,7 +195,7 @@ def any_rank(action: str, value: bool, group: Group = None) -> bool:
 
 @contextmanager
 def collective_errors(action: str) -> Iterator[None]:
-    """Turn what a collective raises when a rank is gone into a MegatfmError."""
+    """Context manager that turns the error of a collective whose peer is gone into a MegatfmError."""
     try:
         yield
     except RuntimeError as error:
@@ -201,16 +203,16 @@ def collective_errors(action: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's first line (torch adds stacks to its own); the type helps for foreign errors."""
+    """Return an error's first line, since torch appends stacks; with its type unless it is a MegatfmError."""
     text = str(error).strip().split("\n", 1)[0]
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
 
 
 def _for_others(error: Exception) -> Exception:
-    """Return an error as other processes can raise it: itself where pickle gives it back, else its type and text."""
+    """Return an error that other processes can raise: the error itself if it survives pickling, else a MegatfmError."""
     try:
         restored = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its constructor or its values do
+    except Exception:  # constructors of third-party errors may raise anything
         return MegatfmError(one_line(error))
     is_equal = type(restored) is type(error) and str(restored) == str(error)
     return error if is_equal else MegatfmError(one_line(error))
@@ -229,9 +231,9 @@ def _raise_if(action: str, reasons: list[Failure | None], cause: Exception | Non
 
 
 def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
-    """The error that every rank raises: the lowest failed rank's reason, and the other failed ranks."""
+    """Return the error that every rank raises: the lowest failed rank's message, and the other failed ranks."""
     first, *more_ranks = sorted(reasons)
     host, text = reasons[first]
     location = f"rank {first} on {host}: " if is_distributed() else ""
-    besides = f" (also failed: rank {', '.join(map(str, more_ranks))})" if more_ranks else ""
-    return MegatfmError(f"{action}: {location}{text}{besides}")
+    others = f" (also failed: rank {', '.join(map(str, more_ranks))})" if more_ranks else ""
+    return MegatfmError(f"{action}: {location}{text}{others}")

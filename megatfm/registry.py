@@ -1,4 +1,4 @@
-"""Parts by name. A package named in a config's `plugins` adds its own with the same decorator."""
+"""Registries of components by name, and plugins: packages of a config's `plugins`, which register more components."""
 
 import difflib
 import importlib
@@ -14,8 +14,8 @@ from megatfm.errors import UsageError
 
 Part = TypeVar("Part")
 
-SHORTEST = 3
-"""Fewer letters say nothing by being the beginning of a word."""
+MIN_PREFIX = 3
+"""Least number of letters with which a prefix suggests a name."""
 
 
 class Registry(Generic[Part]):
@@ -26,17 +26,17 @@ class Registry(Generic[Part]):
         self._parts: dict[str, Part] = {}
 
     def register(self, name: str) -> Callable[[Part], Part]:
-        """Decorator that enters a part. Raises UsageError when the name is taken by another part."""
+        """Return a decorator that registers an object. Raises UsageError if the name is registered already."""
 
-        def enter(part: Part) -> Part:
+        def add(part: Part) -> Part:
             if self._parts.setdefault(name, part) is not part:
                 raise UsageError(f"{self.kind} {name!r} is registered twice: give one of them another name")
             return part
 
-        return enter
+        return add
 
     def get(self, name: str) -> Part:
-        """The part of that name. Raises UsageError that lists the names there are."""
+        """Return the object of that name. Raises UsageError that lists the registered names."""
         if name not in self._parts:
             raise UsageError(
                 f"unknown {self.kind} {name!r}{did_you_mean(name, self._parts)}; there are: {', '.join(self.names())}"
@@ -44,35 +44,35 @@ class Registry(Generic[Part]):
         return self._parts[name]
 
     def names(self) -> list[str]:
-        """All names entered so far, sorted, for messages."""
+        """Return all registered names, sorted."""
         return sorted(self._parts)
 
 
 def refuse_repeats(overrides: Sequence[str]) -> None:
-    """Raise a UsageError for a key that a user gives twice: which of the two is meant can't be known."""
-    first: dict[str, str] = {}
+    """Raise UsageError for overrides that give the same key twice."""
+    override_of_key: dict[str, str] = {}
     for override in overrides:
         key = override.partition("=")[0].strip().removeprefix("~")
-        if key in first:
+        if key in override_of_key:
             raise UsageError(
-                f"{key} is given twice, by {first[key]!r} and {override!r}: leave one of them out"
+                f"{key} is given twice, by {override_of_key[key]!r} and {override!r}: leave one of them out"
             )
-        first[key] = override
+        override_of_key[key] = override
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` when a known word is near, else an empty string."""
+    """Return `" (did you mean 'x'?)"` if a known name is similar to the word; else an empty string."""
     suggestion = _closest(word, list(known))
     return f" (did you mean {suggestion!r}?)" if suggestion else ""
 
 
 def _closest(word: str, known: Sequence[str]) -> str | None:
-    """Near is what differs in signs and capitals alone, begins as the word does, begins it, or is spelled almost so."""
+    """Return the most similar name: equal but for case and punctuation, a prefix or an extension, or spelled alike."""
     bare = {name: _letters(name) for name in known}
     letters = _letters(word)
-    if len(letters) >= SHORTEST:
+    if len(letters) >= MIN_PREFIX:
         longer = [name for name in known if bare[name].startswith(letters)]
-        shorter = [name for name in known if len(bare[name]) >= SHORTEST and letters.startswith(bare[name])]
+        shorter = [name for name in known if len(bare[name]) >= MIN_PREFIX and letters.startswith(bare[name])]
         if longer or shorter:
             return min(longer, key=lambda name: len(bare[name])) if longer else max(shorter, key=len)
     matches = difflib.get_close_matches(word, known, n=1)
@@ -84,9 +84,10 @@ def _letters(word: str) -> str:
 
 
 def import_plugins(packages: Iterable[str]) -> None:
-    """Import each package of a config's `plugins`, so that its parts are registered; the current directory's, too.
+    """Import the packages of a config's `plugins`, so that they register their components.
 
-    Raises UsageError that names the package, and where its code stopped, when it can't be imported.
+    Also finds packages in the current directory. Raises UsageError that names the package, and the line at which its
+    code failed.
     """
     for package in packages:
         add_plugin_folders([package], [Path.cwd()])
@@ -95,19 +96,19 @@ def import_plugins(packages: Iterable[str]) -> None:
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # third-party code may raise anything
-            if isinstance(error, ImportError) and _place(error) is None:
+            if isinstance(error, ImportError) and _location(error) is None:
                 raise UsageError(
                     f"plugins: can't import {package!r} ({error}): put it beside the config or into the current "
                     "directory, install it, or put its folder on PYTHONPATH"
                 ) from error
             raise UsageError(
-                f"plugins: {package!r} stopped at {_place(error) or 'its first line'} with {type(error).__name__}: "
+                f"plugins: {package!r} stopped at {_location(error) or 'its first line'} with {type(error).__name__}: "
                 f"{error}: mend it there"
             ) from error
 
 
-def _place(error: BaseException) -> str | None:
-    """File and line at which the code of a package raised an error; None where importlib itself did."""
+def _location(error: BaseException) -> str | None:
+    """Return file and line at which a package's code raised an error; None if importlib itself raised it."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -116,9 +117,9 @@ def _place(error: BaseException) -> str | None:
 
 
 def import_foreign_plugins(packages: Iterable[str], source: str | Path, *, trusted: bool) -> None:
-    """Import the packages that the config of a run or a checkpoint names, which may be third-party code.
+    """Import the plugins that the config of a run or a checkpoint names, which may be untrusted code.
 
-    Those that are imported already do no more. Raises UsageError that names the others unless `trusted`.
+    Raises UsageError unless `trusted`, if any of them isn't imported yet.
     """
     names = list(packages)
     check_foreign_plugins(names, source, trusted=trusted)
@@ -126,7 +127,7 @@ def import_foreign_plugins(packages: Iterable[str], source: str | Path, *, trust
 
 
 def check_foreign_plugins(names: Iterable[str], source: str | Path, *, trusted: bool) -> None:
-    """Raise a UsageError that names plugins which `import_foreign_plugins` would refuse."""
+    """Raise UsageError for plugins that `import_foreign_plugins` would refuse."""
     if not trusted and (foreign := [name for name in names if name not in sys.modules]):
         raise UsageError(
             f"{source}: its config names plugins, whose code would run: {', '.join(foreign)}: if you trust them, give "
@@ -135,16 +136,16 @@ def check_foreign_plugins(names: Iterable[str], source: str | Path, *, trusted: 
 
 
 def add_plugin_folders(packages: Iterable[str], folders: Sequence[Path]) -> None:
-    """Make packages importable that are in one of these folders, the first that has it, and nowhere else.
+    """Add to sys.path, for each package that can't be imported, the first of the folders that contains it.
 
-    What is installed, or on PYTHONPATH, is found before. A folder comes last on the path, so that it hides nothing.
+    Folders are appended, so that they shadow neither installed packages nor PYTHONPATH.
     """
     for name in {package.partition(".")[0] for package in packages}:
         if not name or name in sys.modules or importlib.util.find_spec(name) is not None:
             continue
-        exists = (
+        candidates = (
             folder for folder in folders if (folder / f"{name}.py").is_file() or (folder / name).is_dir()
         )
-        if (folder := next(exists, None)) is not None:
+        if (folder := next(candidates, None)) is not None:
             sys.path.append(str(folder.resolve()))
             importlib.invalidate_caches()

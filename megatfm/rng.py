@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of a key: no state, no rank, no order of drawing.
+"""Random numbers as a pure function of a key, independent of state, rank and order of drawing.
 
-Philox is counter-based and its raw stream is frozen by NumPy's compatibility policy; the derived
-distributions are not, so whatever a resume or another layout must reproduce is built on the raw stream.
+They are built on the raw stream of Philox, a counter-based generator, because NumPy's compatibility policy fixes that
+stream, but not the distributions derived from it. A resume or another layout must reproduce the same numbers.
 """
 
 import hashlib
@@ -16,72 +16,72 @@ KeyPart = int | str
 
 
 class PieceKey(NamedTuple):
-    """Key of a piece of a document in an epoch, from which everything for that piece is drawn."""
+    """Key for all random draws of a document's piece in an epoch."""
 
     seed: int
     epoch: int
     sample: int
-    """Number of the document in its corpus."""
+    """Index of the document in its corpus."""
     piece: int
-    """Number of the piece in its document."""
+    """Index of the piece in its document."""
 
     @property
     def without_epoch(self) -> NDArray[np.uint64]:
-        """The piece's `piece_keys` [1], the same in every epoch."""
+        """`piece_keys` of the piece [1], which are the same in every epoch."""
         return piece_keys(self.seed, np.array([self.sample]), np.array([self.piece]))
 
 
 def bit_generator(*key: KeyPart) -> np.random.Philox:
-    """The Philox bit generator of a key, e.g. `bit_generator(seed, "order", epoch)`."""
+    """Return the Philox bit generator of a key, e.g. `bit_generator(seed, "order", epoch)`."""
     plain = tuple(part if isinstance(part, str) else operator.index(part) for part in key)
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(digest, "little"))
 
 
 def random_uint64(n: int, *key: KeyPart) -> NDArray[np.uint64]:
-    """`n` uniform 64-bit integers [n] of a key."""
+    """Return `n` uniform 64-bit integers [n] of a key."""
     return np.asarray(bit_generator(*key).random_raw(n), dtype=np.uint64)
 
 
 def uniform(n: int, *key: KeyPart) -> NDArray[np.float64]:
-    """`n` uniform numbers [n] in [0, 1) of a key, from the upper 53 bits."""
+    """Return `n` uniform numbers [n] in [0, 1) of a key."""
     return to_unit_interval(random_uint64(n, *key))
 
 
 def to_unit_interval(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) from uniform 64-bit integers, by their upper 53 bits."""
+    """Convert uniform 64-bit integers to uniform numbers in [0, 1), by their upper 53 bits."""
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(n: int, *key: KeyPart) -> NDArray[np.int64]:
-    """A uniform permutation [n] of 0 … n-1 of a key."""
+    """Return a uniform random permutation [n] of 0 … n-1 of a key."""
     return np.argsort(random_uint64(n, *key), kind="stable").astype(np.int64)
 
 
 def hash_rows(key: tuple[KeyPart, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
-    """One uniform 64-bit integer for each row of integer `columns` [n] (a scalar is broadcast).
+    """Return a uniform 64-bit integer for each row of integer `columns` [n]; scalars are broadcast.
 
-    For many keys at once, where a generator for each would be slow: SplitMix64's finaliser (Steele, Lea & Flood
-    2014, figure 16, Stafford's variant 13), which is a bijection, applied to the hash so far plus the next column.
+    Faster than one generator per key. For each column, adds its mixed values to the hash, then mixes the sum. Mixing
+    is SplitMix64's finaliser (Steele, Lea & Flood 2014, figure 16; Stafford's variant 13), a bijection.
     """
     hashed = np.full(max((np.size(column) for column in columns), default=1), _first(*key), np.uint64)
     for column in columns:
-        hashed = _mixed(hashed + _mixed(np.atleast_1d(np.asarray(column)).astype(np.uint64) + _GOLDEN))
+        hashed = _mix(hashed + _mix(np.atleast_1d(np.asarray(column)).astype(np.uint64) + _GOLDEN))
     return hashed
 
 
 def piece_keys(seed: int, samples: NDArray[Any], pieces: NDArray[Any]) -> NDArray[np.uint64]:
-    """A key for each piece [n] that is the same in all epochs: what the packing is planned with."""
+    """Return a key for each piece [n], the same in all epochs, with which packing is planned."""
     return hash_rows((seed, "pieces"), samples, pieces)
 
 
 def row_keys(seed: int, positions: NDArray[Any]) -> NDArray[np.int64]:
-    """A key ≥ 0 for each global position [n] of the order of rows: what dropout and sampling are drawn from."""
+    """Return a key ≥ 0 for each global row position [n], from which dropout and sampling are drawn."""
     return (hash_rows((seed, "row"), positions) >> np.uint64(1)).astype(np.int64)
 
 
 def short_row_keys(seed: int, positions: NDArray[Any], parts: NDArray[Any]) -> NDArray[np.int64]:
-    """A key ≥ 0 for each of the shorter rows [n] into which the rows at these positions are cut."""
+    """Return a key ≥ 0 for each short row [n]: part `parts` of the full row at global position `positions`."""
     return (hash_rows((seed, "part of a row"), positions, parts) >> np.uint64(1)).astype(np.int64)
 
 
@@ -90,10 +90,10 @@ def _first(*key: KeyPart) -> int:
     return int(random_uint64(1, *key)[0])
 
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # so that 0 is no fixed point
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment; without it, _mix would map 0 to 0
 
 
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

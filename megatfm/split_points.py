@@ -1,7 +1,7 @@
-"""Split points: where a model may be split into pipeline stages, as models declare it and pipelines read it.
+"""Split points: a model's declaration of where it may be split into pipeline stages.
 
-A model's `forward` is plain code. Beside it, `split_points` lists its parts in their order, with the modules that each
-runs and what it hands to later ones; there are no functions to run in it.
+A model's `forward` is plain code. Its `split_points` list the consecutive parts of this forward pass, with the modules
+that each part runs and the tensors that it passes to later parts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any, Protocol, Self
 
 @dataclass(frozen=True)
 class CarrySpec:
-    """Shape and type of a tensor that stages hand on: [B, T, d_model] in the activations' type, or int64 [B, T] if
-    `d_model` is None. B and T are those of the batch's field `shape_of`, unless `length_of` computes T from the batch.
+    """Shape and dtype of a tensor that is passed between stages.
+
+    [B, T, d_model] in the activations' dtype, or int64 [B, T] if `d_model` is None. B and T are those of the batch's
+    field `shape_of`, unless `length_of` computes T from the batch.
     """
 
     shape_of: str
@@ -24,10 +26,10 @@ class CarrySpec:
 
 @dataclass(frozen=True)
 class SplitPoint:
-    """A part of a model with which a pipeline stage may begin.
+    """A part of a model's forward pass with which a pipeline stage may begin.
 
-    modules: paths of the modules that it runs. reads, writes: the carry, by the keywords under which `forward` takes
-    it. token_field: the field of the batch whose tokens go through it.
+    modules: paths of the modules that it runs. reads, writes: tensors of the carry that it reads and writes, by
+    `forward`'s keyword arguments. token_field: field of the batch whose tokens pass through it.
     """
 
     name: str
@@ -38,25 +40,25 @@ class SplitPoint:
 
 
 class Splittable(Protocol):
-    """A model that pipelines can split, beside being a module."""
+    """Interface of models that can be split into pipeline stages."""
 
     split_points: Sequence[SplitPoint]
 
     def stage(self, names: Collection[str]) -> Self:
-        """Return a view of the model, over the same modules, that runs the split points of these names alone."""
+        """Return a view of the model, over the same modules, that runs only the split points of these names."""
         ...
 
     def forward(self, **batch: Any) -> Any:
-        """Return an output with `losses` and, from `carried()`, what the view's split points write."""
+        """Return an output with `losses`, whose `carried()` returns the tensors that the view's split points write."""
         ...
 
 
 def live_fields(split_points: Sequence[SplitPoint], index: int) -> dict[str, CarrySpec]:
-    """Return the carry that split points from `index` on read and earlier ones have written."""
-    read: set[str] = set()
+    """Return the carry at a split point: tensors that earlier split points write, and that it or later ones read."""
+    read_later: set[str] = set()
     for point in reversed(split_points[index:]):
-        read = (read - set(point.writes)) | set(point.reads)
-    written_names: dict[str, CarrySpec] = {}
+        read_later = (read_later - set(point.writes)) | set(point.reads)
+    written: dict[str, CarrySpec] = {}
     for point in split_points[:index]:
-        written_names |= point.writes
-    return {name: written_names[name] for name in sorted(read) if name in written_names}
+        written |= point.writes
+    return {name: written[name] for name in sorted(read_later) if name in written}

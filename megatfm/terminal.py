@@ -1,4 +1,4 @@
-"""Output for people: characters that the encoding lacks are spelled, tables that are too wide become lists."""
+"""Terminal output: replaces characters that the encoding lacks, and prints tables that are too wide as lists."""
 
 import codecs
 import io
@@ -16,20 +16,20 @@ SPELLINGS = {
     "≠": "!=", "≈": "~", "±": "+-", "²": "2", "₀": "0", "₁": "1", "‘": "'", "’": "'", "“": '"', "”": '"',
     "α": "alpha", "β": "beta", "μ": "mu", "µ": "u", "σ": "sigma", "Σ": "sum",
 }  # fmt: skip
-"""Characters of our messages, as ASCII has them. Others become a question mark."""
+"""Characters in megatfm's messages → ASCII replacement. Other characters become a question mark."""
 
-_SPELLED = "megatfm.spelled"
+ERROR_HANDLER = "megatfm.spelled"
 
 
 def spell_unencodable() -> None:
-    """Have stdout and stderr spell what their encoding lacks, as under LC_ALL=C, instead of raising UnicodeEncodeError.
+    """Make stdout and stderr replace characters that their encoding lacks, instead of raising UnicodeEncodeError.
 
-    The bytes of a file name that is no text in this locale are written as they are.
+    Bytes of file names that can't be decoded in this locale are written unchanged.
     """
-    codecs.register_error(_SPELLED, _spell)
+    codecs.register_error(ERROR_HANDLER, _spell)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_SPELLED)
+            stream.reconfigure(errors=ERROR_HANDLER)
 
 
 def _spell(error: UnicodeError) -> tuple[bytes, int]:
@@ -46,7 +46,7 @@ def _spell_character(character: str) -> bytes:
 
 
 def print_table(table: "Table", console: "Console | None" = None) -> None:
-    """Print a table; where it is wider than the terminal (or COLUMNS), as a list of rows, so that no cell is cut."""
+    """Print a table; if it is wider than the terminal (or COLUMNS), as a list of rows, so that no cell is truncated."""
     if console is None:
         from rich.console import Console
 

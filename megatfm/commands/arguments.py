@@ -1,4 +1,4 @@
-"""Arguments that several commands take: a config and its overrides, a model to start from, trust in plugins."""
+"""Arguments that several commands share: a config and its overrides, a model to start from, trust in plugins."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from megatfm.registry import import_foreign_plugins
 def add_config_and_overrides(
     parser: argparse.ArgumentParser, example: str = "train.steps=100", *, optional: bool = False
 ) -> None:
-    """Add CONFIG and its overrides."""
+    """Add CONFIG and its overrides. example: an override for the help text. optional: whether CONFIG may be omitted."""
     parser.add_argument(
         "config",
         metavar="CONFIG",
@@ -21,29 +21,29 @@ def add_config_and_overrides(
 
 
 def add_source_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--from`, with which a config may be left out."""
+    """Add `--from`, a model to start from."""
     parser.add_argument(
         "--from",
         dest="source",
         metavar="MODEL",
-        help="go on from a run, a checkpoint or a Hugging Face folder: its architecture, tokenizer and weights; all "
-        "else from CONFIG, or from the model's own",
+        help="start from the architecture, tokenizer and weights of a run, checkpoint or Hugging Face folder; other "
+        "settings come from CONFIG, or without it from the model's own config",
     )
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--trust-plugins`: packages that a run names are imported only if the user asks for it."""
+    """Add `--trust-plugins`, without which the packages that a run's config names are not imported."""
     parser.add_argument(
         "--trust-plugins",
         action="store_true",
-        help="import the packages that the run's config names in plugins: code of whoever made it",
+        help="import the packages that the run's config names in plugins, which runs their code",
     )
 
 
 def check_trust(config: Config, args: argparse.Namespace) -> None:
-    """Import the plugins of a run's config, if they are trusted or named in an override.
+    """Import the plugins of a run directory's config, if they are trusted. Raises UsageError if they are not.
 
-    A config file on its own is the user's, who has written what it names. Raises UsageError.
+    Plugins in a config file outside a run directory, or in an override, are the user's own, and need no check.
     """
     path = Path(args.config)
     is_run = path.is_dir() or (path.name == "config.toml" and (path.parent / "checkpoints").is_dir())

@@ -1,4 +1,4 @@
-"""`megatfm config` shows configs, presets and schemas; `megatfm completion` has a shell complete them."""
+"""`megatfm config` prints configs, presets and schemas; `megatfm completion` prints completion scripts for shells."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ COMPLETION_FILES = {
     "zsh": "a folder of $fpath, as _megatfm",
     "fish": "~/.config/fish/completions/megatfm.fish",
 }
-"""Shell → where its completions lie."""
+"""Shell → file for its completion script."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,16 +32,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--deepspeed", action="store_true", help="print the JSON that DeepSpeed is configured with instead"
     )
-    actions.add_parser("presets", help="list the configs that ship with megatfm, and what each is")
+    actions.add_parser("presets", help="list the configs that ship with megatfm")
     schema = actions.add_parser("schema", help="print the JSON schema, for editors")
-    schema.add_argument("--prep", action="store_true", help="of `megatfm prep`'s config")
+    schema.add_argument("--prep", action="store_true", help="the schema of `megatfm prep`'s config")
 
 
 def config_command(args: argparse.Namespace) -> int:
     """Print the config, the schema or the presets."""
     if args.action == "presets":
         for name in preset_names():
-            print(f"{name:<20} {_about(name)}")
+            print(f"{name:<20} {_describe_preset(name)}")
         return 0
     if args.action == "schema":
         print(json.dumps(schema_of(PrepConfig if args.prep else Config), indent=2))
@@ -50,17 +50,17 @@ def config_command(args: argparse.Namespace) -> int:
     if args.deepspeed:
         if config.parallel.engine != "deepspeed":
             raise UsageError(
-                f"parallel.engine = {config.parallel.engine!r}: DeepSpeed has no part in it; give "
-                "parallel.engine=deepspeed to see what its config would be"
+                f"parallel.engine = {config.parallel.engine!r} doesn't use DeepSpeed: give parallel.engine=deepspeed "
+                "to see its config"
             )
         print(json.dumps(derive(config, config.train.precision), indent=2))
     else:
-        print(f"# {_origin(args.config, args.overrides)}\n{to_toml(config)}", end="")
+        print(f"# {_describe_sources(args.config, args.overrides)}\n{to_toml(config)}", end="")
     return 0
 
 
 def schema_of(config_class: type[Section]) -> dict[str, Any]:
-    """Return the JSON schema of a config file; nothing is required of one with `extends`."""
+    """Return the JSON schema of a config file. A file with `extends` has no required keys."""
     schema = config_class.model_json_schema()
     partial = _without_required(json.loads(json.dumps(schema).replace('"#/$defs/', '"#/$defs/partial ')))
     sections = {f"partial {name}": section for name, section in partial["$defs"].items()}
@@ -68,12 +68,12 @@ def schema_of(config_class: type[Section]) -> dict[str, Any]:
     partial["properties"]["extends"] = {
         "type": "string",
         "minLength": 1,
-        "description": "The config that this one changes: a preset's name, or a path relative to this file.",
+        "description": "The config that this one extends: a preset's name, or a path relative to this file.",
     }
     partial["properties"]["without"] = {
         "type": "array",
         "items": {"type": "string"},
-        "description": "Keys of that config that this one takes out, so that their defaults apply.",
+        "description": "Keys of the extended config that are removed, so that their defaults apply.",
     }
     del schema["additionalProperties"]
     return partial | {"if": {"not": {"required": ["extends"]}}, "then": schema}
@@ -91,25 +91,25 @@ def _without_required(schema: Any) -> Any:
     }
 
 
-def _origin(path_or_preset: str, overrides: Sequence[str]) -> str:
-    """Return the files that a config comes from and its overrides, as a line of comment."""
+def _describe_sources(path_or_preset: str, overrides: Sequence[str]) -> str:
+    """Return a line of comment with the files and overrides from which a config is made."""
     files = ", which extends ".join(file.label for file in read_files(Config, path_or_preset))
     line = f"{files}{f'; then {shlex.join(overrides)}' if overrides else ''}"
-    return "".join(char if char.isprintable() else " " for char in line)  # as TOML's comments ask
+    return "".join(char if char.isprintable() else " " for char in line)  # TOML forbids others in comments
 
 
-def _about(preset: str) -> str:
+def _describe_preset(preset: str) -> str:
     """Return the first sentence of the comment at the head of a preset."""
     text = find_config(preset)[0].read_text(encoding="utf-8")
-    words = " ".join(
+    comment = " ".join(
         line.lstrip("# ") for line in text.partition("\n#\n")[0].splitlines() if line.startswith("#")
     )
-    return words.partition(". ")[0].rstrip(".") + "."
+    return comment.partition(". ")[0].rstrip(".") + "."
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    places = "; ".join(f"{shell}: {place}" for shell, place in COMPLETION_FILES.items())
-    parser.add_argument("shell", choices=tuple(COMPLETION_FILES), help=f"write what is printed to: {places}")
+    files = "; ".join(f"{shell}: {file}" for shell, file in COMPLETION_FILES.items())
+    parser.add_argument("shell", choices=tuple(COMPLETION_FILES), help=f"write the output to: {files}")
 
 
 def completion_command(args: argparse.Namespace) -> int:
@@ -119,22 +119,22 @@ def completion_command(args: argparse.Namespace) -> int:
 
 
 def completion_script(shell: str) -> str:
-    """Return a script with which a shell completes commands, flags, presets, keys, their values and run directories."""
+    """Return a shell's script that completes commands, flags, presets, config keys and values, and run directories."""
     import shtab
 
-    from megatfm import cli  # which imports this module by its name
+    from megatfm import cli  # here, since it imports this module
 
     parser = cli.build_parser()
-    for command, actions in _arguments(parser):
+    for command, actions in _command_arguments(parser):
         for action in actions:
             if action.dest in ("config", "overrides"):
                 kind = "prep" if command == "prep" else "training"
                 action.complete = {
                     "fish": f"(_megatfm_settings_{kind})",
-                    **_same(f"_megatfm_settings_{kind}"),
+                    **_bash_and_zsh(f"_megatfm_settings_{kind}"),
                 }
             elif action.dest in ("runs", "run_dir"):
-                action.complete = {"fish": "(_megatfm_dir_runs)", **_same("_megatfm_dir_runs")}
+                action.complete = {"fish": "(_megatfm_dir_runs)", **_bash_and_zsh("_megatfm_dir_runs")}
             elif action.metavar in ("DIR", "FOLDER", "FILE", "MODEL", "SRC", "DST", "OUT"):
                 action.complete = shtab.FILE
     preamble = (
@@ -146,24 +146,24 @@ def completion_script(shell: str) -> str:
     return script + (BASH_WITHOUT_SPACE if shell == "bash" else "")
 
 
-def _same(function: str) -> dict[str, str]:
+def _bash_and_zsh(function: str) -> dict[str, str]:
     return dict.fromkeys(("bash", "zsh"), function)
 
 
-def _arguments(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield each command's name and arguments; an action, such as `config show`, counts to its command."""
+def _command_arguments(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield each command's name and arguments. An action such as `config show` has its command's name."""
     yield (
         command,
         [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)],
     )
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                yield from _arguments(inner, command or name)
+            for name, subparser in action.choices.items():
+                yield from _command_arguments(subparser, command or name)
 
 
 def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the dotted keys of a config with their values, where these are few; of variants, those of all."""
+    """Yield the dotted keys of a config, of all variants of its sections, with their values if these are few."""
     for name, field in section.model_fields.items():
         sections = [
             kind
@@ -177,7 +177,7 @@ def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """Yield the types of an annotation that a dotted key leads into: not those inside lists and tables."""
+    """Yield the member types of an annotation, except those inside lists and tables."""
     origin = get_origin(annotation)
     if origin in (list, dict, tuple):
         return
@@ -197,13 +197,13 @@ def _values(annotation: Any) -> Iterator[str]:
 
 
 def _settings_function(shell: str, kind: str, config: type[BaseModel]) -> str:
-    """Return the function of a shell that completes a config, a key or a value; it is called with what was typed."""
+    """Return a shell function that completes a config, a key or a value from what was typed, its argument."""
     settings = dict[str, dict[str, None]]()
     for key, values in _settings(config):
         settings.setdefault(key, {}).update(dict.fromkeys(values))
     keys = " ".join(f"{key}=" for key in settings)
-    values_ = " ".join(f"{key}={value}" for key, values in settings.items() for value in values)
-    texts = {"KIND": kind, "KEYS": keys, "VALUES": values_, "PRESETS": " ".join(preset_names())}
+    key_values = " ".join(f"{key}={value}" for key, values in settings.items() for value in values)
+    texts = {"KIND": kind, "KEYS": keys, "VALUES": key_values, "PRESETS": " ".join(preset_names())}
     function = SETTINGS_FUNCTIONS[shell]
     for name, text in texts.items():
         function = function.replace(f"@{name}@", text)
@@ -240,7 +240,7 @@ end
 """,
 }
 SETTINGS_FUNCTIONS = {
-    # If readline cuts words at =, its default, only the value is completed.
+    # readline splits words at = by default; then only the value is completed.
     "bash": """
 _megatfm_settings_@KIND@() {
   local typed="$1" key='' value="$1" before="${COMP_WORDS[COMP_CWORD-1]}" word

@@ -1,4 +1,4 @@
-"""`megatfm prep`, which makes corpora, and `megatfm data`, which checks, shows, counts, exports and indexes them."""
+"""`megatfm prep`, which prepares corpora, and `megatfm data`, which checks, shows, counts, exports and indexes them."""
 
 import argparse
 import io
@@ -13,13 +13,13 @@ from megatfm.errors import UsageError
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    check = actions.add_parser("check", help="read every sample again and compare every hash")
-    show = actions.add_parser("show", help="print what a corpus holds, or one sample of it")
+    check = actions.add_parser("check", help="read every sample and verify every hash")
+    show = actions.add_parser("show", help="describe a corpus, or print one of its samples")
     show.add_argument("--sample", type=int, metavar="K", help="print this sample, from 0")
     show.add_argument(
         "--images",
         metavar="FILE",
-        help="draw training images after all transforms, as --config has them, into this PNG",
+        help="draw training images, after all transforms of --config, into this PNG",
     )
     show.add_argument(
         "--config", metavar="CONFIG", help="the training config or preset that reads the images"
@@ -27,10 +27,12 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--count", type=int, default=32, metavar="N", help="images to draw (32)")
     stats = actions.add_parser("stats", help="count lengths, sources and ids")
     export = actions.add_parser(
-        "export", help="write it for other programs, in the format that OUT's name says"
+        "export", help="convert a corpus for other programs; the name of OUT says the format"
     )
     for action in (show, stats, export):
-        action.add_argument("--tokenizer", metavar="FILE", help="decode with this (the one in DIR/..)")
+        action.add_argument(
+            "--tokenizer", metavar="FILE", help="tokenizer to decode with (the one in DIR/..)"
+        )
     for action in (check, show, stats, export):
         action.add_argument(
             "dir", metavar="DIR", help="a corpus, for example corpora/quickstart/train, or its URL"
@@ -38,21 +40,21 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "out",
         metavar="OUT",
-        help="text: .jsonl, .jsonl.zst, .parquet; Megatron-LM's ids: .bin; else, or with a / at its end: a folder of "
-        "plain .tar shards",
+        help=".jsonl, .jsonl.zst or .parquet for text, .bin for Megatron-LM's token ids; any other name, or one that "
+        "ends in /, for a folder of plain .tar shards",
     )
-    index = actions.add_parser("index", help="make WebDataset shards of token ids or images a corpus")
+    index = actions.add_parser("index", help="turn WebDataset shards of token ids or images into a corpus")
     index.add_argument("dir", metavar="DIR", help="a folder of .tar or .tar.zst")
-    index.add_argument("--tokenizer", metavar="FILE", help="the one that made the ids")
+    index.add_argument("--tokenizer", metavar="FILE", help="tokenizer of the token ids")
     index.add_argument(
         "--labels",
         metavar="WHERE",
-        help="the shards hold images, whose classes are in cls, txt or json:FIELD beside them",
+        help="for shards of images: where the class of an image is stored: cls, txt or json:FIELD",
     )
     index.add_argument(
-        "--classes", metavar="FILE", help="names of the classes, one a line (alphabetical order)"
+        "--classes", metavar="FILE", help="names of the classes, one per line (alphabetical order)"
     )
-    index.add_argument("--to", metavar="FOLDER", help="write the samples again there, as a corpus of our own")
+    index.add_argument("--to", metavar="FOLDER", help="copy the samples there, as a megatfm corpus")
 
 
 def data_command(args: argparse.Namespace) -> int:
@@ -81,7 +83,7 @@ def data_command(args: argparse.Namespace) -> int:
     path = args.tokenizer
     if path is None and "://" not in args.dir:
         folder = Path(args.dir).resolve().parent
-        # The corpora of a task lie one folder deeper in their run.
+        # A task's corpora are one folder deeper in their run.
         path = tokenizers.find_tokenizer_file(folder) or tokenizers.find_tokenizer_file(folder.parent)
     text_tokenizer = tokenizers.load(path) if path else None
     if args.action == "export":
@@ -115,29 +117,29 @@ def data_command(args: argparse.Namespace) -> int:
 
 
 def _index_images(args: argparse.Namespace) -> str:
-    """Index tars of images where they are; returns a line that says so."""
+    """Index tar files of images in place; return a summary."""
     from megatfm.corpus.webdataset_images import LabelRule, index_images
 
     if args.to or args.tokenizer:
         raise UsageError(
-            "--labels: images are indexed where they are: leave out --tokenizer and --to, or use `megatfm prep`"
+            "--labels: images are indexed in place: leave out --tokenizer and --to, or use `megatfm prep`"
         )
     rule = LabelRule.parse(args.labels)
     return str(index_images(Path(args.dir), rule, Path(args.classes) if args.classes else None))
 
 
 def _draw_images(args: argparse.Namespace) -> str:
-    """Draw the first images of training on a corpus, as the model sees them; returns a line that says so."""
+    """Draw the first images of training on a corpus, as the model receives them; return a summary."""
     from megatfm.config import load_config
     from megatfm.corpus.corpus import Corpus
     from megatfm.files import atomic_write
     from megatfm.train.corpora import open_corpora, open_tokenizer
 
     if not args.config:
-        raise UsageError("--images needs --config, the training config that says how images are changed")
+        raise UsageError("--images needs --config, the training config with the transforms of images")
     if args.count < 1 or not args.images.endswith(".png"):
         raise UsageError(
-            f"--images {args.images} --count {args.count}: give a name that ends in .png, and 1 or more"
+            f"--images {args.images} --count {args.count}: give a name that ends in .png, and a count of at least 1"
         )
     config, tokenizer = open_tokenizer(
         load_config(args.config, [f"data.train={args.dir}", "data.validation={}"])
@@ -145,7 +147,7 @@ def _draw_images(args: argparse.Namespace) -> str:
     rows = open_corpora(config, tokenizer).train
     if not {"patches", "encoder_patches"} & (fields := rows.rows([0])).keys():
         raise UsageError(
-            f"--config {args.config}: its objective reads {', '.join(sorted(fields))}, no patches of images"
+            f"--config {args.config}: its objective reads {', '.join(sorted(fields))}, but no patches of images"
         )
     from megatfm.data.contact_sheet import SeenImage, contact_sheet, images_of_rows
 
@@ -169,7 +171,7 @@ def add_prep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prep_command(args: argparse.Namespace) -> int:
-    """Prepare a corpus; the same as `python -m megatfm.data_prep`."""
+    """Prepare a corpus, like `python -m megatfm.data_prep`."""
     task = ["--task", args.task] if args.task else []
     task += ["--dask", args.dask] if args.dask else []
     return cli([args.config, *args.overrides, *task, *(["--debug"] if args.debug else [])])

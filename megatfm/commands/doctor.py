@@ -1,4 +1,4 @@
-"""`megatfm doctor`: what this machine can run, and how to get what is missing."""
+"""`megatfm doctor`: checks what this machine can run, and says how to install what is missing."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ import psutil
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 ANSWER_SECONDS = 10.0
 IMPORT_SECONDS = 60.0
-"""DeepSpeed takes its time."""
+"""Time limit for importing DeepSpeed, which is slow."""
 ENOUGH_DISK = 10 * 10**9
 
 OPTIONAL = {
@@ -26,9 +26,9 @@ OPTIONAL = {
     "ftfy": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "rensa": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "deepspeed": ("parallel.engine = 'deepspeed'", "make deepspeed"),
-    "megablocks": ("experts on GPUs by MegaBlocks' products instead of torch's", "make moe"),
+    "megablocks": ("experts on GPUs by MegaBlocks' kernels instead of torch's", "make moe"),
 }
-"""Package → what it is for, how to get it."""
+"""Package → (purpose, way to install it)."""
 LIST_OPS_SCRIPT = """
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import all_ops
@@ -40,15 +40,15 @@ for name in ("quantizer", "async_io", "cpu_adam", "fused_adam"):
         print(name, installed or ("yes" if builder.is_compatible(verbose=False) else "no"), how, sep="|")
 """
 COMPILE_SECONDS = {"async_io": 600, "cpu_adam": 53, "fused_adam": 44}
-"""Seconds of a Xeon's core that compiling took: async_io, with the pinned memory that it needs, is fifteen files."""
+"""Operator → seconds of compilation on one core of a Xeon."""
 OP_USES = {"quantizer": "for deepspeed.quantized_weights and .quantized_gradients"}
-"""Operator → what needs it here. The others are DeepSpeed's own business: offload and optimizers here do without."""
+"""Operator → feature that needs it. megatfm uses none of the others."""
 COMPILERS = {"ninja", "g++", "c++", "cc1plus", "nvcc"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked for, what was found, and, where it is missing, the way to get it."""
+    """Result of one check: its subject, what was found, and how to get what is missing."""
 
     name: str
     ok: bool
@@ -58,11 +58,11 @@ class Finding:
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the command takes no arguments."""
+    """Add no arguments."""
 
 
 def doctor_command(args: argparse.Namespace) -> int:
-    """Print a line for each thing; 1 if something is missing without which nothing runs."""
+    """Print a line for each check; return 1 if something required is missing, else 0."""
     missing = 0
     for section, check in SECTIONS.items():
         print(section)
@@ -74,7 +74,7 @@ def doctor_command(args: argparse.Namespace) -> int:
 
 
 def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator[Finding]:
-    """Run a check; one that fails is a finding, so that a machine in any state gets its report."""
+    """Run a check; an exception becomes a finding, so that the report is always complete."""
     try:
         yield from check()
     except Exception as error:
@@ -83,7 +83,7 @@ def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter, torch, and the processor."""
+    """Check the interpreter, torch and the processor."""
     current, oldest = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
     yield Finding(
         "Python", current >= OLDEST_PYTHON, platform.python_version(), f"install {oldest}", required=True
@@ -105,7 +105,7 @@ def python() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """The devices that torch sees, and its ways to talk between processes."""
+    """Check the GPUs that torch sees, and its communication backends."""
     import torch
     import torch.distributed as dist
 
@@ -115,12 +115,13 @@ def gpus() -> Iterator[Finding]:
     build = torch.version.cuda and f"CUDA {torch.version.cuda}"
     reason = "torch sees none" if build else "this torch is built without CUDA"
     yield Finding("GPU", count > 0, f"{count}, {build}" if count else reason, "training runs on the CPU")
-    for number in range(count):
-        facts = torch.cuda.get_device_properties(number)
-        ratio = f"bf16 {_bf16_speed(f'cuda:{number}'):.1f} × as fast as fp32"
-        yield Finding(f"GPU {number}", True, f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {ratio}")
-    eight = count > 0 and all(multiplies_fp8(torch.device("cuda", number)) for number in range(count))
-    yield Finding("fp8 on it", eight, "for train.precision=fp8", "Ada or Hopper have it; elsewhere use bf16")
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        ratio = f"bf16 {_bf16_speed(f'cuda:{index}'):.1f} × as fast as fp32"
+        yield Finding(f"GPU {index}", True, f"{properties.name}, {memory}, {ratio}")
+    has_fp8 = count > 0 and all(multiplies_fp8(torch.device("cuda", index)) for index in range(count))
+    yield Finding("fp8 on it", has_fp8, "for train.precision=fp8", "needs Ada or Hopper; elsewhere use bf16")
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding("gloo", gloo, "for processes on CPUs", "install a torch that has it", required=True)
     nccl = dist.is_available() and dist.is_nccl_available()
@@ -129,12 +130,12 @@ def gpus() -> Iterator[Finding]:
 
 
 def mpi() -> Iterator[Finding]:
-    """mpirun, and mpi4py with a library that it can load."""
+    """Check mpirun, and mpi4py with its MPI library."""
     yield _program("mpirun", ["--version"], "make system-deps, or apt-get install openmpi-bin")
     if not _version("mpi4py"):
         yield Finding("mpi4py", False, "not installed", "pip install 'megatfm[mpi]'")
         return
-    # In another process, since a library that does not fit may end the one that loads it.
+    # In another process, since an incompatible library may crash the process that loads it.
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     ok, text = _run([sys.executable, "-c", code])
     library = f"{_version('mpi4py')}, {text.split(',')[0]}" if ok else "finds no MPI library that it can load"
@@ -142,7 +143,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def slurm() -> Iterator[Finding]:
-    """The commands of SLURM, and whether the controller answers."""
+    """Check SLURM's commands, and whether its controller answers."""
     yield _program("sbatch", ["--version"], "run `megatfm launch --slurm` where jobs are submitted")
     if shutil.which("sinfo"):
         ok, text = _run(["sinfo", "--noheader", "--format=%P %D"])
@@ -151,10 +152,10 @@ def slurm() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Check what some features need besides."""
-    for package, (purpose, way_out) in OPTIONAL.items():
+    """Check optional packages and programs."""
+    for package, (purpose, advice) in OPTIONAL.items():
         version = _version(package)
-        yield Finding(package, bool(version), f"{version or 'not installed'}, for {purpose}", way_out)
+        yield Finding(package, bool(version), f"{version or 'not installed'}, for {purpose}", advice)
     browsers = ("chromium", "chromium-browser", "google-chrome")
     browser = next((name for name in browsers if shutil.which(name)), None)
     yield Finding(
@@ -166,7 +167,7 @@ def packages() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Report which of DeepSpeed's operators would compile here, and locks of killed builds."""
+    """Check which of DeepSpeed's operators can be compiled here, and look for locks of killed builds."""
     if not _version("deepspeed"):
         yield Finding("deepspeed", False, "not installed", "make deepspeed")
         return
@@ -179,22 +180,27 @@ def deepspeed() -> Iterator[Finding]:
     )
     # In another process: DeepSpeed is slow to import, and nothing else here needs it.
     ok, text = _run([sys.executable, "-W", "ignore", "-c", LIST_OPS_SCRIPT], seconds=IMPORT_SECONDS)
-    for line in (line for line in text.splitlines() if ok and line.count("|") == 2):  # DeepSpeed says more
-        name, answer, way_out = line.split("|")
+    for line in (
+        line for line in text.splitlines() if ok and line.count("|") == 2
+    ):  # skip DeepSpeed's messages
+        name, answer, advice = line.split("|")
         duration = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
         duration = f"would compile{duration}; megatfm never starts that"
         if any(_extensions().glob(f"**/{name}/{name}.so")):
             answer = "installed"
         compiled = {"installed": "compiled", "yes": duration}.get(answer, "doesn't compile here")
-        use = OP_USES.get(name, "megatfm does without")
-        yield Finding(name, answer != "no", f"{compiled} ({use})", way_out or "g++ and ninja are needed")
+        use = OP_USES.get(name, "megatfm doesn't need it")
+        yield Finding(name, answer != "no", f"{compiled} ({use})", advice or "g++ and ninja are needed")
     if not ok:
         yield Finding("operators", False, text, "make deepspeed")
     for lock in sorted(_extensions().glob("**/lock")):
         is_compiling = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
         note = "stale: its build was killed, and the next build will wait for it for ever"
         yield Finding(
-            "build lock", is_compiling, f"{lock}: {'a build goes on' if is_compiling else note}", f"rm {lock}"
+            "build lock",
+            is_compiling,
+            f"{lock}: {'a build is running' if is_compiling else note}",
+            f"rm {lock}",
         )
 
 
@@ -204,10 +210,10 @@ def _extensions() -> Path:
 
 
 def disk() -> Iterator[Finding]:
-    """Room for corpora and checkpoints here."""
+    """Check the free disk space in the working directory."""
     free = shutil.disk_usage(Path.cwd()).free
     free_text = f"{free / 1e9:.1f} GB free in {Path.cwd()}"
-    yield Finding("disk", free >= ENOUGH_DISK, free_text, "checkpoints take 12 to 16 bytes a parameter each")
+    yield Finding("disk", free >= ENOUGH_DISK, free_text, "a checkpoint takes 12 to 16 bytes per parameter")
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
@@ -222,7 +228,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
 
 
 def _version(package: str) -> str:
-    """The installed version of a package; empty where it can't be imported."""
+    """Return the installed version of a package; empty if it can't be imported."""
     if importlib.util.find_spec(package) is None:
         return ""
     try:
@@ -235,16 +241,16 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def _program(name: str, arguments: list[str], way_out: str) -> Finding:
+def _program(name: str, arguments: list[str], advice: str) -> Finding:
     path = shutil.which(name)
     if path is None:
-        return Finding(name, False, "not on the PATH", way_out)
+        return Finding(name, False, "not on the PATH", advice)
     ok, text = _run([path, *arguments])
-    return Finding(name, ok, text.splitlines()[0] if ok and text else text, way_out)
+    return Finding(name, ok, text.splitlines()[0] if ok and text else text, advice)
 
 
 def _run(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
-    """Whether a command ends well in time, and the last it said."""
+    """Run a command; return whether it succeeded in time, and its output, or the last line of its errors."""
     limit = max(seconds, ANSWER_SECONDS)
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
@@ -252,14 +258,13 @@ def _run(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
         return False, f"no answer within {limit:g} s"
     except OSError as error:
         return False, f"can't be run: {error.strerror}"
-    output = (result.stdout if result.returncode == 0 else result.stderr).strip()
-    return result.returncode == 0, output if result.returncode == 0 else (output.splitlines() or ["failed"])[
-        -1
-    ]
+    if result.returncode == 0:
+        return True, result.stdout.strip()
+    return False, (result.stderr.strip().splitlines() or ["failed"])[-1]
 
 
 def _bf16_speed(device: str) -> float:
-    """Measure how many times faster a matrix product is in bfloat16 than in float32."""
+    """Measure how many times faster a matmul is in bfloat16 than in float32."""
     import torch
 
     from megatfm.tracking.hardware import time_matmul

@@ -1,4 +1,4 @@
-"""`megatfm estimate`: whether a run fits, how fast it will be, and which layout is best, before it is queued."""
+"""`megatfm estimate` and `explain-oom`: whether a run fits in memory, how fast it is, and which layout is best."""
 
 import argparse
 import json
@@ -16,29 +16,27 @@ if TYPE_CHECKING:
     from megatfm.estimate.estimator import Estimate, Estimator
     from megatfm.estimate.search import SearchResult
 
-BEST_SHOWN = 10
-"""Layouts that a search lists."""
-SHOWN = 3
-"""Changes that are listed where nothing fits."""
+MAX_LAYOUTS = 10
+"""Largest number of layouts that a search lists."""
+MAX_CHANGES = 3
+"""Largest number of changes that are suggested."""
 
 
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the config, the cluster and what is asked of it."""
+    """Add the config, the cluster and the command's options."""
     add_config_and_overrides(parser, "parallel.tp=8")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the run (8; with --calibrate 1)")
     parser.add_argument("--device", default="h100", metavar="NAME", help="h100, a100, … or your own (h100)")
-    parser.add_argument("--node", metavar="NAME", help="a kind of node, such as dgx-h100 (by the device)")
+    parser.add_argument("--node", metavar="NAME", help="type of node, such as dgx-h100 (by the device)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node (by the type of node)")
     parser.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="GPUs of a node (as the kind of node has)"
-    )
-    parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="devices and nodes of your own, in TOML"
+        "--hardware", type=Path, metavar="FILE", help="TOML file that describes your own devices and nodes"
     )
     parser.add_argument(
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="measure this machine first, write its table, and estimate with it",
+        help="measure this machine first, write its description to FILE, and estimate with it",
     )
     parser.add_argument("--search", action="store_true", help="try all layouts, and estimate the best one")
     parser.add_argument(
@@ -50,18 +48,20 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--traced",
         action="store_true",
-        help="hold the estimate against a rank's real step on an imaginary GPU",
+        help="compare the estimate with a traced step of a rank on an imaginary GPU",
     )
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="with --traced: which rank (0)")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write one page: memory, time line of the schedule, scaling"
+        "--rank", type=int, default=0, metavar="R", help="with --traced: the rank to trace (0)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page: memory, timeline of the schedule, scaling"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     add_trust_argument(parser)
 
 
 def estimate_command(args: argparse.Namespace) -> int:
-    """Print the estimate; the exit code is 0 if it fits and 1 if not."""
+    """Print the estimate; return 0 if the run fits, else 1."""
     from megatfm.estimate.devices import load_cluster
 
     config = load_config(args.config, args.overrides)
@@ -98,7 +98,7 @@ def estimate_command(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace, precision: str) -> None:
-    """Measure this machine, write the table, and have the estimate use it. Raises UsageError."""
+    """Measure this machine, write its description, and set the arguments to use it. Raises UsageError."""
     import torch
 
     from megatfm.estimate.calibrate import DTYPES, measure_device, write_table
@@ -108,14 +108,14 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
     if args.calibrate.exists():
         raise UsageError(
-            f"--calibrate {args.calibrate}: there is such a file: give another name, or --hardware to use it"
+            f"--calibrate {args.calibrate}: the file exists: give another name, or use it by --hardware"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
     if precision not in DTYPES:
         raise UsageError(
-            f"--calibrate measures in {' or '.join(DTYPES)}, and train.precision = {precision!r}: set one of them"
+            f"--calibrate measures in {' or '.join(DTYPES)}, but train.precision = {precision!r}: set one of them"
         )
     write_table(measure_device(device, precision), args.calibrate)
     print(f"written: {args.calibrate}; use it with --hardware {args.calibrate} --device {NODE}")
@@ -123,22 +123,22 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
 
 
 def _best(opened_estimator: "Estimator", is_quiet: bool) -> "Estimate":
-    """Search, print what was found, and return the best. Raises UsageError where nothing fits."""
+    """Search for the best layout, print a table, and return the best estimate. Raises UsageError if nothing fits."""
     from megatfm.estimate.search import search
     from megatfm.estimate.text import search_summary, search_table
 
     result = search(opened_estimator)
     if not result.best:
-        raise UsageError(_nothing_fits(opened_estimator, result))
+        raise UsageError(_search_failure(opened_estimator, result))
     if not is_quiet:
         for line in search_summary(result):
             print(line)
-        print_table(search_table(result, BEST_SHOWN))
+        print_table(search_table(result, MAX_LAYOUTS))
     return result.best[0]
 
 
-def _nothing_fits(opened_estimator: "Estimator", result: "SearchResult") -> str:
-    """Say how far from fitting the smallest layout is."""
+def _search_failure(opened_estimator: "Estimator", result: "SearchResult") -> str:
+    """Return the error message of a search without a result: the memory of the smallest layout."""
     cluster = opened_estimator.cluster
     if result.smallest is None:
         reasons = "; ".join(reason for reason, _ in result.refused.most_common(2))
@@ -146,18 +146,21 @@ def _nothing_fits(opened_estimator: "Estimator", result: "SearchResult") -> str:
     needed = result.smallest.score.n_bytes / 2**30
     return (
         f"--search: none of {result.tried:,} layouts of {opened_estimator.base.name} fits {cluster}: the smallest "
-        f"takes {needed:.0f} GiB of {cluster.device.memory_gib:.0f}: take more GPUs, or shorter rows"
+        f"takes {needed:.0f} GiB of {cluster.device.memory_gib:.0f}: use more GPUs, or shorter rows"
     )
 
 
 def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "Estimate") -> None:
-    """Trace a step of few micro-batches, and print it beside the estimate of the same."""
+    """Trace a step with few micro-batches, and print it beside the estimate of that step."""
     from megatfm.estimate.text import traced_lines, traced_table
     from megatfm.estimate.traced import differences, enough_microbatches, overrides_of, run_trace
 
-    few = overrides_of(estimate.config, args.gpus, enough_microbatches(estimate))
-    keys = {word.partition("=")[0] for word in few}
-    overrides = [*(word for word in args.overrides if word.partition("=")[0] not in keys), *few]
+    changes = overrides_of(estimate.config, args.gpus, enough_microbatches(estimate))
+    keys = {change.partition("=")[0] for change in changes}
+    overrides = [
+        *(override for override in args.overrides if override.partition("=")[0] not in keys),
+        *changes,
+    ]
     traced = run_trace(args.config, overrides, args.gpus, args.rank)
     bf16_estimate = opened_estimator.estimate(
         load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
@@ -168,17 +171,17 @@ def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "E
 
 
 def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
-    """Write config and job script, and say how to start them."""
+    """Write config and job script, and print the command that starts them."""
     from megatfm.estimate.write import launch_words, write_layout
     from megatfm.files import atomic_write
     from megatfm.launchers import cli
 
     write_layout(args.config, estimate, args.write)
-    words = launch_words(args.write, estimate)
+    launch_arguments = launch_words(args.write, estimate)
     parser = argparse.ArgumentParser()
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
-    launcher, job = cli.build_launch(parser.parse_args([*words, "--dry-run"]))
+    launcher, job = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
     names = [args.write]
     for name, text in launcher.render(job).items():
         path = args.write.with_name(
@@ -186,7 +189,9 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
         )
         atomic_write(path, text)
         names.append(path)
-    print(f"written: {', '.join(map(str, names))}; start it with: megatfm launch {' '.join(words)}")
+    print(
+        f"written: {', '.join(map(str, names))}; start it with: megatfm launch {' '.join(launch_arguments)}"
+    )
 
 
 def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:
@@ -203,7 +208,7 @@ def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:
 
 
 def _advise(opened_estimator: "Estimator", estimate: "Estimate", needs_less: bool = False) -> None:
-    """Print what fits as well, or where it does not fit, and where a run has failed, what to change."""
+    """Print a larger micro-batch that fits, too; or, if the run doesn't fit or needs less memory, what to change."""
     from megatfm.estimate.advice import changes_that_fit, largest_micro_batch
 
     if estimate.fits and not needs_less:
@@ -213,18 +218,18 @@ def _advise(opened_estimator: "Estimator", estimate: "Estimate", needs_less: boo
         return
     changes = changes_that_fit(opened_estimator, estimate)
     if not changes:
-        print("none of the usual changes makes it fit: take more GPUs, or shorter rows")
-    for change in changes[:SHOWN]:
+        print("none of the common changes makes it fit: use more GPUs, or shorter rows")
+    for change in changes[:MAX_CHANGES]:
         worst = change.estimate.worst.total / 2**30
         print(f"fits with {change}: {worst:.1f} GiB, {change.estimate.time.step:.3g} s a step")
 
 
 def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run, and the device where its name is not enough."""
+    """Add the run, and options to describe its device."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--device", metavar="NAME", help="h100, a100, … or your own (that of the run)")
     parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="devices and nodes of your own, in TOML"
+        "--hardware", type=Path, metavar="FILE", help="TOML file that describes your own devices and nodes"
     )
 
 

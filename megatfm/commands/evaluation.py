@@ -1,4 +1,4 @@
-"""The command `megatfm evaluate`: a run on validation sets, or a model on tasks without training it."""
+"""`megatfm evaluate`: evaluates a run on validation sets, or a model on tasks."""
 
 import argparse
 from collections.abc import Mapping
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from megatfm.inference.evaluation_tasks import EvaluatedTask
 
 TASK_OPTIONS = {"batch": None, "limit": 0, "dtype": "float32", "device": "auto", "out": None}
+"""Options that need --task or --harness → default."""
 HARNESS_OPTIONS = {"harness_path": None, "shots": None}
-"""Options that belong to tasks, and to those of the harness, with their defaults."""
+"""Options that need --harness → default."""
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, and validation sets or tasks."""
+    """Add the model, and the options for validation sets and for tasks."""
     parser.add_argument(
         "run_dir",
         metavar="RUN",
@@ -30,10 +31,10 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help="a corpus (or its URL) to use besides the run's own",
+        help="a further corpus (or its URL), besides the run's own; repeatable",
     )
     parser.add_argument(
-        "--baselines", action="store_true", help="also what gzip -9 and xz -9 need for the same text"
+        "--baselines", action="store_true", help="also show the bits per byte of gzip -9 and xz -9"
     )
     parser.add_argument(
         "--images",
@@ -42,23 +43,27 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         const=12,
         default=0,
         metavar="N",
-        help="of a run on images, also draw what the model does with N examples (12), for `megatfm report`",
+        help="for a run on images: also draw N examples with the model's output (12), for `megatfm report`",
     )
     add_trust_argument(parser)
+    _add_task_arguments(parser)
+
+
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = parser.add_argument_group("tasks, without training")
     tasks.add_argument(
         "--task",
         action="append",
         default=[],
         metavar="[NAME=]FILE",
-        help="a task's TOML file, in place of the validation sets; may be given several times",
+        help="a task's TOML file, instead of the validation sets; repeatable",
     )
     tasks.add_argument(
         "--harness",
         action="append",
         default=[],
         metavar="NAME",
-        help="a task of lm-evaluation-harness by its name; may be given several times",
+        help="name of a task of lm-evaluation-harness; repeatable",
     )
     tasks.add_argument(
         "--harness-path", metavar="FOLDER", help="YAML files of further tasks of the harness (none)"
@@ -67,9 +72,9 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--shots",
         type=int,
         metavar="N",
-        help="with --harness: solved examples before a question (as its task says)",
+        help="with --harness: number of solved examples before each question (the task's own)",
     )
-    tasks.add_argument("--batch", type=int, metavar="N", help="rows at a time (16)")
+    tasks.add_argument("--batch", type=int, metavar="N", help="rows per batch (16)")
     tasks.add_argument(
         "--limit",
         type=int,
@@ -81,19 +86,19 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float64", "float32", "bfloat16", "float16"),
         default="float32",
-        help="of the weights; auto: as they are stored (float32)",
+        help="dtype of the weights; auto: as stored (float32)",
     )
     tasks.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto: cuda where there is one (auto)",
+        help="auto: cuda if available (auto)",
     )
-    tasks.add_argument("--out", metavar="FOLDER", help="where results go (RUN, if that is a run directory)")
+    tasks.add_argument("--out", metavar="FOLDER", help="folder for results (RUN, if that is a run directory)")
 
 
 def evaluate_command(args: argparse.Namespace) -> int:
-    """Evaluate, print a table, and leave the results in the run directory."""
+    """Evaluate, print a table, and write the results into the run directory."""
     if not args.harness:
         _refuse_options(
             args, HARNESS_OPTIONS, "are for tasks of the harness: give --harness NAME, or leave them out"
@@ -105,12 +110,13 @@ def evaluate_command(args: argparse.Namespace) -> int:
         return _evaluate_sets(args)
     if args.validation or args.baselines or args.images:
         raise UsageError(
-            "--task, --harness: evaluate tasks alone: evaluate validation sets by a second command"
+            "--task, --harness: these evaluate tasks only: evaluate validation sets by a second command"
         )
     return _evaluate_tasks(args)
 
 
 def _refuse_options(args: argparse.Namespace, options: Mapping[str, object], reason: str) -> None:
+    """Raise UsageError if any of the options (name → default) differs from its default."""
     changed = [
         f"--{name.replace('_', '-')}" for name, default in options.items() if getattr(args, name) != default
     ]
@@ -119,7 +125,7 @@ def _refuse_options(args: argparse.Namespace, options: Mapping[str, object], rea
 
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
-    """Evaluate a model on tasks; leaves evaluation_tasks.json and the records of all questions."""
+    """Evaluate a model on tasks; write evaluation_tasks.json and the records of all questions."""
     import torch
 
     from megatfm.convert.electra_pair import is_electra_folder
@@ -133,10 +139,10 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
     path = Path(args.run_dir)
 
-    from_elsewhere = is_hf_folder(path) or is_electra_folder(path)
+    is_hf = is_hf_folder(path) or is_electra_folder(path)
 
     def open_model(device: torch.device) -> TextModel:
-        if from_elsewhere:
+        if is_hf:
             return TextModel(load_hf(path, device, dtype=args.dtype), **text_generation_fields(path))
         return load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
 
@@ -148,7 +154,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         batch_size=BATCH_SIZE if args.batch is None else args.batch,
         limit=args.limit,
         device=args.device,
-        embedding_options=partial(sentence_transformer_options, path) if from_elsewhere else None,
+        embedding_options=partial(sentence_transformer_options, path) if is_hf else None,
         out_dir=Path(args.out) if args.out else path if is_run else None,
     )
     if evaluated is not None:
@@ -163,17 +169,18 @@ def _print_tasks(title: str, evaluated: "Mapping[str, EvaluatedTask]") -> None:
     for heading in ("task", "questions", "metric", "value", "95 % interval"):
         table.add_column(heading, justify="right" if heading in ("questions", "value") else "left")
     for name, task in evaluated.items():
-        for number, (metric, value) in enumerate(task.summary["metrics"].items()):
+        first_cells = (name, f"{task.summary['questions']:,}")
+        for metric, value in task.summary["metrics"].items():
             interval = task.summary["intervals"].get(metric)
-            spread = f"{interval[0]:.4f} … {interval[1]:.4f}" if interval else ""
-            first = (name, f"{task.summary['questions']:,}") if number == 0 else ("", "")
-            table.add_row(*first, metric, f"{value:.4f}", spread)
+            interval_text = f"{interval[0]:.4f} … {interval[1]:.4f}" if interval else ""
+            table.add_row(*first_cells, metric, f"{value:.4f}", interval_text)
+            first_cells = ("", "")
     print_table(table)
 
 
 def _evaluate_sets(args: argparse.Namespace) -> int:
-    """Evaluate the newest checkpoint on validation sets; leaves RUN/evaluation.json (and baselines.json, of images
-    confusion.json and pictures.json)."""
+    """Evaluate the newest checkpoint on validation sets; write RUN/evaluation.json, and where they apply,
+    baselines.json, confusion.json and pictures.json."""
     from rich.table import Table
 
     from megatfm.inference.evaluate import evaluate_run
@@ -183,7 +190,7 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
         raise UsageError(f"--images {args.images}: give a number of examples, at least 1")
     evaluated = evaluate_run(
         Path(args.run_dir),
-        _sets(args.validation),
+        _parse_sets(args.validation),
         args.baselines,
         trust_plugins=args.trust_plugins,
         n_images=args.images,
@@ -195,30 +202,32 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
     metrics = sorted({name for result in results["sets"].values() for name in result.get("metrics", {})})
     unit = LOSS_UNITS.get(results["objective"], "" if metrics else "nats per token")
-    text = [] if metrics or results["objective"] in LOSS_UNITS else ["bits per byte", "bytes"]
-    for heading in ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text):
+    text_columns = [] if metrics or results["objective"] in LOSS_UNITS else ["bits per byte", "bytes"]
+    for heading in ("set", f"loss ({unit})" if unit else "loss", *terms, *metrics, *text_columns):
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name, result in results["sets"].items():
-        parts = [f"{result['terms'][term]:.4f}" for term in terms]
-        parts += [f"{100 * result['metrics'][name]:.2f} %" for name in metrics]
-        # Only where the loss is the text's likelihood can it be compared with a compressor's.
-        bits = (
+        cells = [f"{result['terms'][term]:.4f}" for term in terms]
+        cells += [f"{100 * result['metrics'][metric]:.2f} %" for metric in metrics]
+        # Only a loss that is the text's likelihood is comparable with a compressor.
+        text_cells = (
             (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}")
             if "bits_per_byte" in result
             else ("–", "–")
         )
-        table.add_row(name, f"{result['loss']:.4f}", *parts, *bits[: len(text)])
-        for compressor, needed in baselines.get(name, {}).items():
-            table.add_row(f"  {compressor}", *[""] * (1 + len(terms) + len(metrics)), f"{needed:.3f}", "")
+        table.add_row(name, f"{result['loss']:.4f}", *cells, *text_cells[: len(text_columns)])
+        for compressor, bits_per_byte in baselines.get(name, {}).items():
+            padding = [""] * (1 + len(terms) + len(metrics))
+            table.add_row(f"  {compressor}", *padding, f"{bits_per_byte:.3f}", "")
     print_table(table)
     return 0
 
 
-def _sets(words: list[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    for name, _, place in pairs:
-        if not name or not place:
+def _parse_sets(arguments: list[str]) -> dict[str, str]:
+    """Parse values NAME=DIR of --validation."""
+    pairs = [argument.partition("=") for argument in arguments]
+    for name, _, folder in pairs:
+        if not name or not folder:
             raise UsageError(
-                f"--validation {name}{place}: expected NAME=DIR, for example --validation code=corpora/code/validation"
+                f"--validation {name}{folder}: expected NAME=DIR, for example --validation code=corpora/code/validation"
             )
-    return {name: place for name, _, place in pairs}
+    return {name: folder for name, _, folder in pairs}

@@ -1,4 +1,4 @@
-"""`megatfm finetune` and `megatfm predict`: a pretrained model on labelled files, and its labels for new ones."""
+"""`megatfm finetune` trains a pretrained model on labelled files; `megatfm predict` predicts labels for new ones."""
 
 import argparse
 import logging
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from megatfm.inference.task_evaluation import TaskResults
 
 RESOLVED_CONFIG = "finetune.toml"
-"""In the run directory: the config with corpora, labels, head and steps filled in, for `launch` and `verify`."""
+"""File in the run directory with the complete config (corpora, labels, head, steps), for `launch` and `verify`."""
 DEFAULT_EPOCHS = 3
-MANY_STEPS = 2**40
-"""Stands for train.steps until the examples are counted."""
+PLACEHOLDER_STEPS = 2**40
+"""Value of train.steps until the examples are counted."""
 
 log = logging.getLogger("megatfm")
 
 
 def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a config with a [task], the model to start from, and what to do at the end."""
+    """Add a config with a [task], the model to start from, and the command's options."""
     add_config_and_overrides(parser, "task.epochs=3", optional=True)
     add_source_argument(parser)
     parser.add_argument(
         "--prepare",
         action="store_true",
-        help=f"only tokenize, and write RUN/{RESOLVED_CONFIG}, which `launch`, `train` and `verify` take",
+        help=f"only tokenize, and write RUN/{RESOLVED_CONFIG}, a config for `launch`, `train` and `verify`",
     )
     parser.add_argument(
-        "--seeds", type=int, metavar="N", help="N runs, NAME-seed-0 and so on; prints mean and deviation"
+        "--seeds", type=int, metavar="N", help="train N runs, NAME-seed-0, …; print mean and deviation"
     )
     parser.add_argument(
         "--export",
         metavar="DIR",
-        help="at the end, store the best checkpoint there in the Hugging Face format",
+        help="at the end, export the best checkpoint to DIR in the Hugging Face format",
     )
 
 
 def finetune_command(args: argparse.Namespace) -> int:
-    """Fine-tune or resume, then evaluate the best checkpoint; exit codes as those of `megatfm train`."""
+    """Fine-tune or resume, then evaluate the best checkpoint; return an exit code as `megatfm train` does."""
     enable_expandable_segments(os.environ)
     start_sentinel()
     if args.seeds is None:
@@ -75,12 +75,14 @@ def finetune_command(args: argparse.Namespace) -> int:
 
 
 def check_seeds(args: argparse.Namespace) -> Sequence[int]:
-    """Return the seeds of `--seeds`. Raises UsageError for what goes with one run alone."""
-    named = {override.partition("=")[0].strip() for override in [args.config or "", *args.overrides]}
+    """Return the seeds of `--seeds`. Raises UsageError for options that are only for a single run."""
+    overridden_keys = {
+        override.partition("=")[0].strip() for override in [args.config or "", *args.overrides]
+    }
     if args.seeds < 2:
         raise UsageError(f"--seeds {args.seeds}: choose 2 or more, or leave it out")
     for key in ("train.seed", "run_dir"):
-        if key in named:
+        if key in overridden_keys:
             raise UsageError(f"--seeds: each run has its own {key}: leave that out")
     if args.export or args.prepare:
         raise UsageError(
@@ -90,7 +92,7 @@ def check_seeds(args: argparse.Namespace) -> Sequence[int]:
 
 
 def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[int, TaskResults | None]":
-    """Fine-tune one run; returns the exit code and, on rank 0, the results of its best checkpoint."""
+    """Fine-tune one run; return the exit code and, on rank 0, the results of its best checkpoint."""
     config, notes = finetuning_config(args.source, args.config, overrides)
     for note in notes:
         log.info("%s", note)
@@ -118,8 +120,8 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
         if args.export:
             from megatfm.convert.convert import convert
 
-            first, *remarks = convert(results.checkpoint, args.export, "hf")
-            for line in [*remarks, f"{args.export}: {first}"]:
+            summary, *export_notes = convert(results.checkpoint, args.export, "hf")
+            for line in [*export_notes, f"{args.export}: {summary}"]:
                 print(line)
     return EXIT_OK, results
 
@@ -127,9 +129,9 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
 def finetuning_config(
     source: str | None, path: str | None, overrides: Sequence[str]
 ) -> tuple[Config, Sequence[str]]:
-    """Return the config of a fine-tuning run: files tokenized, head, objective and steps filled in; and notes.
+    """Tokenize the task's files; return the complete config (head, objective, steps, …) and notes for the log.
 
-    Raises UsageError.
+    source: model to start from. path: config or preset. Raises UsageError.
     """
     if path is not None and "=" in path:
         overrides = [path, *overrides]
@@ -156,7 +158,7 @@ def finetuning_config(
 
 
 def _values(path: str | None, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Return what a config file and overrides say, not validated."""
+    """Return the values of a config file and overrides, without validation."""
     values = merge_files(Config, read_files(Config, path)) if path else {}
     apply_overrides(Config, values, overrides)
     return values
@@ -165,24 +167,23 @@ def _values(path: str | None, overrides: Sequence[str]) -> Mapping[str, Any]:
 def _check_has_task(path: str, overrides: Sequence[str]) -> None:
     if not _values(path, overrides).get("task"):
         raise UsageError(
-            f"{path}: has no [task]: say which files are trained on, for example task.train=reviews.csv, or use "
-            "`megatfm train`"
+            f"{path}: has no [task]: name the training file, for example task.train=reviews.csv, or use `megatfm train`"
         )
 
 
 def _steps_by_epochs(path: str | None, overrides: Sequence[str]) -> list[str]:
-    """Return overrides by which passes over the examples decide train.steps; none where the config says steps."""
+    """Return overrides so that epochs decide train.steps; none if the config sets the steps."""
     values = _values(path, overrides)
     task, train = values.get("task"), values.get("train")
     if isinstance(task, Mapping) and task.get("epochs"):
-        return [f"train.steps={MANY_STEPS}"]
+        return [f"train.steps={PLACEHOLDER_STEPS}"]
     if isinstance(train, Mapping) and "steps" in train:
         return []
-    return [f"train.steps={MANY_STEPS}", f"task.epochs={DEFAULT_EPOCHS}"]
+    return [f"train.steps={PLACEHOLDER_STEPS}", f"task.epochs={DEFAULT_EPOCHS}"]
 
 
 def print_results(results: "TaskResults") -> None:
-    """Print a table of metrics with their intervals."""
+    """Print a table of metrics with their confidence intervals."""
     from rich.table import Table
 
     names = list(next(iter(results.sets.values()))["metrics"]) if results.sets else []
@@ -220,17 +221,15 @@ def print_spread(results_by_seed: "Sequence[TaskResults]") -> None:
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run, the file, and where predictions go."""
+    """Add the run, the input file and the output file."""
     parser.add_argument("run_dir", metavar="RUN", help="a run of `megatfm finetune`")
     parser.add_argument("file", metavar="FILE", help="a file with the columns of the task's texts")
-    parser.add_argument(
-        "--out", metavar="FILE", help="where predictions go, as .jsonl (RUN/predictions/NAME.jsonl)"
-    )
+    parser.add_argument("--out", metavar="FILE", help="output file, a .jsonl (RUN/predictions/NAME.jsonl)")
     add_trust_argument(parser)
 
 
 def predict_command(args: argparse.Namespace) -> int:
-    """Write the label and probabilities of each row of a file."""
+    """Write the predicted label and probabilities of each row of a file."""
     from megatfm.inference.task_evaluation import predict_file
 
     written = predict_file(Path(args.run_dir), args.file, args.out, trust_plugins=args.trust_plugins)

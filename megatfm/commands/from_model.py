@@ -1,4 +1,4 @@
-"""`--from MODEL`: the config of a run that starts from a model, with its architecture, tokenizer and weights."""
+"""`--from MODEL`: builds the config of a run that starts from a model's architecture, tokenizer and weights."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ RUN_SPECIFIC_KEYS = (
     "run_dir", "data.validation", "data.mixture", "data.mixture_schedule", "data.rampup", "train.init_include",
     "train.branch_from", "train.freeze", "resume", "parallel",
 )  # fmt: skip
-"""Keys of another run's config that were about that run."""
+"""Keys of another run's config that a new run doesn't inherit."""
 DATA_KEYS = ("data.train", "data.corpus", "data.mixture")
 
 
@@ -33,9 +33,9 @@ def continue_from_config(
 ) -> tuple[Config, Sequence[str]]:
     """Return the config of a run that starts from the model at `source`, and messages for the log.
 
-    base_config: a config or preset, of which the model is replaced; None: the recipe is that of `source`, with other
-    text. new_paths: takes note of the folder that a Hugging Face model is converted to, which is removed if the config
-    is refused. Raises UsageError, MegatfmError.
+    base_config: a config or preset whose [model] is replaced; None: the config of `source` itself, for other text.
+    new_paths: registers the folder of a converted Hugging Face model, which is removed if the config is refused. Raises
+    UsageError, MegatfmError.
     """
     new_paths = new_paths or NewPaths()
     source = Path(source)
@@ -44,7 +44,7 @@ def continue_from_config(
     overridden_keys = {override.partition("=")[0].strip() for override in overrides}
     if base_config is None and not any(key.startswith(DATA_KEYS) for key in overridden_keys):
         raise UsageError(
-            "--from goes on with text of yours: give data.train=CORPUS/train, or data.corpus=CORPUS"
+            "--from needs a corpus to train on: give data.train=CORPUS/train, or data.corpus=CORPUS"
         )
     if is_hf_folder(source) or is_electra_folder(source):
         try:
@@ -57,18 +57,18 @@ def continue_from_config(
 
 
 def _config(source: Path, base_config: str | None, overrides: Sequence[str], name: str) -> Config:
-    """Return the config of a run that starts from a checkpoint or run of ours."""
+    """Return the config of a run that starts from a megatfm run or checkpoint."""
     path = checkpoint.find_checkpoint(source)
     folder = path.absolute().parent.parent
-    words = [f"train.init_from={path if path == source else folder}"]
+    defaults = [f"train.init_from={path if path == source else folder}"]
     if tokenizer := tokenizers.find_tokenizer_file(folder):
-        words.append(f"data.tokenizer={tokenizer}")
+        defaults.append(f"data.tokenizer={tokenizer}")
     if base_config is None:
-        words += [f"{key}=" for key in RUN_SPECIFIC_KEYS] + [f"name={name}"]
-        base: str | Path = folder / "config.toml"
-        config = load_config(base, [*words, *overrides])
+        defaults += [f"{key}=" for key in RUN_SPECIFIC_KEYS] + [f"name={name}"]
+        config = load_config(folder / "config.toml", [*defaults, *overrides])
     else:
-        config = load_config(base_config, [*words, *overrides], replaced_sections={"model": _model(path)})
+        sections = {"model": _read_model_section(path)}
+        config = load_config(base_config, [*defaults, *overrides], replaced_sections=sections)
     _check_tokenizer(config, tokenizer, source)
     return config
 
@@ -76,40 +76,40 @@ def _config(source: Path, base_config: str | None, overrides: Sequence[str], nam
 def _convert_hf_once(
     source: Path, base_config: str | None, overrides: Sequence[str], new_paths: NewPaths
 ) -> tuple[Path, list[str]]:
-    """Convert a Hugging Face folder, once: the result is kept in the run directory for when the run is resumed."""
+    """Convert a Hugging Face folder into the run directory, unless this has been done; return folder and messages."""
     values = dict(override.partition("=")[::2] for override in overrides)
     if base_config is not None:
         model = open_folder(source).config.model_dump(mode="json")
-        words = [f"data.tokenizer={source}", *overrides[1:]]  # a recipe need not name the model's own
-        run = run_folder(load_config(base_config, words, replaced_sections={"model": model}))
+        with_tokenizer = [f"data.tokenizer={source}", *overrides[1:]]  # presets need not name a tokenizer
+        run = run_folder(load_config(base_config, with_tokenizer, replaced_sections={"model": model}))
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
-    # If the name now means another folder than before, nothing converted earlier may be used.
+    # The name contains a hash of the source's path, so that a model converted from another folder is not used.
     target = run / f"{CONVERTED_DIR}-{blake3(os.fsencode(source.absolute())).hexdigest(4)}"
     if (target / "config.toml").is_file():
         return target, []
     if any(os.environ.get(key, "1") not in ("", "1") for key in WORLD_SIZE_VARS):
         raise UsageError(
-            f"{source}: is in the Hugging Face format, of which one process makes a folder of ours: run `megatfm "
-            f"convert {source} NEW --to megatfm` once, and give --from NEW"
+            f"{source}: is in the Hugging Face format, which one process must convert first: run `megatfm convert "
+            f"{source} NEW --to megatfm` once, and give --from NEW"
         )
     new_paths.make_folder(run)
     new_paths.trees.append(target.absolute())
-    first, *notes = convert(source, target, "megatfm")
-    return target, [f"{source}: {first}, kept in {target}", *notes]
+    summary, *notes = convert(source, target, "megatfm")
+    return target, [f"{source}: {summary}, stored in {target}", *notes]
 
 
-def _model(path: Path) -> dict[str, Any]:
-    """Return the [model] with which a checkpoint was saved."""
+def _read_model_section(path: Path) -> dict[str, Any]:
+    """Return the [model] section of a checkpoint's config."""
     saved = migrate(checkpoint.read_state(path).get("config"))
     model = saved.get("model") if isinstance(saved, dict) else None
     if not isinstance(model, dict):
-        raise UsageError(f"{path}: doesn't say which model it holds: go on with the version that wrote it")
+        raise UsageError(f"{path}: doesn't describe its model: continue with the version that wrote it")
     return model
 
 
 def _check_tokenizer(config: Config, corpus_tokenizer: Path | None, source: Path) -> None:
-    """Raise UsageError unless the text was prepared with the tokenizer of the model's training."""
+    """Raise UsageError if the corpus was prepared with another tokenizer than the model's."""
     if corpus_tokenizer is None or config.data.tokenizer is None:
         return
     if tokenizers.load(config.data.tokenizer).hash != tokenizers.load(corpus_tokenizer).hash:

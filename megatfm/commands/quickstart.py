@@ -1,6 +1,6 @@
-"""`megatfm quickstart [--corpus DIR]`: a corpus, a trained model, a stop and a resume, samples, a report.
+"""`megatfm quickstart [--corpus DIR]`: prepares a corpus, trains, stops, resumes, samples, evaluates and reports.
 
-Each stage is a command of megatfm that a user could type; this one types them in turn.
+Each stage is a command that a user could type; this command runs them in turn.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from megatfm.errors import EXIT_REQUEUE, MegatfmError, UsageError
 from megatfm.launchers.job import MEGATFM_COMMAND, python_path
 
 NO_SHARDING = "parallel.zero=0"
-"""Two processes can each hold all of so small a model; to gather it from both takes a fifth more time."""
+"""The model is small enough for every process; sharding it would take a fifth more time."""
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -33,15 +33,15 @@ def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", metavar="DIR", help="a folder of text files, instead of Python's own sources"
     )
-    parser.add_argument("--prompt", default="def ", help="what the samples start with")
-    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="processes to train on (2)")
+    parser.add_argument("--prompt", default="def ", help="prompt of the samples")
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="number of training processes (2)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the training config")
 
 
 def quickstart_command(args: argparse.Namespace) -> int:
-    """Run all stages; stops at the first that fails. Returns 0, or that stage's exit code."""
+    """Run all stages; return 0. Raises MegatfmError, with the stage's exit code, at the first that fails."""
     start = time.monotonic()
-    prep, overrides = _names(args.corpus)
+    prep, overrides = _corpus_overrides(args.corpus)
     overridden_keys = {override.partition("=")[0].strip() for override in args.overrides}
     defaults = [
         override
@@ -65,12 +65,12 @@ def quickstart_command(args: argparse.Namespace) -> int:
         )
     _run_in_process("Evaluate on held-out text, beside gzip and xz", ["evaluate", run_path, "--baselines"])
     _run_in_process("Write the report", ["report", run_path])
-    _summary(config, run_dir, time.monotonic() - start)
+    _print_summary(config, run_dir, time.monotonic() - start)
     return 0
 
 
-def _names(corpus: str | None) -> tuple[list[str], list[str]]:
-    """Return overrides of prep and of training: another folder of text gets a corpus and a run of its own name."""
+def _corpus_overrides(corpus: str | None) -> tuple[list[str], list[str]]:
+    """Return the overrides of prep and of training for the user's folder of text: names of corpus and run."""
     if corpus is None:
         return [], []
     folder = Path(corpus).expanduser()
@@ -89,7 +89,10 @@ def _names(corpus: str | None) -> tuple[list[str], list[str]]:
 def _run_subprocess(
     title: str, argv: Sequence[str], stop_after: int | None = None, run_dir: Path | None = None
 ) -> None:
-    """Run one command of megatfm, shown as a user would type it. Raises MegatfmError when it fails."""
+    """Print a command as a user would type it, and run it. Raises MegatfmError if it fails.
+
+    stop_after: step of the run in `run_dir` after which it is stopped by SIGTERM.
+    """
     _print_command(title, argv)
     process = subprocess.Popen([*MEGATFM_COMMAND[:-1], *argv], env={**os.environ, **python_path()})
     try:
@@ -102,31 +105,31 @@ def _run_subprocess(
             process.terminate()
             process.wait()
     if code not in (0, EXIT_REQUEUE if stop_after is not None else 0):
-        raise _failed(argv, f"failed (exit {code}), see above", code)
+        raise _failure(argv, f"failed (exit {code}), see above", code)
 
 
-def _run_in_process(title: str, words: Sequence[str]) -> None:
-    """Run one command of megatfm in this process, for those that are done sooner than torch is imported again."""
-    _print_command(title, words)
-    args = cli.build_parser(words[0]).parse_args(words)
+def _run_in_process(title: str, argv: Sequence[str]) -> None:
+    """Run a short command in this process, which saves the time to import torch again."""
+    _print_command(title, argv)
+    args = cli.build_parser(argv[0]).parse_args(argv)
     try:
         args.run(args)
     except MegatfmError as error:
-        raise _failed(words, f"failed: {error}", error.exit_code) from error
+        raise _failure(argv, f"failed: {error}", error.exit_code) from error
 
 
-def _print_command(title: str, words: Sequence[str]) -> None:
-    console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
+def _print_command(title: str, argv: Sequence[str]) -> None:
+    console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(argv)}[/dim]")
 
 
-def _failed(words: Sequence[str], outcome: str, code: int) -> MegatfmError:
-    failed = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(words)}` {outcome}")
-    failed.exit_code = code
-    return failed
+def _failure(argv: Sequence[str], outcome: str, code: int) -> MegatfmError:
+    error = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(argv)}` {outcome}")
+    error.exit_code = code
+    return error
 
 
 def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> bool:
-    """Wait until the run has logged that step; False if it ended before, or had got there earlier."""
+    """Wait until the run has logged a step; return False if it ended before, or had logged the step earlier."""
     if _last_step(run_dir) >= step:
         return False
     while process.poll() is None:
@@ -147,12 +150,12 @@ def _metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _summary(config: Config, run_dir: Path, seconds: float) -> None:
+def _print_summary(config: Config, run_dir: Path, seconds: float) -> None:
     evaluation = json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))
     baselines = json.loads((run_dir / "baselines.json").read_text(encoding="utf-8"))
     lines = _metrics(run_dir)
     tokens_per_second = sorted(line["tokens_per_second"] for line in lines)[len(lines) // 2]
-    table = Table(title="What came out", show_header=False, title_justify="left")
+    table = Table(title="Results", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, result in evaluation["sets"].items():
@@ -161,7 +164,7 @@ def _summary(config: Config, run_dir: Path, seconds: float) -> None:
         for compressor, bits in baselines[name].items():
             table.add_row(f"  {compressor}", f"{bits:.3f}")
     table.add_row("speed", f"{tokens_per_second:,.0f} tokens/s (median step)")
-    table.add_row("all of this took", f"{seconds / 60:.1f} minutes")
+    table.add_row("total time", f"{seconds / 60:.1f} minutes")
     for label, path in {
         "corpus": Path(config.data.train or "").parent,
         "run": run_dir,

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run directories (all under runs/)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a run, for programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
 
 
 def status_command(args: argparse.Namespace) -> int:
-    """Print how runs are: one in full, several in a table."""
+    """Print the status of runs: one in full, several as a table."""
     runs = [resolve_run_dir(path) for path in args.runs] or list_run_dirs()
     statuses = [run_status(run) for run in runs]
     if args.json:
@@ -55,7 +55,7 @@ def _table(statuses: Iterable[RunStatus]) -> "Table":
             heading, justify="left" if heading in ("run", "state", "") else "right", no_wrap=bool(heading)
         )
     for status in statuses:
-        facts = (
+        cells = (
             status.run.name,
             status.state.name,
             _step(status),
@@ -64,7 +64,7 @@ def _table(statuses: Iterable[RunStatus]) -> "Table":
             _format_eta(status),
         )
         details = "; ".join(filter(None, (status.state.reason, status.work)))
-        table.add_row(*facts, str(status.restarts or ""), details)
+        table.add_row(*cells, str(status.restarts or ""), details)
     return table
 
 
@@ -119,24 +119,22 @@ def _format_eta(status: RunStatus) -> str:
 
 
 QUEUE_SECONDS = 10.0
-"""Seconds between queries of the queue, since schedulers should not be queried often."""
+"""Seconds between two queries of the job queue: frequent queries slow a scheduler down for everyone."""
 
 
 def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/quickstart"
     )
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what is written, until it ends"
+        "-n", "--lines", type=int, default=20, metavar="N", help="print the last N lines of each file (20)"
     )
-    parser.add_argument(
-        "-n", "--lines", type=int, default=20, metavar="N", help="last lines of each file (20)"
-    )
-    parser.add_argument("--all", action="store_true", help="all ranks, not only those with trouble")
+    parser.add_argument("--all", action="store_true", help="all ranks, not only those with errors")
 
 
 def logs_command(args: argparse.Namespace) -> int:
-    """Print the logs that matter: the job's or rank 0's, those of ranks with trouble."""
+    """Print the logs that matter: the job's or rank 0's, and those of ranks with errors."""
     run = resolve_run_dir(args.run_dir)
     tails = print_tails(run, args.lines, args.all, include_unfinished=not args.follow)
     if not tails and not args.follow:
@@ -151,7 +149,7 @@ def logs_command(args: argparse.Namespace) -> int:
         return run_is_over
 
     if args.follow:
-        with contextlib.suppress(KeyboardInterrupt):  # how one leaves
+        with contextlib.suppress(KeyboardInterrupt):  # the user ends following by Ctrl-C
             follow_logs(run, tails, args.all, is_over)
     return 0
 
@@ -163,11 +161,11 @@ def add_cancel_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run directory, for example runs/quickstart, or a SLURM job's number",
     )
-    parser.add_argument("--all", action="store_true", help="everything of all runs under runs/ here")
+    parser.add_argument("--all", action="store_true", help="end all runs under runs/")
 
 
 def cancel_command(args: argparse.Namespace) -> int:
-    """End what trains or evaluates runs, and what waits to go on with them. A run saves first, if time is left."""
+    """End the jobs and processes that train or evaluate runs, and their queued jobs. A run saves first if it can."""
     if args.all == bool(args.runs):
         raise UsageError(
             "name what to end: run directories or numbers of jobs, or --all for everything under runs/"
@@ -188,7 +186,7 @@ def cancel_command(args: argparse.Namespace) -> int:
         except UsageError as error:
             print(f"note: {error}", file=sys.stderr)
     if not ended:
-        raise UsageError("nothing of the runs under runs/ here waits or runs")
+        raise UsageError("no run under runs/ has a job or process to end")
     return 0
 
 
@@ -200,10 +198,13 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="RUN",
-        help="runs whose curves lie behind this one's, for example runs/baseline",
+        help="runs whose curves are drawn behind this one's, for example runs/baseline",
     )
     parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="devices of your own, for the estimate beside the run"
+        "--hardware",
+        type=Path,
+        metavar="FILE",
+        help="description of your devices, for the estimate beside the run",
     )
 
 
@@ -225,13 +226,13 @@ def report_command(args: argparse.Namespace) -> int:
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """The runs, and where the page goes."""
+    """Add the runs, and the file for the page."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, for example runs/sweep-*")
     parser.add_argument("--out", default="compare.html", metavar="FILE", help="the page (compare.html)")
 
 
 def compare_command(args: argparse.Namespace) -> int:
-    """Print what differs and what was reached, and write a page of the curves."""
+    """Print different settings and results of runs, and write a page with their curves."""
     from rich import box
     from rich.table import Table
 
@@ -243,8 +244,8 @@ def compare_command(args: argparse.Namespace) -> int:
     for key, cells in comparison.differences():
         table.add_row(key, *cells)
     table.add_section()
-    for place, column in enumerate(results.columns):
-        table.add_row(column, *(row[place] for row in results.rows))
+    for index, column in enumerate(results.columns):
+        table.add_row(column, *(row[index] for row in results.rows))
     print_table(table)
     for note in comparison.notes():
         print(f"note: {note}")

@@ -1,4 +1,4 @@
-"""`megatfm train` and `megatfm launch`: start, resume or continue training, in this process or through a launcher."""
+"""`megatfm train` and `megatfm launch`: train or resume, in this process or through a launcher."""
 
 import argparse
 import logging
@@ -16,24 +16,26 @@ from megatfm.launchers.run_jobs import check_no_process
 from megatfm.parallel.startup_watch import start_sentinel
 
 ALLOCATOR_VARS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
-"""Names of the same setting: that of today, and older ones."""
+"""Environment variables that configure torch's allocator: the current name, and older ones."""
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a config and its overrides, or a model to go on from."""
+    """Add a config and its overrides, and a model to start from."""
     add_config_and_overrides(parser, optional=True)
     add_source_argument(parser)
 
 
 def enable_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Have torch's allocator on GPUs grow its segments, so that less of the memory is lost between blocks of changing
-    sizes; unless something is set. To be called before torch is loaded."""
+    """Set torch's GPU allocator to expandable segments, which reduces fragmentation, unless the user has configured it.
+
+    Must be called before torch is imported.
+    """
     if not ALLOCATOR_VARS.intersection(environment):
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def load_training_config(args: argparse.Namespace, new_paths: NewPaths) -> Config:
-    """Load the config of a run, which may start from a model (`--from`), converted and noted in `new_paths`.
+    """Load the config of a run. With `--from`, convert the model if needed, and register its files in `new_paths`.
 
     Raises UsageError.
     """
@@ -55,13 +57,13 @@ def load_training_config(args: argparse.Namespace, new_paths: NewPaths) -> Confi
 
 
 def train_command(args: argparse.Namespace) -> int:
-    """Train or resume; returns 0 when done, 75 when stopped by a signal after saving (`megatfm.errors`)."""
+    """Train or resume; return 0 when the run is done, 75 if a signal stopped it after saving (`megatfm.errors`)."""
     enable_expandable_segments(os.environ)
     start_sentinel()
     new_paths = NewPaths()
     with removed_on_refusal(new_paths):
         config = load_training_config(args, new_paths)
-        # After the config: its mistakes shouldn't wait for torch.
+        # After the config is loaded, so that a mistake in it is reported before torch is imported.
         from megatfm.describe.description import flops_per_token
         from megatfm.inference.samples import PromptSampler
         from megatfm.train.trainer import train
@@ -73,7 +75,7 @@ def train_command(args: argparse.Namespace) -> int:
 
 @contextmanager
 def removed_on_refusal(new_paths: NewPaths) -> Iterator[None]:
-    """Remove what was made for a run that is refused before it begins."""
+    """Context manager that removes a run's new files if it is refused (UsageError, LockedError)."""
     try:
         yield
     except (UsageError, LockedError):
@@ -82,24 +84,24 @@ def removed_on_refusal(new_paths: NewPaths) -> Iterator[None]:
 
 
 RESOLVED_CONFIG = "from.toml"
-"""In the run directory: the config with which all ranks of a run that goes on from a model are started."""
+"""File in the run directory with the config for all ranks of a run that starts from a model (`--from`)."""
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `megatfm train` takes, and where to run it."""
+    """Add the arguments of `megatfm train`, and those that say where to run."""
     add_config_and_overrides(parser, optional=True)
     add_source_argument(parser)
     cli.add_arguments(parser)
 
 
 def launch_command(args: argparse.Namespace) -> int:
-    """Start the run. A model that it goes on from is brought into our format here, once for all ranks."""
+    """Start the run. A model given by `--from` is converted here, once for all ranks."""
     if args.source is not None and (args.prep or args.evaluate):
         raise UsageError(
             f"--from is for training: leave it out, or {'--prep' if args.prep else '--evaluate'}"
         )
     if args.source is not None or args.config is None:
-        cli.check_flags(args)  # before a model is brought into our format for nothing
+        cli.check_flags(args)  # before a model is converted in vain
     new_paths = NewPaths()
     with removed_on_refusal(new_paths):
         if args.source is not None or args.config is None:
@@ -108,10 +110,10 @@ def launch_command(args: argparse.Namespace) -> int:
 
 
 def _write_resolved_config(args: argparse.Namespace, new_paths: NewPaths) -> Path:
-    """Write the config of a run that starts from a model into its run directory; returns the file."""
+    """Write the config of a run that starts from a model into its run directory; return the file."""
     config = load_training_config(args, new_paths)
     path = Path(config.run_dir or Path("runs") / config.name) / RESOLVED_CONFIG
-    check_no_process(path.parent)  # whose restarts read the file
+    check_no_process(path.parent)  # a running launcher's restarts would read the new file
     try:
         new_paths.make_folder(path.parent)
         new_paths.will_write(path)

@@ -1,6 +1,6 @@
-"""`megatfm verify CONFIG [parallel.tp=2 …]`: is this layout the same computation as one process?
+"""`megatfm verify CONFIG [parallel.tp=2 …]`: checks that a layout is the same computation as one process.
 
-`megatfm verify --presets [NAME,…]` asks that of presets under usual layouts.
+`megatfm verify --presets [NAME,…]` checks presets under common layouts.
 """
 
 import argparse
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
 
     from megatfm.verify.verify import Difference, GradientComparison, PresetResult
 
-SHOWN = 8
+MAX_SHOWN = 8
 DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CONFIG, its overrides, and how much to show."""
+    """Add CONFIG, its overrides, and the options of the check."""
     add_config_and_overrides(parser, "parallel.tp=2", optional=True)
     add_trust_argument(parser)
-    parser.add_argument("--engine", metavar="NAME", help="of this engine: short for parallel.engine=NAME")
+    parser.add_argument("--engine", metavar="NAME", help="check this engine: short for parallel.engine=NAME")
     parser.add_argument(
         "--documents",
         metavar="KIND",
         choices=DOCUMENTS,
         default=DOCUMENTS[0],
-        help=f"documents of each row: {', '.join(DOCUMENTS)}",
+        help=f"kind of documents in the rows: {', '.join(DOCUMENTS)}",
     )
-    parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
+    parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {MAX_SHOWN} worst")
     parser.add_argument(
         "--presets",
         nargs="?",
         const="",
         metavar="NAME,…",
-        help="instead of CONFIG: these presets under usual layouts, one after the other (default: all)",
+        help="instead of CONFIG: check these presets under common layouts (default: all)",
     )
     parser.add_argument(
-        "--layouts", metavar="NAME,…", help="with --presets: these alone, for example dp2,tp2 (default: all)"
+        "--layouts", metavar="NAME,…", help="with --presets: only these layouts, as dp2,tp2 (default: all)"
     )
 
 
 def verify_command(args: argparse.Namespace) -> int:
-    """Print the comparison; 0 if everything agrees, 1 if anything differs."""
+    """Print the comparison; return 0 if everything agrees, 1 if anything differs."""
     from megatfm.config import load_config
 
     if args.presets is not None:
-        return _presets(args)
+        return _verify_presets(args)
     if args.layouts:
         raise UsageError("--layouts is for --presets: name a layout's axes, for example parallel.tp=2")
     if not args.config:
@@ -60,9 +60,8 @@ def verify_command(args: argparse.Namespace) -> int:
             "verify needs a CONFIG, for example `megatfm verify quickstart parallel.tp=2`, or --presets"
         )
     engine = [f"parallel.engine={args.engine}"] if args.engine else []
-    config = load_config(
-        args.config, [*args.overrides, *engine]
-    )  # before torch: a mistake in it shouldn't wait
+    # Before torch is imported, so that a mistake in the config is reported at once.
+    config = load_config(args.config, [*args.overrides, *engine])
     check_trust(config, args)
 
     from rich.console import Console
@@ -75,34 +74,36 @@ def verify_command(args: argparse.Namespace) -> int:
     comparison = verify(config, args.documents)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(comparison), markup=False)
-    differences = comparison.gradients if args.all else comparison.gradients[:SHOWN]
-    print_table(_gradients(comparison, len(differences)))
-    print_table(_traffic(comparison))
+    differences = comparison.gradients if args.all else comparison.gradients[:MAX_SHOWN]
+    print_table(_gradient_table(comparison, len(differences)))
+    print_table(_traffic_table(comparison))
     for reason in dict.fromkeys(comparison.axes_without_closed_form.values()):
-        traffic = {
+        axes = {
             flow.axis
             for flow in comparison.flows
             if comparison.axes_without_closed_form.get(flow.axis) == reason
         }
-        if traffic:
-            console.print(f"No traffic expected over {', '.join(sorted(traffic))}: {reason}.", markup=False)
+        if axes:
+            console.print(
+                f"The traffic over {', '.join(sorted(axes))} is not predicted: {reason}.", markup=False
+            )
     console.print(_conclusion(comparison), markup=False)
     return 1 if comparison.wrong or comparison.traffic_mismatches else 0
 
 
-def _presets(args: argparse.Namespace) -> int:
-    """Print a row for each preset as it is done, then the reasons of refusals and what differs; 0 if nothing does."""
+def _verify_presets(args: argparse.Namespace) -> int:
+    """Print a row for each preset when it is done, then refusals and differences; return 0 if nothing differs."""
     from megatfm.config import presets_of_models
     from megatfm.registry import did_you_mean
     from megatfm.verify import forkserver
     from megatfm.verify.layouts import LAYOUTS
 
     names = [args.presets] if "=" in args.presets else args.presets.split(",")
-    words = [word for word in (*names, args.config, *args.overrides) if word]
-    overrides = [word for word in words if "=" in word]
+    arguments = [argument for argument in (*names, args.config, *args.overrides) if argument]
+    overrides = [argument for argument in arguments if "=" in argument]
     if args.engine:
         overrides.append(f"parallel.engine={args.engine}")
-    presets = [word for word in words if "=" not in word]
+    presets = [argument for argument in arguments if "=" not in argument]
     layouts = args.layouts.split(",") if args.layouts else list(LAYOUTS)
     for kind, names, known_names in (
         ("preset", presets, presets_of_models()),
@@ -130,22 +131,22 @@ def _presets(args: argparse.Namespace) -> int:
 
 
 def _print_summary(cases: "Sequence[PresetResult]", seconds: float) -> int:
-    """Print each reason of refusals once, then all that differs."""
-    reasons: dict[str, list[str]] = {}
+    """Print each reason of refusals once, then all differences; return 1 if there are any, else 0."""
+    cases_by_reason: dict[str, list[str]] = {}
     for case in cases:
         if case.outcome == "refused":
             reason = case.text.removeprefix(f"{case.preset}: ")
-            reasons.setdefault(reason, []).append(f"{case.preset} {case.layout}")
-    for reason, places in reasons.items():
-        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        print(f"refused: {places[0]}{more}: {reason}")
+            cases_by_reason.setdefault(reason, []).append(f"{case.preset} {case.layout}")
+    for reason, refused in cases_by_reason.items():
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        print(f"refused: {refused[0]}{more}: {reason}")
     wrong = [case for case in cases if case.is_wrong]
     for case in wrong:
         print(f"{case.outcome}: {case.preset} {case.layout}: {case.text}")
-    agree = sum(case.outcome == "agrees" for case in cases)
-    n_refused = len(cases) - agree - len(wrong)
+    n_agreeing = sum(case.outcome == "agrees" for case in cases)
+    n_refused = len(cases) - n_agreeing - len(wrong)
     print(
-        f"{agree} of {len(cases)} cases agree, {n_refused} are refused, {len(wrong)} differ; {seconds:.0f} s"
+        f"{n_agreeing} of {len(cases)} cases agree, {n_refused} are refused, {len(wrong)} differ; {seconds:.0f} s"
     )
     return 1 if wrong else 0
 
@@ -174,7 +175,7 @@ def _heading(comparison: "GradientComparison") -> str:
     )
 
 
-def _gradients(comparison: "GradientComparison", n_rows: int) -> "Table":
+def _gradient_table(comparison: "GradientComparison", n_rows: int) -> "Table":
     from rich.table import Table
 
     hidden = len(comparison.gradients) - n_rows
@@ -192,18 +193,18 @@ def _gradients(comparison: "GradientComparison", n_rows: int) -> "Table":
     for gradient in comparison.gradients[:n_rows]:
         add(gradient)
     if hidden:
-        table.add_row(f"… {hidden} more, none worse (--all)")
+        table.add_row(f"… {hidden} more, with smaller errors (--all)")
     table.add_section()
     add(comparison.grad_norm)
     add(comparison.loss)
     table.add_section()
     wrong_updates = [update for update in comparison.updates if update.is_wrong]
-    for update in wrong_updates[:SHOWN] or comparison.updates[:1]:
+    for update in wrong_updates[:MAX_SHOWN] or comparison.updates[:1]:
         add(update)
     return table
 
 
-def _traffic(comparison: "GradientComparison") -> "Table":
+def _traffic_table(comparison: "GradientComparison") -> "Table":
     from rich.table import Table
 
     table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
@@ -241,15 +242,15 @@ def _conclusion(comparison: "GradientComparison") -> str:
             f"Same computation: loss, norm, {n_gradients} gradients and all updates agree within {bound:g}."
         )
     updates = [difference for difference in comparison.updates if difference.is_wrong]
-    # Wrong gradients make wrong updates, so they are named first.
+    # Wrong gradients cause wrong updates, so gradients are reported first.
     wrong_before_updates = [difference for difference in comparison.wrong if difference not in updates]
-    # NaN is the worst error.
+    # NaN counts as the worst error.
     worst = max(wrong_before_updates or updates, key=lambda wrong: (wrong.error != wrong.error, wrong.error))
     gradients = sum(difference.is_wrong for difference in comparison.gradients)
     if not wrong_before_updates:
         return (
             f"DIFFERENT UPDATES: {n_gradients} gradients agree within {bound:g}, but the optimizer moves "
-            f"{len(updates)} of {len(comparison.updates)} weights otherwise than on one process, from the same "
+            f"{len(updates)} of {len(comparison.updates)} weights differently than on one process, from the same "
             f"gradients; the worst is the {worst.name}, by {worst.error:.1e}"
         )
     return (

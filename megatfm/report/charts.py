@@ -1,4 +1,4 @@
-"""Charts as data: curves thinned and smoothed for the page, whose script draws them (report.js)."""
+"""Charts as data: downsampled and smoothed curves, which the page's script (report.js) draws."""
 
 import math
 from collections.abc import Sequence
@@ -13,31 +13,29 @@ MAX_POINTS = 1500
 
 @dataclass(frozen=True)
 class Line:
-    """One curve to draw: `raw` data lie behind their `smooth` curve; `dots` marks each point.
-
-    `other` is another run's, behind this one's.
-    """
+    """A curve to draw. Kinds: `raw` values are drawn behind their `smooth` curve; `dots` marks each point; `other` is
+    another run's curve, drawn behind this run's."""
 
     name: str
     curve: Curve
     colour: int = 1
     kind: Literal["line", "raw", "smooth", "dots", "other"] = "line"
     run: int = 0
-    """Which of a page's runs it is of."""
+    """Index of the curve's run on the page."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A number written at an axis."""
+    """A tick of an axis."""
 
     at: float
-    """Percent of the width from the left, or of the height from the top."""
+    """Position in percent of the width from the left, or of the height from the top."""
     label: str
 
 
 @dataclass(frozen=True)
 class ReferenceLine:
-    """A horizontal line to compare with."""
+    """A horizontal line for comparison."""
 
     name: str
     value: float
@@ -45,7 +43,7 @@ class ReferenceLine:
 
 @dataclass(frozen=True)
 class EventLine:
-    """Something that happened to the run: a vertical line."""
+    """A vertical line for an event of the run."""
 
     step: int
     kind: str
@@ -54,14 +52,14 @@ class EventLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: what the template writes around it, and the data that the page's script draws."""
+    """A chart: the texts that the template writes, and the data that the page's script draws."""
 
     title: str
     unit: str
     lines: Sequence[Line]
     levels: Sequence[ReferenceLine]
     summary: str
-    """The chart in words, for those who can't see it."""
+    """Text alternative for screen readers."""
     n_nonfinite: int
     is_log: bool
     from_zero: bool = False
@@ -69,7 +67,7 @@ class Chart:
 
     @property
     def legend(self) -> list[Line]:
-        """Lines to name beside the chart: raw data lie behind a smooth curve of the same name."""
+        """Lines for the legend: all but raw ones, whose smooth curves have the same names."""
         return [line for line in self.lines if line.kind != "raw"]
 
     @property
@@ -81,7 +79,7 @@ class Chart:
 
     @property
     def data(self) -> dict[str, Any]:
-        """JSON for report.js. `steps`: each step's distance to the one before; `values`: null where not finite."""
+        """Data for report.js as JSON types. `steps`: differences to the previous step; `values`: null if not finite."""
         return {
             "log": self.is_log,
             "zero": self.from_zero,
@@ -112,7 +110,7 @@ def chart(
     levels: Sequence[ReferenceLine] = (),
     from_zero: bool = False,
 ) -> Chart | None:
-    """A chart of lines; None when there is nothing finite to draw. The y axis turns logarithmic for a wide range."""
+    """Build a chart; None if no value is finite. The y axis is logarithmic if the values span a wide range."""
     lines = [line for line in lines if line.curve.finite]
     if not lines:
         return None
@@ -132,10 +130,9 @@ def chart(
 
 
 def smooth(curve: Curve) -> Curve:
-    """Mean over about 4 % of the steps around each; what is not finite is stepped over.
+    """Smooth a curve by a moving average over about 4 % of the steps; ignores values that are not finite.
 
-    The window is centred, and narrow at the start: a moving average of the past would lag behind a falling loss
-    and look worse than it is.
+    The window is centred, and narrower at the start: an average over past values would lag behind a falling loss.
     """
     count = len(curve.values)
     sums = [0.0, *accumulate(value if math.isfinite(value) else 0.0 for value in curve.values)]
@@ -151,22 +148,22 @@ def smooth(curve: Curve) -> Curve:
 
 
 def downsample(curve: Curve, limit: int = MAX_POINTS) -> Curve:
-    """At most `limit` points that look the same: of each stretch its lowest and its highest, so spikes stay."""
+    """Reduce a curve to at most `limit` points: the lowest and the highest of each bucket, so that spikes stay."""
     count = len(curve.steps)
     if count <= limit:
         return curve
     chosen: list[int] = []
-    stretches = limit // 2
-    for stretch in range(stretches):
-        part = range(stretch * count // stretches, (stretch + 1) * count // stretches)
-        finite = [i for i in part if math.isfinite(curve.values[i])]
+    n_buckets = limit // 2
+    for bucket in range(n_buckets):
+        indices = range(bucket * count // n_buckets, (bucket + 1) * count // n_buckets)
+        finite = [i for i in indices if math.isfinite(curve.values[i])]
         key = curve.values.__getitem__
-        chosen += sorted({min(finite, key=key), max(finite, key=key)}) if finite else [part[0]]
+        chosen += sorted({min(finite, key=key), max(finite, key=key)}) if finite else [indices[0]]
     return Curve([curve.steps[i] for i in chosen], [curve.values[i] for i in chosen])
 
 
 def format_number(value: float) -> str:
-    """A number as people write it: 0.003, 1.25, 12,500, 3.2 M."""
+    """Format a number: 0.003, 1.25, 12,500, 3.2 M."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -188,7 +185,7 @@ def _summarize(line: Line) -> str:
 
 
 def round_ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers between two limits, 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers between two limits, spaced by 1, 2 or 5 times a power of ten. about: their rough number."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

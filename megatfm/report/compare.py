@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their configs, what they reached, and their curves in one picture."""
+"""Comparison of runs: differences of their configs, their results, and their curves in common charts."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from megatfm.report.page import format_duration, render_page
 from megatfm.report.run import Curve, Run, leaves, text, unique_names
 
 IGNORED_SETTINGS = ("name", "run_dir", "log.", "resume.", "checkpoint.")
-"""Settings that say where a run writes, and not what it computes."""
+"""Settings that don't affect what a run computes."""
 MISSING = "–"
 
 
 @dataclass(frozen=True)
 class Results:
-    """Results of runs: a row of cells for each, one for each column."""
+    """Table of results with one row per run."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -26,21 +26,21 @@ class Results:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Runs under names that tell them apart."""
+    """Runs to compare, with distinct names."""
 
     runs: Sequence[Run]
     names: Sequence[str]
 
     @classmethod
     def of(cls, folders: Sequence[str | Path]) -> "RunComparison":
-        """Read the run directories. Raises UsageError for one that is none, or fewer than two."""
+        """Read the run directories. Raises UsageError for fewer than two, or for a folder that is not a run."""
         if len(folders) < 2:
             raise UsageError("give two runs or more, for example runs/a runs/b")
         runs = [Run(Path(folder)) for folder in folders]
         return cls(runs, unique_names([run.folder for run in runs]))
 
     def differences(self) -> list[tuple[str, list[str]]]:
-        """Settings that are not the same in all runs, with each run's."""
+        """Return the settings that differ between runs: key, and its value in each run."""
         settings = [dict(leaves(run.config)) for run in self.runs]
         keys = dict.fromkeys(
             key for run_settings in settings for key in run_settings if not key.startswith(IGNORED_SETTINGS)
@@ -56,29 +56,29 @@ class RunComparison:
         ]
 
     def results(self) -> Results:
-        """Steps, tokens, losses, bits per byte, speed and time of each run, as far as they have them."""
+        """Return steps, tokens, losses, bits per byte, speed and time of each run, as far as they are recorded."""
         sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
         columns = ["steps", "tokens", "training loss"]
-        columns += [f"{name} {what}" for name in sets for what in ("loss", "bits/byte")]
+        columns += [f"{name} {result}" for name in sets for result in ("loss", "bits/byte")]
         columns += ["tokens/s", "MFU", "time", "commit"]
         return Results(columns, [self._row(run, sets) for run in self.runs])
 
     def notes(self) -> list[str]:
-        """Why a column is left out, and what could not be read."""
+        """Return notes on files that can't be read, and on columns that are left out."""
         notes = [
             f"{name}: {note}" for name, run in zip(self.names, self.runs, strict=True) for note in run.notes
         ]
-        if self._has_unlike_peaks:
+        if self._has_different_peaks:
             peaks = "; ".join(
                 f"{name}: {run.environment.get('peak', 'not recorded')}"
                 for name, run in zip(self.names, self.runs, strict=True)
             )
-            notes.append(f"MFU is left out, since the runs measure it against unlike peaks: {peaks}")
+            notes.append(f"MFU is left out, since it is relative to different peaks: {peaks}")
         return notes
 
     @property
-    def _has_unlike_peaks(self) -> bool:
-        """Whether utilizations are shares of different peaks, as of two processors, or two measurements of one."""
+    def _has_different_peaks(self) -> bool:
+        """Whether the runs' MFU is relative to different peaks, and so not comparable."""
         return len({run.environment.get("peak") for run in self.runs if run.curve("mfu").finite}) > 1
 
     def _row(self, run: Run, sets: Sequence[str]) -> list[str]:
@@ -95,16 +95,16 @@ class RunComparison:
                 values = run.curve("evaluation", name, key).finite
                 cells.append(f"{values[-1]:.4f}" if values else MISSING)
         cells.append(format_number(statistics.median(speeds)) if speeds else MISSING)
-        used = run.curve("mfu").finite
-        comparable = used and not self._has_unlike_peaks
-        cells.append(f"{100 * statistics.median(used):.3g} %" if comparable else MISSING)
+        mfu = run.curve("mfu").finite
+        is_comparable = mfu and not self._has_different_peaks
+        cells.append(f"{100 * statistics.median(mfu):.3g} %" if is_comparable else MISSING)
         cells.append(format_duration(sum(seconds)) if seconds else MISSING)
         return [*cells, str(run.environment.get("commit", MISSING))[:12]]
 
     def charts(self) -> list[Chart]:
-        """Each kind of curve with a line for every run."""
+        """Return the charts, each with one line per run."""
         sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
-        drawn = [
+        charts = [
             self._chart("Training loss", "nats per token, smoothed", ["loss"], smoothed=True),
             *(
                 self._chart(f"{title}, {name}", unit, ["evaluation", name, key])
@@ -118,22 +118,22 @@ class RunComparison:
             self._chart("Learning rate", "", ["lr"], from_zero=True),
             self._chart("Speed", "tokens per second, smoothed", ["tokens_per_second"], True, from_zero=True),
         ]
-        return [drawing for drawing in drawn if drawing]
+        return [chart for chart in charts if chart]
 
     def _chart(
         self, title: str, unit: str, path: Sequence[str], smoothed: bool = False, *, from_zero: bool = False
     ) -> Chart | None:
         lines = []
-        for place, run in enumerate(self.runs):
+        for index, run in enumerate(self.runs):
             curve: Curve = run.curve(*path)
             kind = "smooth" if smoothed else "dots" if path[0] == "evaluation" else "line"
-            shown = smooth(curve) if smoothed else curve
-            lines.append(Line(self.names[place], shown, 1 + place % 6, kind, place))  # type: ignore[arg-type]
+            curve = smooth(curve) if smoothed else curve
+            lines.append(Line(self.names[index], curve, 1 + index % 6, kind, index))  # type: ignore[arg-type]
         return chart(title, unit, lines, from_zero=from_zero)
 
 
 def write_comparison(comparison: RunComparison, path: str | Path) -> Path:
-    """Write the page, one file without any outside reference. Raises MegatfmError if it can't be written."""
+    """Write the page, one file without external references. Raises MegatfmError if it can't be written."""
     path = Path(path)
     content = render_page(
         "compare.html",

@@ -1,4 +1,4 @@
-"""Charts of evaluations while a run trained: tasks, and the loss by position in the row."""
+"""Charts of evaluations during training: tasks, and the loss by position in the row."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -14,7 +14,7 @@ TASK_METRICS = {
 
 
 def task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
-    """Charts of the tasks of `evaluate.tasks`: one for each metric that several kinds have."""
+    """Return the charts of the tasks of `evaluate.tasks`, one for each metric."""
     tasks = list(dict.fromkeys(path[1] for path in run.curves if path[0] == "tasks"))
 
     def lines(metric: str) -> list[Line]:
@@ -31,7 +31,7 @@ def task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
 
 
 def position_charts(run: Run) -> list[Chart | None]:
-    """Loss on stretches of the row, a chart for each validation set (see `evaluate.position_buckets`)."""
+    """Return charts of the loss by position in the row, one per validation set (see `evaluate.position_buckets`)."""
     length = run.config.get("data", {}).get("sequence_length", 1)
     drawn = []
     for name in run.evaluated:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file of its numbers, curves, samples, data, settings and history."""
+"""The report of a run: one HTML file with its results, curves, samples, data, settings and events."""
 
 import base64
 import hashlib
@@ -31,14 +31,14 @@ from megatfm.report.units import loss_unit, metric_title
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24
-"""The last so many are shown."""
+"""Largest number of samples that are shown: the last ones."""
 N_AXIS_SAMPLES = 400
-"""So many steps are enough to turn any step into tokens and time, in between by straight lines."""
+"""Number of steps whose tokens and times the page stores; its script interpolates between them."""
 
 
 @dataclass(frozen=True)
 class Headline:
-    """One headline number."""
+    """A key result at the top of the report."""
 
     label: str
     value: str
@@ -48,23 +48,25 @@ class Headline:
 def write_report(
     folder: str | Path, compared: Sequence[str | Path] = (), estimated: Sequence[Sequence[str]] = ()
 ) -> Path:
-    """Write `report.html` into a run directory, whatever the run has reached, and return its path.
+    """Write `report.html` into a run directory, of a finished or unfinished run; return its path.
 
-    compared: runs whose curves lie behind this one's. estimated: rows of a quantity, as recorded, as estimated, and the
-    difference. The page is one file without any outside reference. Raises
-    UsageError when a folder is not a run.
+    compared: runs whose curves are drawn behind this one's. estimated: table rows with a quantity, its recorded value,
+    its estimate and the difference. The page is one file without external references. Raises UsageError if a folder is
+    not a run directory, MegatfmError if the page can't be written.
     """
     run, behind = Run(Path(folder)), [Run(Path(other)) for other in compared]
     path = run.folder / "report.html"
     try:
         atomic_write(path, render(run, behind, estimated))
     except OSError as error:
-        raise MegatfmError(f"can't write {path}: {error.strerror}; free space or mend its rights") from error
+        raise MegatfmError(
+            f"can't write {path}: {error.strerror}; free space or change permissions"
+        ) from error
     return path
 
 
 def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:
-    """The page of a run as text."""
+    """Return the report of a run as HTML."""
     differing = non_default_settings(run.config)
     classes, pictures = class_results(run), galleries(run)
     _, *names = unique_names([run.folder, *(other.folder for other in compared)])
@@ -101,43 +103,43 @@ def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[
 
 
 def group_by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Samples under their prompts, each prompt's in the order of the steps, so that one reads how it went."""
-    prompts: dict[str, list[Mapping[str, Any]]] = {}
+    """Group samples by prompt, in order of their steps, so that the page shows how each continuation developed."""
+    samples_by_prompt: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
-        prompts.setdefault(str(sample.get("prompt", "")), []).append(sample)
+        samples_by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
 
     def step(sample: Mapping[str, Any]) -> int:
         return int(sample["step"]) if isinstance(sample.get("step"), int) else 0
 
-    return [(prompt, sorted(under, key=step)) for prompt, under in prompts.items()]
+    return [(prompt, sorted(group, key=step)) for prompt, group in samples_by_prompt.items()]
 
 
 def resume_command(run: Run) -> str:
-    """Command that resumes the run, on as many processes and machines as it had."""
-    folder, known = shlex.quote(str(run.folder)), run.environment
-    # A run of before this was noted: the axes of the plan's mesh that have ranks of their own.
+    """Return the command that resumes the run, on as many processes and machines as before."""
+    folder, environment = shlex.quote(str(run.folder)), run.environment
+    # For runs of older versions, which didn't record the number of processes: the axes in the layout table.
     axes = re.findall(r"\b(?:dp_replicate|dp_shard|tp|pp|cp) (\d+)\b", run.plan.partition("\n")[0])
-    processes = _count(known.get("processes")) or math.prod(map(int, axes))
-    machines = _count(known.get("machines")) or 1
+    processes = _parse_count(environment.get("processes")) or math.prod(map(int, axes))
+    machines = _parse_count(environment.get("machines")) or 1
     per_machine = -(-processes // machines)
     if processes == 1:
         return f"megatfm train {folder}"
-    if known.get("launcher") == "srun":
-        flag = "--nproc" if known.get("gpu", "none") == "none" else "--gpus-per-node"
+    if environment.get("launcher") == "srun":
+        flag = "--nproc" if environment.get("gpu", "none") == "none" else "--gpus-per-node"
         return f"megatfm launch {folder} --slurm --nodes {machines} {flag} {per_machine}"
-    if known.get("launcher") == "mpirun":
+    if environment.get("launcher") == "mpirun":
         return f"mpirun -n {processes} megatfm train {folder}"
-    if machines > 1:  # on each of them
+    if machines > 1:  # to be run on each machine
         return f"torchrun --nnodes {machines} --nproc-per-node {per_machine} … -m megatfm train {folder}"
     return f"megatfm launch {folder} --nproc {processes}"
 
 
-def _count(text: object) -> int:
+def _parse_count(text: object) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0
 
 
 def subtitle(config: Mapping[str, Any]) -> str:
-    """The run in one line: architecture, sequence and batch, as far as the config names them."""
+    """Describe the run in one line: architecture, sequence length, batch size and optimizer."""
     parts = (
         ("model", "family", "{}"),
         ("model", "n_layers", "{} layers"),
@@ -151,36 +153,36 @@ def subtitle(config: Mapping[str, Any]) -> str:
 
 
 def status(run: Run) -> str:
-    """Progress of the run in words."""
-    due = run.config.get("train", {}).get("steps")
+    """Describe the run's progress."""
+    steps = run.config.get("train", {}).get("steps")
     if not run.last_step:
         return "no step yet"
-    if due is None or run.last_step >= due:
+    if steps is None or run.last_step >= steps:
         return f"finished · {run.last_step:,} steps"
-    return f"step {run.last_step:,} of {due:,}"
+    return f"step {run.last_step:,} of {steps:,}"
 
 
 def headline(run: Run) -> list[Headline]:
-    """The numbers that a reader looks for first; those that the run has."""
-    facts = []
+    """Return the key results that the run has."""
+    headlines = []
     for name in run.evaluated:
-        which = f", {name}" if len(run.evaluated) > 1 else ""
+        suffix = f", {name}" if len(run.evaluated) > 1 else ""
         bits, loss = (run.curve("evaluation", name, key).values for key in ("bits_per_byte", "loss"))
         if bits:
             best = min(baselines(run, name), key=lambda level: level.value, default=None)
             note = f"{best.name}: {best.value:.2f}" if best else "held-out text"
-            facts.append(Headline(f"Bits per byte{which}", f"{bits[-1]:.3f}", note))
+            headlines.append(Headline(f"Bits per byte{suffix}", f"{bits[-1]:.3f}", note))
         if loss:
-            facts.append(Headline(f"Held-out loss{which}", f"{loss[-1]:.3f}", loss_unit(run)))
-        facts += [
-            Headline(f"{metric_title(metric)}{which}", f"{100 * values[-1]:.2f} %", "of the last evaluation")
+            headlines.append(Headline(f"Held-out loss{suffix}", f"{loss[-1]:.3f}", loss_unit(run)))
+        headlines += [
+            Headline(f"{metric_title(metric)}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation")
             for metric in ("top1", "accuracy")
             if (values := run.curve("evaluation", name, "metrics", metric).values)
         ]
     losses = run.curve("loss").finite
     if losses:
         last = losses[-max(1, len(losses) // 50) :]
-        facts.append(
+        headlines.append(
             Headline(
                 "Training loss",
                 f"{statistics.fmean(last):.3f}",
@@ -189,25 +191,25 @@ def headline(run: Run) -> list[Headline]:
         )
     tokens = run.curve("tokens").finite
     if tokens:
-        facts.append(Headline("Tokens seen", format_number(tokens[-1]), f"{run.last_step:,} steps"))
+        headlines.append(Headline("Tokens seen", format_number(tokens[-1]), f"{run.last_step:,} steps"))
     speed = run.curve("tokens_per_second").finite
     if speed:
-        facts.append(Headline("Speed", format_number(statistics.median(speed)), "tokens per second"))
-    used, causal = (run.curve(key).finite for key in ("mfu", "mfu_causal"))
-    if used and causal:
-        note = f"{100 * statistics.median(causal):.3g} % by visible pairs"
-        facts.append(Headline("MFU", f"{100 * statistics.median(used):.3g} %", note))
+        headlines.append(Headline("Speed", format_number(statistics.median(speed)), "tokens per second"))
+    mfu, causal_mfu = (run.curve(key).finite for key in ("mfu", "mfu_causal"))
+    if mfu and causal_mfu:
+        note = f"{100 * statistics.median(causal_mfu):.3g} % by visible pairs"
+        headlines.append(Headline("MFU", f"{100 * statistics.median(mfu):.3g} %", note))
     seconds = run.curve("step_seconds").finite
     if seconds:
-        facts.append(Headline("Training time", format_duration(sum(seconds)), "in steps"))
+        headlines.append(Headline("Training time", format_duration(sum(seconds)), "in steps"))
     memory = run.curve("memory_bytes").finite
     if memory:
-        facts.append(Headline("Memory", format_bytes(max(memory)), "highest"))
-    return facts
+        headlines.append(Headline("Memory", format_bytes(max(memory)), "highest"))
+    return headlines
 
 
 def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Rows of a table: documents and bytes that each step of `megatfm prep` passed on, changed and dropped."""
+    """Return table rows: documents and bytes that each step of `megatfm prep` passed on, changed and dropped."""
     return [
         (
             step["step"],
@@ -226,9 +228,9 @@ def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
 
 
 def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
-    """A template of this room filled in. runs: those whose curves it shows, in the order of `Line.run`.
+    """Render a template of this package. runs: runs whose curves the page shows, in the order of `Line.run`.
 
-    Everything is escaped: samples, names and paths are other people's text. Only our own script may run, by its hash.
+    Escapes all values, since samples, names and paths are untrusted. Only report.js may run, by its hash.
     """
     script = _file("report.js")
     environment = Environment(
@@ -260,7 +262,7 @@ def _file(name: str) -> str:
 
 
 def axis_samples(run: Run) -> list[list[float]]:
-    """Steps, tokens and hours of training at some steps of a run, evenly spread; the script joins them."""
+    """Return steps, tokens and hours of training at evenly spaced steps; the page's script interpolates."""
     tokens = dict(zip(*_columns(run, "tokens"), strict=True))
     hours, total = dict[int, float](), 0.0
     for step, seconds in zip(*_columns(run, "step_seconds"), strict=True):
@@ -279,7 +281,7 @@ def _columns(run: Run, name: str) -> tuple[list[int], list[float]]:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as people write them."""
+    """Format a number of bytes: 812 B, 1.5 GiB."""
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= limit:
             return f"{count / limit:.3g} {unit}"
@@ -287,7 +289,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as people write them: 41 s, 3.3 min, 5.2 h, 3.2 days."""
+    """Format a duration: 41 s, 3.3 min, 5.2 h, 3.2 days."""
     for limit, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= limit:
             return f"{seconds / limit:.1f} {unit}"
@@ -295,7 +297,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_utc(seconds: Any) -> str:
-    """A moment in UTC; an empty text when it is not a time."""
+    """Format seconds since 1970 as a time in UTC; "" for anything but a number."""
     if not isinstance(seconds, int | float):
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

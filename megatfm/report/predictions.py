@@ -1,4 +1,4 @@
-"""Predictions of a run's last evaluation: confusion matrices, scores of classes, errors, and pictures of images."""
+"""Predictions of a run's last evaluation: confusion matrices, scores of classes, errors, and example images."""
 
 import base64
 import math
@@ -16,14 +16,14 @@ from megatfm.tasks.files import read_rows
 from megatfm.tasks.forms import label_text
 
 MAX_CELLS = 16
-"""Classes up to which the matrix is a table of counts; a picture of shares above."""
+"""Largest number of classes for which the confusion matrix is a table of counts; it is a picture of shares for more."""
 MAX_CLASSES, N_WORST, MAX_CONFUSIONS, MAX_ERRORS = 16, 10, 10, 20
-"""Rows of the table of classes, at most, and of the worst ones where there are more; of confusions; of texts."""
-MAX_NAMED = 32
-"""Names at each side of a picture, at most."""
+"""Largest numbers of rows: of the table of classes, of worst classes if there are more, of confusions, and of texts."""
+MAX_TICKS = 32
+"""Largest number of class names at each side of a picture."""
 MAX_PICTURES, MAX_PICTURE_BYTES = 96, 2**20
 MAX_TEXT = 400
-"""Characters that are shown of a text."""
+"""Largest number of characters of a text that are shown."""
 RIGHT, WRONG = (47, 107, 216), (217, 115, 13)
 
 Counts = Mapping[tuple[int, int], int]
@@ -41,14 +41,14 @@ class ClassScores:
 
     @property
     def f1(self) -> float:
-        """Harmonic mean of precision and recall; 0 where no example of the class is right."""
+        """Harmonic mean of precision and recall; 0 if no example of the class is predicted correctly."""
         total = self.precision + self.recall
         return 2 * self.precision * self.recall / total if total else 0.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the matrix, and how strongly it is coloured, from 0 to 1."""
+    """A cell of the confusion matrix: its count, and the strength of its colour, from 0 to 1."""
 
     count: int
     share: float
@@ -57,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TextError:
-    """A text whose class was not predicted."""
+    """A text that was classified wrongly."""
 
     row: int
     text: str
@@ -68,23 +68,23 @@ class TextError:
 
 @dataclass(frozen=True)
 class ClassResults:
-    """All that the template needs to show of a set's classes."""
+    """Classification results of a set, for the template."""
 
     name: str
     accuracy: float
     examples: int
     scores: Sequence[ClassScores]
     cells: Sequence[tuple[str, Sequence[Cell]]]
-    """Rows of a small matrix; none of a large one, which is `picture`."""
+    """Rows of a small confusion matrix; empty for a large one, which is `picture`."""
     picture: str
     ticks: Sequence[tuple[Tick, str]]
     confusions: Sequence[tuple[str, str, int, float]]
-    """Label, predicted class, examples, and their share of the label's."""
+    """Label, predicted class, number of examples, and their share of the label's examples."""
     errors: Sequence[TextError] = ()
 
     @property
     def worst(self) -> Sequence[ClassScores]:
-        """The classes with the lowest F1, if there are too many to show them all."""
+        """Classes with the lowest F1, if there are too many to show all."""
         if len(self.scores) <= MAX_CLASSES:
             return ()
         return sorted(self.scores, key=lambda scores: scores.f1)[:N_WORST]
@@ -100,7 +100,7 @@ class ShownGallery:
 
 
 def class_results(run: Run) -> list[ClassResults]:
-    """Results of each set, of a run on images or a fine-tuning run; what can't be read is noted."""
+    """Return the results of each set, for a run on images or a fine-tuning run."""
     results = []
     for name, table in _sets(run.confusion).items():
         counts = _counts(table.get("counts"))
@@ -133,7 +133,7 @@ def _triples(rows: Sequence[Any]) -> list[list[Any]]:
 
 
 def _counts(entries: Any) -> dict[tuple[int, int], int]:
-    """Counts above 0 of [label, predicted, count]; others than whole numbers are left out."""
+    """Return the positive counts of entries [label, predicted, count]; ignores invalid entries."""
     counts: Counter[tuple[int, int]] = Counter()
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and n >= 0 for n in entry):
@@ -142,16 +142,16 @@ def _counts(entries: Any) -> dict[tuple[int, int], int]:
 
 
 def _labels(names: Any, counts: Counts) -> list[str]:
-    """Names of the classes by number, the number itself where there is none."""
-    known = [str(name) for name in names] if isinstance(names, list) else []
-    n_classes = max(len(known), 1 + max(max(pair) for pair in counts))
-    return known + [str(number) for number in range(len(known), n_classes)]
+    """Return the names of all classes; a class without a name has its index."""
+    known_names = [str(name) for name in names] if isinstance(names, list) else []
+    n_classes = max(len(known_names), 1 + max(max(pair) for pair in counts))
+    return known_names + [str(index) for index in range(len(known_names), n_classes)]
 
 
 def summarize(
     name: str, counts: Counts, labels: Sequence[str], errors: Sequence[TextError] = ()
 ) -> ClassResults:
-    """Scores, matrix and the most frequent confusions of a set. labels: the classes' names, by number."""
+    """Compute scores, confusion matrix and most frequent confusions of a set. labels: names of the classes."""
     of_label, of_predicted = Counter[int](), Counter[int]()
     for (label, predicted), count in counts.items():
         of_label[label] += count
@@ -160,12 +160,12 @@ def summarize(
     scores = [
         ClassScores(
             class_name,
-            of_label[number],
-            counts.get((number, number), 0) / max(of_predicted[number], 1),
-            counts.get((number, number), 0) / max(of_label[number], 1),
+            of_label[index],
+            counts.get((index, index), 0) / max(of_predicted[index], 1),
+            counts.get((index, index), 0) / max(of_label[index], 1),
         )
-        for number, class_name in enumerate(labels)
-        if of_label[number] or of_predicted[number]
+        for index, class_name in enumerate(labels)
+        if of_label[index] or of_predicted[index]
     ]
     wrong = sorted(
         ((count, pair) for pair, count in counts.items() if pair[0] != pair[1]),
@@ -192,10 +192,10 @@ def summarize(
 def _cells(
     counts: Counts, labels: Sequence[str], of_label: Mapping[int, int]
 ) -> list[tuple[str, list[Cell]]]:
-    numbers = range(len(labels))
+    indices = range(len(labels))
     return [
-        (labels[row], [_cell(counts.get((row, column), 0), of_label[row], row == column) for column in numbers])
-        for row in numbers
+        (labels[row], [_cell(counts.get((row, column), 0), of_label[row], row == column) for column in indices])
+        for row in indices
     ]  # fmt: skip
 
 
@@ -204,8 +204,10 @@ def _cell(count: int, of_label: int, is_right: bool) -> Cell:
 
 
 def _picture(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str:
-    """A pixel for each pair of classes, as opaque as the root of its share of the label's examples, so that rare errors
-    can be seen."""
+    """Draw the confusion matrix with one pixel per pair of classes.
+
+    The opacity is the square root of the pair's share of the label's examples, so that rare errors are visible.
+    """
     clear = (0, 0, 0, 0)
     pixels = [[clear] * n_classes for _ in range(n_classes)]
     for (label, predicted), count in counts.items():
@@ -215,11 +217,11 @@ def _picture(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str
 
 
 def _ticks(labels: Sequence[str]) -> list[tuple[Tick, str]]:
-    """Names of classes, or of some of many, with their full names."""
-    stride = -(-len(labels) // MAX_NAMED)
+    """Return ticks with shortened class names, at most MAX_TICKS, and the full names."""
+    stride = -(-len(labels) // MAX_TICKS)
     return [
-        (Tick(100 * (number + 0.5) / len(labels), labels[number][:12]), labels[number])
-        for number in range(0, len(labels), stride)
+        (Tick(100 * (index + 0.5) / len(labels), labels[index][:12]), labels[index])
+        for index in range(0, len(labels), stride)
     ]
 
 
@@ -227,9 +229,9 @@ def _ticks(labels: Sequence[str]) -> list[tuple[Tick, str]]:
 
 
 def text_errors(run: Run, name: str) -> list[TextError]:
-    """The surest errors of a fine-tuning run on one class a text, of those that have a probability.
+    """Return the most confident errors of a fine-tuning run that classifies texts.
 
-    Predictions lie in the run; texts and labels are read from the task's own file, which may have moved or changed.
+    Reads predictions from the run directory, texts and labels from the task's file, which may have moved or changed.
     """
     task = run.config.get("task")
     if not isinstance(task, Mapping) or task.get("form", "classification") != "classification":
@@ -264,8 +266,8 @@ def text_errors(run: Run, name: str) -> list[TextError]:
         text = " ⏵ ".join(str(part) for part in parts if part is not None)
         text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …"
         probability = line.get("probability")
-        sure = float(probability) if isinstance(probability, int | float) else None
-        errors.append(TextError(line["row"], text, label, predicted, sure))
+        confidence = float(probability) if isinstance(probability, int | float) else None
+        errors.append(TextError(line["row"], text, label, predicted, confidence))
     errors.sort(key=lambda error: (-(error.probability or 0.0), error.row))
     return errors[:MAX_ERRORS]
 
@@ -274,7 +276,7 @@ def text_errors(run: Run, name: str) -> list[TextError]:
 
 
 def galleries(run: Run) -> list[ShownGallery]:
-    """Pictures that `megatfm evaluate --images` left in the run; what can't be read is noted."""
+    """Return the pictures that `megatfm evaluate --images` has written; notes those that can't be read."""
     entries = run.pictures.get("galleries")
     shown: list[ShownGallery] = []
     problems: dict[str, int] = defaultdict(int)
@@ -298,7 +300,7 @@ def galleries(run: Run) -> list[ShownGallery]:
 
 
 def _data_uri(folder: Path, name: Any) -> str:
-    """A PNG file of the run's folder of pictures as a data URI; empty if it is no such file."""
+    """Return a PNG file of the run's folder `pictures` as a data URI; empty if it isn't one."""
     if not isinstance(name, str) or Path(name).parent != Path("pictures"):
         return ""
     try:

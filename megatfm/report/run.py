@@ -1,4 +1,4 @@
-"""Reads a run directory, finished or not: whatever is there, with a note on what could not be read."""
+"""Reads the directory of a finished or unfinished run, and notes what can't be read."""
 
 import json
 import math
@@ -21,20 +21,20 @@ from megatfm.errors import MegatfmError, UsageError
 
 @dataclass(frozen=True)
 class Curve:
-    """One number over the steps. Values may be NaN or infinite."""
+    """A metric by step. Values may be NaN or infinite."""
 
     steps: Sequence[int] = ()
     values: Sequence[float] = ()
 
     @property
     def finite(self) -> list[float]:
-        """Values without NaN and infinities, so it may be shorter than the steps."""
+        """Finite values only, so this may be shorter than the steps."""
         return [value for value in self.values if math.isfinite(value)]
 
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Facts of a corpus folder's manifest; `problem` instead where it can't be read now."""
+    """Statistics from a corpus's manifest; only a `problem` if it can't be read."""
 
     name: str
     folder: str
@@ -47,7 +47,7 @@ class CorpusFacts:
 
 
 class Run:
-    """A run directory, read once. Raises UsageError when it is not one."""
+    """The contents of a run directory, read at construction. Raises UsageError if it is not a run directory."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "config.toml").is_file():
@@ -70,23 +70,23 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step that is recorded, 0 when none is."""
+        """Last recorded step; 0 if there is none."""
         return max((curve.steps[-1] for curve in self.curves.values()), default=0)
 
     def curve(self, *path: str) -> Curve:
-        """A number of the records by its path, e.g. `curve("evaluation", "code", "loss")`; empty if never there."""
+        """Return a metric's curve by its path, e.g. `curve("evaluation", "code", "loss")`; empty if not recorded."""
         return self.curves.get(path, Curve())
 
     @property
     def evaluated(self) -> list[str]:
-        """The names of the validation sets that have results, in order of appearance."""
+        """Names of the validation sets that have results, in order of appearance."""
         return list(
             dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation")
         )
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics of evaluations, in order of appearance."""
+        """Names of the evaluations' metrics, in order of appearance."""
         return list(
             dict.fromkeys(
                 path[3] for path in self.curves if len(path) == 4 and path[::2] == ("evaluation", "metrics")
@@ -95,34 +95,36 @@ class Run:
 
     @property
     def terms(self) -> list[str]:
-        """The terms of a loss that has several."""
+        """Names of the loss terms, if the loss has several."""
         return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 2 and path[0] == "terms"))
 
     def corpora(self) -> list[CorpusFacts]:
-        """The training corpora and the validation corpora that the config names."""
+        """Return the statistics of the training and validation corpora."""
         validation = self.config.get("data", {}).get("validation") or {}
-        named = [*self._trained_on(), *validation.items()]
-        return [_corpus(name, str(folder)) for name, folder in named]
+        corpora = [*self._training_corpora(), *validation.items()]
+        return [_corpus(name, str(folder)) for name, folder in corpora]
 
     def prep(self) -> dict[str, dict[str, Any]]:
-        """prep.json of each training corpus, where it is still there."""
-        noted: dict[str, dict[str, Any]] = {}
-        for name, place in self._trained_on():
-            store = open_storage(place, ShardCacheConfig())
+        """Return training corpus → its prep.json, for those that have one."""
+        tables: dict[str, dict[str, Any]] = {}
+        for name, location in self._training_corpora():
+            store = open_storage(location, ShardCacheConfig())
             if isinstance(store, CachedRemoteStorage):
                 table = _remote_table(replace(store, url=store.url.rpartition("/")[0]), "prep.json")
             else:
-                table = self._table(Path(place).parent / "prep.json")
+                table = self._table(Path(location).parent / "prep.json")
             if table:
-                noted[name] = table
-        return noted
+                tables[name] = table
+        return tables
 
-    def _trained_on(self) -> list[tuple[str, str]]:
-        """Name and folder or URL of the training corpus, or of each source of a mixture."""
+    def _training_corpora(self) -> list[tuple[str, str]]:
+        """Return name and folder or URL of the training corpus, or of each source of a mixture."""
         data = self.config.get("data", {})
         mixture = data.get("mixture") or {}
         sources = [(name, source.get("path")) for name, source in mixture.items()]
-        return [(name, str(place)) for name, place in [("train", data.get("train")), *sources] if place]
+        return [
+            (name, str(location)) for name, location in [("train", data.get("train")), *sources] if location
+        ]
 
     def _config(self) -> dict[str, Any]:
         path = self.folder / "config.toml"
@@ -153,8 +155,8 @@ class Run:
         return table
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """The objects of a JSON-lines file. A run that is writing, or was killed, may leave a torn last line."""
-        path, torn = self.folder / name, 0
+        """Yield the objects of a JSONL file. The last line may be incomplete while the run writes, or after a kill."""
+        path, n_unreadable = self.folder / name, 0
         if not path.exists():
             return
         try:
@@ -164,15 +166,17 @@ class Run:
                     if isinstance(value, dict):
                         yield value
                     else:
-                        torn += 1
+                        n_unreadable += 1
         except OSError as error:
             self.notes.append(f"{name} can't be read: {error.strerror}")
-        if torn:
-            self.notes.append(f"{name}: {torn} line(s) left out that can't be read")
+        if n_unreadable:
+            self.notes.append(f"{name}: {n_unreadable} line(s) left out that can't be read")
 
     def _curves(self) -> dict[tuple[str, ...], Curve]:
-        """Every number of `metrics.jsonl` as a curve, in arrays, since a run may have a million steps; the samples that
-        stand there are added to `samples`."""
+        """Read `metrics.jsonl`: return every number as a curve, and add its samples to `samples`.
+
+        Curves are arrays, since a run may have a million steps.
+        """
         columns: dict[tuple[str, ...], tuple[array[int], array[float]]] = {}
         for record in self.lines("metrics.jsonl"):
             step = record.get("step")
@@ -191,13 +195,13 @@ class Run:
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that are distinct."""
     paths = [folder.absolute().parts for folder in folders]
     for length in count(1):
         names = ["/".join(parts[-length:]) for parts in paths]
         if len(set(names)) == len(set(paths)) or length > max(map(len, paths)):
             return names
-    raise AssertionError("some length is enough")
+    raise AssertionError("unreachable: full paths are distinct")
 
 
 def _json(text: str) -> Any:
@@ -210,18 +214,18 @@ def _json(text: str) -> Any:
 def _numbers(
     table: Mapping[str, Any], prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The numbers of nested tables and lists by path; "NaN" and "Infinity" are strings there, since JSON lacks them."""
+    """Yield path and value of each number in nested objects and lists. NaN and infinities are strings in the file."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, (*prefix, key))
         elif isinstance(value, list):
-            yield from _numbers({str(place): one for place, one in enumerate(value)}, (*prefix, key))
+            yield from _numbers({str(index): item for index, item in enumerate(value)}, (*prefix, key))
         elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
             yield (*prefix, key), float(value)
 
 
 def _remote_table(store: CachedRemoteStorage, name: str) -> dict[str, Any]:
-    """A JSON object behind a URL; empty where there is none."""
+    """Read a JSON object from a remote corpus; empty if there is none."""
     try:
         table = _json(store.manifest(name).decode(errors="replace"))
     except MegatfmError:
@@ -250,47 +254,50 @@ def _corpus(name: str, folder: str) -> CorpusFacts:
     )
 
 
-# --- settings: as sections for people, those that differ from the defaults apart --------------------------------------
+# --- settings, by section, and those that differ from the defaults ----------------------------------------------------
 
 Settings = list[tuple[str, list[tuple[str, str]]]]
 
 
 def sections(config: Mapping[str, Any]) -> Settings:
-    """The config as titled lists of keys and values; keys outside a section come first."""
-    alone = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    """Return the config as sections, title → (key, value). Keys outside a section come first, under "run"."""
+    top_level = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     tables = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
-    return [("run", list(flatten(alone))), *((key, list(flatten(table))) for key, table in tables.items())]
+    return [
+        ("run", list(flatten(top_level))),
+        *((key, list(flatten(table))) for key, table in tables.items()),
+    ]
 
 
 def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Settings of a resolved config that differ from the defaults; None where this version can't read it.
+    """Return the settings of a config that differ from the defaults; None if this version can't read the config.
 
-    A section that differs keeps its `name`, without which its keys say little.
+    A section that differs keeps its `name`, without which its other keys can't be understood.
     """
     try:
-        read = Config.model_validate(config)
+        validated = Config.model_validate(config)
     except ValidationError:
         return None
-    differing = read.model_dump(mode="json", exclude_defaults=True)
-    _restore_names(differing, read.model_dump(mode="json"))
+    differing = validated.model_dump(mode="json", exclude_defaults=True)
+    _restore_names(differing, validated.model_dump(mode="json"))
     return differing
 
 
-def _restore_names(kept: dict[str, Any], full: Mapping[str, Any]) -> None:
-    for key, value in kept.items():
+def _restore_names(differing: dict[str, Any], full: Mapping[str, Any]) -> None:
+    for key, value in differing.items():
         if isinstance(value, dict) and isinstance(full[key], Mapping):
             _restore_names(value, full[key])
             if value and "name" in full[key] and "name" not in value:
-                kept[key] = {"name": full[key]["name"], **value}
+                differing[key] = {"name": full[key]["name"], **value}
 
 
 def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Dotted keys and readable values of nested tables."""
+    """Yield dotted keys and formatted values of nested tables."""
     return ((key, text(value)) for key, value in leaves(table))
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested tables."""
+    """Yield dotted keys and values of nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")
@@ -299,7 +306,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def text(value: Any) -> str:
-    """A setting as people read it; of numbers every digit, so that unlike ones look unlike."""
+    """Format a setting. Numbers keep all digits, so that different ones look different."""
     if isinstance(value, bool | str):
         return str(value).lower() if isinstance(value, bool) else value
     if isinstance(value, int):

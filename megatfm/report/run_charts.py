@@ -1,7 +1,7 @@
-"""Charts of a run: its curves, where a step's time goes, its layers, and how its experts are loaded.
+"""Charts of a run: curves, parts of a step's time, statistics of layers, and load of experts.
 
-A heat map is a PNG of one pixel for each expert and stretch of steps, which the page stretches: of 256 experts as small
-as of 8, and the page stays one file.
+A heat map is a PNG with one pixel per expert and bucket of steps, which the page scales up. So it is small for many
+experts, too, and is embedded in the page.
 """
 
 import base64
@@ -30,7 +30,7 @@ from megatfm.report.run import Curve, Run
 from megatfm.report.units import METRICS, loss_unit, metric_title
 
 MAX_EVENTS = 200
-"""The last so many are shown."""
+"""Largest number of events that are shown: the last ones."""
 EVENT_KINDS = ("stopped", "resumed", "skipped", "rolled back", "spike", "failed")
 GIB = 2**30
 STEP_PARTS = {
@@ -42,8 +42,8 @@ STEP_PARTS = {
 """Key of `step_parts` in metrics.jsonl → its name."""
 BETWEEN_STEPS = {"evaluation_seconds": "evaluation", "save_seconds": "saving"}
 MAX_LAYERS, MAX_LEGEND = 12, 6
-"""Layers that are drawn, evenly spread, and those among them that get a colour and a place in the legend; the others
-are thin lines."""
+"""Largest number of layers in a chart, evenly spaced, and of those with a colour and legend entry; the others are thin
+lines."""
 RMS = "root mean square"
 KINDS = {
     "gradient": ("Gradients", RMS),
@@ -54,7 +54,7 @@ KINDS = {
     "entropy": ("Router's entropy", "nats a token"),
 }
 COLUMNS = 160
-"""Stretches of steps, at most."""
+"""Largest number of buckets of steps in a heat map."""
 COLOUR_STOPS = (
     (-2.0, (18, 45, 112)),
     (-1.0, (92, 141, 227)),
@@ -62,13 +62,13 @@ COLOUR_STOPS = (
     (1.0, (226, 125, 32)),
     (2.0, (130, 36, 8)),
 )
-"""By the logarithm to base 2 of the load; beyond the ends, as at them."""
+"""Colour scale: log2 of the load → RGB. Loads outside are clamped."""
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class TimeShare:
-    """Seconds of a run that went to one thing, their share of all (0 to 1), and a colour."""
+    """A part of a run's time: seconds, share of the total (0 to 1), and index of its colour."""
 
     name: str
     seconds: float
@@ -77,7 +77,7 @@ class TimeShare:
 
 
 def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
-    """The curves that the run has, the loss first. compared: name → a run whose curves lie behind."""
+    """Return the charts of the curves that the run has. compared: name → run whose curves are drawn behind."""
     compared = compared or {}
 
     def behind(*path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
@@ -142,7 +142,7 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
 
 
 def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
-    """Events to mark: where the run was stopped or resumed, went back or skipped a step."""
+    """Return the events to mark between two steps: stops, resumes, rollbacks, skipped steps and failures."""
     lines: dict[tuple[str, int], EventLine] = {}
     for event in run.events:
         step, kind = event.get("step"), event.get("event")
@@ -152,7 +152,7 @@ def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
 
 
 def mixture_chart(run: Run) -> Chart | None:
-    """Which part of the rows each corpus of a mixture has, over the steps."""
+    """Return the chart of each corpus's share of the rows, for a mixture."""
     data, tokens = run.config.get("data", {}), run.curve("tokens")
     sources = data.get("mixture")
     if not isinstance(sources, Mapping) or not tokens.steps:
@@ -172,14 +172,14 @@ def mixture_chart(run: Run) -> Chart | None:
 
 
 def source_chart(run: Run) -> Chart | None:
-    """Training loss of each corpus of a mixture."""
+    """Return the chart of the training loss of each corpus of a mixture."""
     names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
     lines = [Line(name, smooth(run.curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
     return chart("Training loss by source", "nats per token", lines)
 
 
 def step_time_chart(run: Run) -> Chart | None:
-    """Parts of each step's time; of a run that recorded none, the wait for data alone."""
+    """Return the chart of the parts of each step's time; for older runs, of the wait for data only."""
     if not run.curve("step_parts", "passes").steps:
         wait = _share_of_step(run, "data_wait_seconds")
         lines = [Line("wait", wait, kind="raw"), Line("wait", smooth(wait), kind="smooth")]
@@ -192,7 +192,7 @@ def step_time_chart(run: Run) -> Chart | None:
 
 
 def time_shares(run: Run) -> list[TimeShare]:
-    """Seconds of the whole run by what they went to, as far as it recorded them; nothing for a run that did not."""
+    """Return the parts of the run's total time; empty if it didn't record them."""
     seconds = {name: sum(run.curve("step_parts", key).finite) for key, name in STEP_PARTS.items()}
     seconds |= {name: sum(run.curve(key).finite) for key, name in BETWEEN_STEPS.items()}
     total = sum(seconds.values())
@@ -204,7 +204,7 @@ def time_shares(run: Run) -> list[TimeShare]:
 
 
 def _share_of_step(run: Run, *path: str) -> Curve:
-    """A part of each step's seconds in percent."""
+    """Return a part of each step's time in percent."""
     part, steps = run.curve(*path), run.curve("step_seconds")
     seconds = dict(zip(steps.steps, steps.values, strict=True))
     shares = [
@@ -214,12 +214,12 @@ def _share_of_step(run: Run, *path: str) -> Curve:
 
 
 def scale(curve: Curve, factor: float) -> Curve:
-    """The curve in another unit: `factor` is how many of that make one of its own."""
+    """Return the curve with all values multiplied by a factor, for another unit."""
     return Curve(curve.steps, [value * factor for value in curve.values])
 
 
 def baselines(run: Run, name: str) -> list[ReferenceLine]:
-    """Bits per byte of other compressors on a validation set."""
+    """Return the bits per byte of file compressors on a validation set."""
     table = run.baselines.get(name)
     return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
 
@@ -228,7 +228,7 @@ def baselines(run: Run, name: str) -> list[ReferenceLine]:
 
 
 def layer_charts(run: Run) -> list[Chart | None]:
-    """One chart for each kind; None where the run has recorded none (see `log.layer_stats_every`)."""
+    """Return one chart for each kind of layer statistics; None for those not recorded (see `log.layer_stats_every`)."""
     return [_layer_chart(run, kind, *labels) for kind, labels in KINDS.items()]
 
 
@@ -247,20 +247,20 @@ def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     return chart(f"{title} by layer", f"{unit}{shown_share}", lines, from_zero=kind == "dropped")
 
 
-def evenly_spaced(paths: Sequence[Item], most: int) -> list[Item]:
-    """At most so many, evenly spread, the first and the last among them."""
-    if len(paths) <= most:
-        return list(paths)
-    return [paths[round(i * (len(paths) - 1) / (most - 1))] for i in range(most)]
+def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
+    """Return at most `limit` evenly spaced items, with the first and the last."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def natural_key(layer: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
+    """Return a sort key that orders layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", layer)]
 
 
 def short_name(layer: str) -> str:
-    """As a chart names it."""
+    """Return a layer's name in charts."""
     return layer.replace(".layers.", " ")
 
 
@@ -269,7 +269,7 @@ def short_name(layer: str) -> str:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """All that the template needs to draw one."""
+    """A heat map for the template."""
 
     title: str
     unit: str
@@ -278,11 +278,11 @@ class HeatMap:
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     summary: str
-    """The map in words."""
+    """Text alternative for screen readers."""
 
 
 def expert_load_maps(run: Run) -> list[HeatMap]:
-    """One for each layer with experts, or for some of many, evenly spread (see `log.layer_stats_every`)."""
+    """Return a heat map for each layer with experts, at most MAX_LAYERS, evenly spaced (`log.layer_stats_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
     drawn = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
     shown_share = f" · {len(drawn)} of {len(layers)} layers" if len(drawn) < len(layers) else ""
@@ -316,13 +316,13 @@ def _map(run: Run, layer: str, shown_share: str) -> HeatMap:
     )
 
 
-def _means(curve: Curve, columns: int, places: Sequence[int]) -> list[float]:
-    """Mean of the values in each column."""
+def _means(curve: Curve, columns: int, column_of_value: Sequence[int]) -> list[float]:
+    """Return the mean of the values in each column."""
     sums, counts = [0.0] * columns, [0] * columns
-    for place, value in zip(places, curve.values, strict=True):
+    for column, value in zip(column_of_value, curve.values, strict=True):
         if math.isfinite(value):
-            sums[place] += value
-            counts[place] += 1
+            sums[column] += value
+            counts[column] += 1
     return [total / count if count else math.nan for total, count in zip(sums, counts, strict=True)]
 
 
@@ -342,7 +342,7 @@ def _summarize_loads(curves: Sequence[Curve]) -> str:
 
 
 def colour(load: float) -> tuple[int, int, int, int]:
-    """Colour of a load: blue below the mean, grey at it, orange above; transparent where it is not known."""
+    """Return a load's colour (RGBA): blue below the mean, grey at it, orange above; transparent if unknown."""
     if not math.isfinite(load):
         return 0, 0, 0, 0
     power = (
@@ -353,11 +353,11 @@ def colour(load: float) -> tuple[int, int, int, int]:
             share = (power - low) / (high - low)
             red, green, blue = (round(a + share * (b - a)) for a, b in zip(dark, light, strict=True))
             return red, green, blue, 255
-    raise AssertionError("a load is within the colours' ends")
+    raise AssertionError("unreachable: the load is clamped to the colour scale")
 
 
 def png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
-    """Rows of red, green, blue and opacity as a data URI (ISO/IEC 15948, colour type 6)."""
+    """Encode rows of RGBA pixels as a PNG data URI (ISO/IEC 15948, colour type 6)."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (

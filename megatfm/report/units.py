@@ -1,4 +1,4 @@
-"""Titles and units of losses and metrics, which follow from a run's objective."""
+"""Titles and units of losses and metrics."""
 
 from megatfm.report.run import Run
 
@@ -7,7 +7,7 @@ METRICS = {
     "top5": ("Top-5 accuracy", "share of held-out images"),
     "accuracy": ("Accuracy", "share of held-out examples"),
 }
-"""Metric → its title and unit; others are called by their names."""
+"""Metric → (title, unit). Other metrics are shown by their names."""
 LOSS_UNITS = {
     "image_classification": "nats per image",
     "text_classification": "mean over labelled examples",
@@ -17,11 +17,11 @@ LOSS_UNITS = {
 
 
 def loss_unit(run: Run) -> str:
-    """Unit of the loss, which follows from the objective."""
+    """Return the unit of the loss, which depends on the objective."""
     objective = run.config.get("objective") or {}
     return LOSS_UNITS.get(objective.get("name", ""), "nats per token")
 
 
 def metric_title(metric: str) -> str:
-    """Title of a metric's chart."""
+    """Return the title of a metric's chart."""
     return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").capitalize()

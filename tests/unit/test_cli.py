@@ -116,7 +116,7 @@ def test_flags_of_launch_at_train_are_told_where_they_belong(capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         main(["train", "quickstart", "--nproc", "2"])
     assert ended.value.code == 2
-    assert "several are started by `megatfm launch CONFIG --nproc …`" in capsys.readouterr().err
+    assert "`megatfm launch CONFIG --nproc …` starts several" in capsys.readouterr().err
 
 
 def test_the_presets_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch:
     assert findings("DeepSpeed")["async_io"].advice == "apt-get install libaio-dev"
     (lock.parent.parent / "async_io").mkdir()
     (lock.parent.parent / "async_io/async_io.so").touch()
-    assert findings("DeepSpeed")["async_io"].detail == "compiled (megatfm does without)"
+    assert findings("DeepSpeed")["async_io"].detail == "compiled (megatfm doesn't need it)"
 
 
 def test_an_old_torch_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,5 +228,5 @@ def test_what_is_asked_of_a_model_wrongly_is_one_line(run: Path) -> None:
     ):
         with pytest.raises(UsageError, match=why):
             model.generate(**arguments)
-    with pytest.raises(UsageError, match="fit: a dict is no config: give a file"):
+    with pytest.raises(UsageError, match="fit: a dict is not a config: give a file"):
         megatfm.fit({"name": "x"})  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_utilization_of_unlike_peaks_is_not_compared(
     cells, notes = compare("0.1 TFLOP/s", "0.2 TFLOP/s")
     assert cells == ["–", "–"]
     peaks = "synthetic: 0.1 TFLOP/s; slower: 0.2 TFLOP/s"
-    words = f"MFU is left out, since the runs measure it against unlike peaks: {peaks}"
+    words = f"MFU is left out, since it is relative to different peaks: {peaks}"
     assert notes == [words]
     with pytest.raises(SystemExit):
         main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])

@@ -215,7 +215,8 @@ def test_an_axis_without_a_closed_form_says_why(
     assert run_command(tmp_path, "parallel.tp=2", "train.recompute=1 kB") == 0
     [comparison] = comparisons
     assert comparison.expected == {}
-    assert "No traffic expected over tp: train.recompute = '1 kB': blocks are" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "The traffic over tp is not predicted: train.recompute = '1 kB': blocks are" in output
 
 
 def test_a_pipeline_s_needless_transfers_are_found(tmp_path: Path, plant, comparisons, capsys) -> None:
