@@ -156,7 +156,9 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
         convert(tmp_path / "nothing", tmp_path / "x", "hf")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
-    with pytest.raises(UsageError, match=r"texts: holds no model: .* config\.json.* by `megatfm prep`$"):
+    with pytest.raises(
+        UsageError, match=r"texts: holds no model: .* config\.json.*`megatfm prep` turns text into a corpus$"
+    ):
         convert(tmp_path / "texts", tmp_path / "x", "megatfm")
 
 
