@@ -69,6 +69,30 @@ def test_hierarchical_models_need_whole_images(name: str) -> None:
         check_context_plans(model)
 
 
+@pytest.mark.parametrize(
+    ("model_name", "refused", "reason"),
+    [
+        ("attention", r"Classif\w+ \(.*\)", "attention pooling attends to all tokens of an image"),
+        ("mae", "MaskedAutoencoder", "the decoder puts an image's visible tokens back"),
+        ("simmim", r"PixelsHead \(.*\)", "predictions and targets are compared on an image's full map"),
+        ("simmim swin", r"PyramidStack \(.*\)", "stages merge or pool neighbouring patches"),
+    ],
+)
+def test_image_models_that_need_full_rows_are_refused_with_the_reason(
+    model_name: str, refused: str, reason: str
+) -> None:
+    with torch.device("meta"):
+        model = build(IMAGE_MODELS[model_name])
+    with pytest.raises(UsageError, match=rf"parallel\.cp > 1: {refused} needs full rows, because {reason}"):
+        check_context_plans(model)
+
+
+@pytest.mark.parametrize("model_name", ["class", "mean", "rotary"])
+def test_image_models_without_such_modules_pass_the_check(model_name: str) -> None:
+    with torch.device("meta"):
+        check_context_plans(build(IMAGE_MODELS[model_name]))
+
+
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = build(FAMILY_MODELS["bert"].with_changes({"extra_heads": {}}))
