@@ -144,6 +144,11 @@ class ClassifierHead(nn.Module):
         """None for attention, which needs an image's tokens at once."""
         return None if isinstance(self.pool, AttentionPool) else "local"
 
+    @property
+    def full_rows_reason(self) -> str | None:
+        """Reason why `cp_plan` is None."""
+        return "attention pooling attends to all tokens of an image" if self.cp_plan is None else None
+
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of one token of each row, and of the pool's."""
         layers = [layer for layer in (self.dense, self.classifier) if layer is not None]

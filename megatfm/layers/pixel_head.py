@@ -30,6 +30,7 @@ class PixelsHead(nn.Module):
     reads_first_map = True
     predicts = True
     cp_plan = None
+    full_rows_reason = "predictions and targets are compared on an image's full map of patches"
     term = "pixels"
 
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))

@@ -30,6 +30,7 @@ class PyramidStack(nn.Module):
     """
 
     tp_plan = (("norm", "sequence_parallel"),)
+    full_rows_reason = "stages merge or pool neighbouring patches, which a shard of a row may not hold"
 
     def __init__(self, config: ModelConfig, embedding: InputEmbedding) -> None:
         super().__init__()

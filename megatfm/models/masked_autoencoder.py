@@ -134,7 +134,8 @@ class MaskedAutoencoder(Model):
     """Encoder, decoder and a head for pixels; the encoder's weights are those of the family "encoder"."""
 
     tp_plan = (("memory", "gather_output_for_tokens"),)
-    cp_plan = None  # type: ignore[assignment]  # the decoder needs full rows of the encoder
+    cp_plan = None  # type: ignore[assignment]
+    full_rows_reason = "the decoder puts an image's visible tokens back among its masked ones"
 
     encoder: Stack | None
     decoder: Stack | None

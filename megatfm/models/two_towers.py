@@ -25,7 +25,8 @@ from megatfm.split_points import SplitPoint
 class TwoTowers(Model):
     """Image and text stacks with a feature head each; the image stack's weights are those of the family "encoder"."""
 
-    cp_plan = None  # type: ignore[assignment]  # pooling needs full rows
+    cp_plan = None  # type: ignore[assignment]
+    full_rows_reason = "a feature is pooled from all tokens of an image or a text"
 
     encoder: Stack | None
     text: Stack | None

@@ -55,7 +55,8 @@ class VisionLanguage(Model):
     """Image encoder, connector and decoder; the image encoder's weights are those of the family "encoder"."""
 
     tp_plan = (("image_vectors", "gather_output_for_tokens"),)
-    cp_plan = None  # type: ignore[assignment]  # a row's text finds its images on the same rank
+    cp_plan = None  # type: ignore[assignment]
+    full_rows_reason = "a row's text takes its image vectors from the same rank"
     is_causal, takes_cache = True, True
 
     encoder: Stack | None

@@ -6,6 +6,7 @@ strings, so layers know nothing of parallelism. Patterns match names segment by 
 any number of segments. Rows that match nothing are allowed, for submodules that only some models have.
 
 **`cp_plan`**: a class declares how it computes on a shard of a row. A module without a declaration is refused.
+`full_rows_reason`, where a class has one, completes the error's "needs full rows, because …".
 
 | `cp_plan` | The module | Under context parallelism |
 |---|---|---|
@@ -327,9 +328,14 @@ def check_context_plans(model: nn.Module) -> None:
     for path, module in _modules_with_context_plan(model):
         if getattr(module, "cp_plan", None) is None:
             name = f"{type(module).__name__}{f' ({path})' if path else ''}"
+            reason = getattr(module, "full_rows_reason", None)
+            problem = (
+                f"needs full rows, because {reason}"
+                if reason
+                else "needs full rows, or does not declare how it computes on a shard of them (`cp_plan`)"
+            )
             raise UsageError(
-                f"parallel.cp > 1: {name} needs full rows, or does not declare how it computes on a shard of "
-                "them (`cp_plan`): use parallel.cp = 1 with dp_shard, tp or pp, or another part"
+                f"parallel.cp > 1: {name} {problem}: use parallel.cp = 1 with dp_shard, tp or pp, or another part"
             )
 
 

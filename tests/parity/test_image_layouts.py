@@ -34,6 +34,11 @@ WITHOUT_CONTEXT = ("attention", "mae", "simmim", "simmim swin")
 """Models whose parts need whole rows."""
 
 
+def is_compared(name: str, parallel: ParallelConfig) -> bool:
+    """Return whether this model's gradients are compared under this layout."""
+    return parallel.cp == 1 or name not in WITHOUT_CONTEXT
+
+
 def compare(names: list[str], layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
     """Wrong gradients by model and layout."""
     wrong = {}
@@ -42,7 +47,7 @@ def compare(names: list[str], layouts: list[str], ranks: int) -> dict[str, dict[
         model, objective, loss = one_device_reference(config, batch, ImageObjective)
         for layout in layouts:
             parallel = LAYOUTS[ranks][layout]
-            if parallel.cp > 1 and name in WITHOUT_CONTEXT:
+            if not is_compared(name, parallel):
                 continue
             recomputed = "full" if layout in ("cp3", "tp3") else "none"
             engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)

@@ -18,7 +18,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatfm.config import ParallelConfig
-from tests.parity import test_pipelines
+from tests.parity import test_image_layouts, test_pipelines
 from tests.support.context_models import (
     CONTEXT_LAYOUTS,
     CONTEXT_MODELS,
@@ -35,13 +35,25 @@ from tests.support.expert_models import (
     SCHEDULED_MODELS,
     expert_layouts_of,
 )
+from tests.support.image_models import IMAGE_MODELS
 from tests.support.layouts import FAMILY_LAYOUTS
 from tests.support.models import FAMILY_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "tested-layouts.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
 BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py -->"
+BEGIN_IMAGES = "<!-- models of images, made by tests/support/layout_table.py -->"
 TICK = "✓"
+IMAGE_ROWS = {
+    "class": "vit, class token and a register",
+    "mean": "vit, class token and mean pool",
+    "attention": "vit, attention pool",
+    "rotary": "vit, 2-D rotary",
+    "mae": "masked autoencoder",
+    "simmim": "vit, simmim",
+    "simmim swin": "swin, simmim",
+}
+"""Model of tests/support/image_models.py → its name in the table."""
 ModelsByLayout = dict[str, set[str]]
 """Layout → models."""
 
@@ -157,9 +169,28 @@ def contexts_table() -> str:
     return "\n".join(lines)
 
 
+def images_table() -> str:
+    """Rows are models of images, columns the layouts of tests/parity/test_image_layouts.py."""
+    layouts = [
+        p for ranks, layout_of in test_image_layouts.LAYOUTS.items() if ranks > 1 for p in layout_of.values()
+    ]
+    lines = [
+        f"| Model | {' | '.join(layout_name(p) for p in layouts)} |",
+        "|---" * (len(layouts) + 1) + "|",
+    ]
+    for model in IMAGE_MODELS:
+        marks = [TICK if test_image_layouts.is_compared(model, p) else "" for p in layouts]
+        lines.append(f"| {IMAGE_ROWS[model]} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
 def page(text: str) -> str:
     """The page with the tables as they should be."""
-    for begin, result in ((BEGIN, table()), (BEGIN_CONTEXTS, contexts_table())):
+    for begin, result in (
+        (BEGIN, table()),
+        (BEGIN_CONTEXTS, contexts_table()),
+        (BEGIN_IMAGES, images_table()),
+    ):
         text = re.sub(
             f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1
         )

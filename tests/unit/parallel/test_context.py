@@ -26,6 +26,7 @@ from tests.support.expert_models import EXPERT_MODELS
 from tests.support.image_models import IMAGE_MODELS, image_model_batch
 from tests.support.models import FAMILY_MODELS
 from tests.support.pattern_models import PATTERN_MODELS
+from tests.support.tower_models import TOWER_MODELS
 from tests.support.traffic import traffic_config
 
 
@@ -67,6 +68,32 @@ def test_hierarchical_models_need_whole_images(name: str) -> None:
         model = build(FAMILY_MODELS[name])
     with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
         check_context_plans(model)
+
+
+@pytest.mark.parametrize(
+    ("model_name", "refused", "reason"),
+    [
+        ("attention", r"Classif\w+ \(.*\)", "attention pooling attends to all tokens of an image"),
+        ("mae", "MaskedAutoencoder", "the decoder puts an image's visible tokens back"),
+        ("simmim", r"PixelsHead \(.*\)", "predictions and targets are compared on an image's full map"),
+        ("softmax", "TwoTowers", "a feature is pooled from all tokens of an image or a text"),
+        ("sigmoid", "TwoTowers", "a feature is pooled from all tokens of an image or a text"),
+        ("simmim swin", r"PyramidStack \(.*\)", "stages merge or pool neighbouring patches"),
+    ],
+)
+def test_image_models_that_need_full_rows_are_refused_with_the_reason(
+    model_name: str, refused: str, reason: str
+) -> None:
+    with torch.device("meta"):
+        model = build((IMAGE_MODELS | TOWER_MODELS)[model_name])
+    with pytest.raises(UsageError, match=rf"parallel\.cp > 1: {refused} needs full rows, because {reason}"):
+        check_context_plans(model)
+
+
+@pytest.mark.parametrize("model_name", ["class", "mean", "rotary"])
+def test_image_models_without_such_modules_pass_the_check(model_name: str) -> None:
+    with torch.device("meta"):
+        check_context_plans(build(IMAGE_MODELS[model_name]))
 
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
