@@ -15,7 +15,8 @@ from megatfm.describe.description import Description, describe
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, rank_memory
-from megatfm.estimate.profile import LocalModel, ModelProfile, fake_ranks
+from megatfm.estimate.part_profile import ModelProfile
+from megatfm.estimate.profile import LocalModel, fake_ranks
 from megatfm.estimate.schedule import Timeline
 from megatfm.estimate.stalls import checkpoint_stall, data_stall
 from megatfm.estimate.step_time import StepTime, step_time

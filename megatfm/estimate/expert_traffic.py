@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megatfm.config import Config
-from megatfm.estimate.profile import PartProfile
+from megatfm.estimate.part_profile import PartProfile
 from megatfm.estimate.traffic import Axis, Flows
 from megatfm.estimate.weights import experts_section
 

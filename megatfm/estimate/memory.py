@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatfm.config import Config
-from megatfm.estimate.profile import PartProfile
+from megatfm.estimate.part_profile import PartProfile
 from megatfm.estimate.weights import LocalWeight, RankBytes, rank_bytes
 
 

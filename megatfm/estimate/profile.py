@@ -7,7 +7,7 @@ block of a kind stands for the others. Attention is recorded as one fused kernel
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from megatfm.config import Config
 from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
 from megatfm.estimate.operators import Operator, OperatorRecorder, tensor_bytes
+from megatfm.estimate.part_profile import ModelProfile, PartProfile, SavedTensor
 from megatfm.estimate.stand_ins import AttentionStandIn, CrossEntropyStandIn, experts_by_shapes
 from megatfm.estimate.weights import experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
@@ -38,86 +39,16 @@ from megatfm.verify.shrink import random_batch
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 """Type of activations by `train.precision`; of the others bfloat16."""
-BY_VALUES = ("electra", "two_towers", "vision_language", "xlnet")
-"""Families whose passes depend on a batch's values on the host: masked tokens, orders of permutation. Models of images
-are others: grids, labels."""
+DATA_DEPENDENT_FAMILIES = ("electra",)
+"""Families, beside those of images, whose shapes depend on a batch's values: here on the masked tokens."""
+NOT_ESTIMATED = {
+    "two_towers": "its loss compares the samples of all ranks, which the estimate does not model",
+    "vision_language": "no traced rank has been compared with its estimate",
+    "xlnet": "the modelled peak of a traced rank was 32 % too high",
+}
+"""Family → why it has no estimate."""
 WITHOUT_VALUES = ("keys", "patches")
 """Suffixes of fields whose values no shape depends on. They are large, or much is computed from them."""
-KEPT_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
-"""Operators whose outputs selective recomputation keeps, beside sums over tensor-parallel ranks."""
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A storage that a pass keeps for its backward pass. number: see `OperatorRecorder.number`."""
-
-    number: int
-    n_bytes: int
-
-
-@dataclass(frozen=True)
-class PartProfile:
-    """A split point's passes. input_bytes: of the activations that come in; output_bytes: of those that go out.
-
-    forward_peak, backward_peak: most bytes that a pass has live beside what is kept. is_block: it lies in a stack.
-    """
-
-    name: str
-    forward: Sequence[Operator]
-    backward: Sequence[Operator]
-    saved: Sequence[SavedTensor]
-    input_bytes: int
-    output_bytes: int
-    forward_peak: int
-    backward_peak: int
-    is_block: bool
-    weight_numbers: frozenset[int] = frozenset()
-
-    def kept_bytes(self, recompute: str, compiled: bool) -> int:
-        """Bytes that the part keeps between its passes. Parts that are no blocks keep all in every mode."""
-        everything = sum(tensor.n_bytes for tensor in self.saved)
-        if not self.is_block:
-            return everything
-        if recompute == "full":
-            return self.input_bytes
-        if recompute == "selective":
-            written = {
-                number: n_bytes
-                for operator in self.forward
-                if operator.name in KEPT_BY_SELECTIVE
-                or operator.collective in ("all_reduce", "reduce_scatter")
-                for number, n_bytes in operator.writes.items()
-            }
-            return self.input_bytes + sum(written.values())
-        if recompute.endswith("%"):
-            return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
-        return self.compiled_bytes() if compiled else everything
-
-    def compiled_bytes(self) -> int:
-        """Bytes that a compiled block keeps: what is made elementwise is made again from what that reads."""
-        producers = {n: op for op in self.forward for n in op.writes}
-        kept: dict[int, int] = {}
-        waiting = [(tensor.number, tensor.n_bytes) for tensor in self.saved]
-        seen: set[int] = set()
-        while waiting:
-            number, n_bytes = waiting.pop()
-            if number in seen:
-                continue
-            seen.add(number)
-            maker = producers.get(number)
-            if maker is None or maker.kind != "pointwise" or n_bytes <= self.input_bytes // 64:
-                kept[number] = n_bytes
-                continue
-            waiting += [(n, size) for n, size in maker.reads.items() if n not in self.weight_numbers]
-        return min(sum(kept.values()), sum(tensor.n_bytes for tensor in self.saved))
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """Profiles of all split points, in their order; equal ones are the same object. layout: of the weights."""
-
-    parts: Sequence[PartProfile]
-    points: Sequence[SplitPoint]
 
 
 class LocalModel:
@@ -149,6 +80,11 @@ class LocalModel:
     @staticmethod
     def check(config: Config) -> None:
         """Raise UsageError for a model whose parts can't be profiled with this layout."""
+        if reason := NOT_ESTIMATED.get(config.model.family):
+            raise UsageError(
+                f"{config.name}: model.family = {config.model.family!r} has no estimate: {reason}. Trace a rank "
+                "instead: python -m megatfm.imaginary CONFIG --world GPUS --rank 0"
+            )
         if depends_on_values(config) and config.parallel.cp > 1:
             raise UsageError(
                 f"{config.name}: its passes depend on the values of a batch, so it can't be estimated with "
@@ -380,7 +316,7 @@ class HostValues(TorchDispatchMode):
 
 def depends_on_values(config: Config) -> bool:
     """Whether shapes in a model's passes depend on the values of a batch."""
-    return config.model.family in BY_VALUES or not reads_text(config.objective.name)
+    return config.model.family in DATA_DEPENDENT_FAMILIES or not reads_text(config.objective.name)
 
 
 def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:

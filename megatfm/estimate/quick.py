@@ -15,7 +15,7 @@ from megatfm.config import Config
 from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimator, compiles
 from megatfm.estimate.operators import Operator
-from megatfm.estimate.profile import PartProfile
+from megatfm.estimate.part_profile import PartProfile
 from megatfm.estimate.step_time import OVERLAP, PartTime, part_time
 from megatfm.estimate.traffic import Axis, axes_of, collective_seconds
 from megatfm.estimate.weights import LocalWeight

@@ -6,7 +6,7 @@ from itertools import pairwise
 from megatfm.config import Config
 from megatfm.estimate.expert_traffic import context_flows, expert_flows
 from megatfm.estimate.operators import Operator
-from megatfm.estimate.profile import ModelProfile, PartProfile
+from megatfm.estimate.part_profile import ModelProfile, PartProfile
 from megatfm.estimate.traffic import Axis, Flows, axes_of, data_flows
 from megatfm.estimate.weights import LocalWeight
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR

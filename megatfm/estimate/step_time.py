@@ -7,7 +7,7 @@ from megatfm.config import Config
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.expert_traffic import context_flows, expert_flows
 from megatfm.estimate.operators import Operator
-from megatfm.estimate.profile import ModelProfile, PartProfile
+from megatfm.estimate.part_profile import ModelProfile, PartProfile
 from megatfm.estimate.rank_flows import parts_of, rank_flows, recomputed_operators
 from megatfm.estimate.roofline import Seconds, pass_seconds
 from megatfm.estimate.schedule import Timeline, simulate

@@ -7,8 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.errors import UsageError
 from megatfm.estimate.devices import Cluster, load_cluster
 from megatfm.estimate.estimator import Estimator, estimator
+from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.quick import QuickScores
 from megatfm.estimate.search import FULLEST, RECOMPUTE, layouts, refusal, search
 from megatfm.verify.shrink import shrink
@@ -76,3 +78,19 @@ def test_nothing_fits(opened: Estimator) -> None:
     assert not best.best
     assert best.smallest is not None
     assert best.smallest.score.n_bytes > FULLEST * device.memory_bytes
+
+
+@pytest.mark.parametrize("preset", ["xlnet-base", "clip-b32", "llava-1.5-7b"])
+def test_a_family_without_an_estimate_is_refused_with_the_reason(preset: str) -> None:
+    config = load_config(preset, ["parallel.zero=1"])
+    with pytest.raises(UsageError, match=rf"{config.model.family}' has no estimate: .*Trace a rank instead"):
+        LocalModel.check(config)
+
+
+@pytest.mark.parametrize("preset", ["electra-small", "vit-s16"])
+def test_a_model_that_depends_on_values_is_refused_under_cp_alone(preset: str) -> None:
+    config = load_config(preset)
+    LocalModel.check(config)
+    shared = config.model_copy(update={"parallel": config.parallel.model_copy(update={"cp": 2})})
+    with pytest.raises(UsageError, match="depends? on the values of a batch"):
+        LocalModel.check(shared)
