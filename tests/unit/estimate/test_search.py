@@ -92,5 +92,5 @@ def test_a_model_that_depends_on_values_is_refused_under_cp_alone(preset: str) -
     config = load_config(preset)
     LocalModel.check(config)
     shared = config.model_copy(update={"parallel": config.parallel.model_copy(update={"cp": 2})})
-    with pytest.raises(UsageError, match="depends? on the values of a batch"):
+    with pytest.raises(UsageError, match=r"depends? on the values of a batch"):
         LocalModel.check(shared)
