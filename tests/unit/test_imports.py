@@ -11,8 +11,8 @@ from tests.support.source_tree import FOLDERS, ROOT, module_of
 NO_RANKS = ("ops", "layers", "tokenizers", "corpus", "data", "models", "objectives", "data_prep")
 """Packages that do not use `torch.distributed`."""
 SHARED_BY_TESTS = ("tests.support", "tests.plugins")
-READ_BY_THE_LAYOUT_TABLE = "tests.parity.test_pipelines"
-"""Test module whose cases the table of layouts is made from."""
+READ_BY_THE_LAYOUT_TABLE = ("tests.parity.test_pipelines", "tests.parity.test_image_layouts")
+"""Test modules whose cases the table of layouts is made from."""
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
 NAMES_AXES = (
     "megatfm/parallel/mesh.py",
@@ -54,7 +54,7 @@ def is_inside(name: str, modules: tuple[str, ...]) -> bool:
 def reaches_another_test(module: str, name: str) -> bool:
     """Whether a file imports a test module or a conftest: a change of that test would change this one."""
     if not name.startswith("tests.") or (
-        module == "tests.support.layout_table" and is_inside(name, (READ_BY_THE_LAYOUT_TABLE,))
+        module == "tests.support.layout_table" and is_inside(name, READ_BY_THE_LAYOUT_TABLE)
     ):
         return False
     is_test = any(part.startswith("test_") or part == "conftest" for part in name.split(".")[:-1])
