@@ -200,7 +200,7 @@ def test_every_offer_of_the_package_is_in_the_reference() -> None:
     for line in (
         "### `Model.generate`",
         "fit(config: megatfm.config.root.Config | str | pathlib.Path, *overrides: str)",
-        "Train or resume a run in this process, as `megatfm train` does; returns its run directory.",
+        "Train or resume a run in this process, as `megatfm train` does; return its run directory.",
     ):
         assert line in text
 

@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "no tokenizer": ({}, ["data.tokenizer=no.model"], "data.tokenizer = '.*/no.model': there is no such file"),
     "no corpus": ({}, ["data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
-    "something else": ({}, ["data.train=corpora"], "= '.*/corpora': not a corpus of .*manifest"),
+    "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': not a corpus of .*manifest"),
     "no validation": ({}, ["data.validation.more=x"], "data.validation.more = '.*/x': there is no such file"),
     "no weights": ({}, ["train.init_from=x"], "train.init_from = '.*/x': there is no such file or folder"),
 }  # fmt: skip
