@@ -136,8 +136,7 @@ class Trainer:
         monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.requested_config = config
-        """The config before `elastic_config` adapted it. It is what the run directory stores: the next start may have
-        all processes again."""
+        """The config before `elastic_config` adapted it, as the run directory stores it."""
         self.evaluator: Evaluator
         self.utilization: Utilization | None = None
         self.launcher, self.is_branch = "none", False
@@ -159,10 +158,8 @@ class Trainer:
         return EXIT_OK
 
     def _train_until_interrupted(self, signals: StopSignals, profile: StepProfile) -> str | None:
-        """Train until the run ends, a stop signal arrives, or the position in the data jumps; return the signal's name.
-
-        The position jumps after a rollback, and where the decision log says so.
-        """
+        """Train until the run ends, a stop signal arrives (returns its name), or the position in the data jumps, which
+        it does after a rollback and where the decision log says so."""
         config, stop = self.config, None
         agreed = signals.agreed_before if self.engine.device.type == "cuda" else signals.agreed
         with self._loader() as loader, self._open_metrics() or nullcontext() as metrics:
@@ -180,9 +177,8 @@ class Trainer:
                 if metrics:
                     metrics.write(record)
                 self.run_log.step(record, self._is_due(config.log.every))
-                save_shared = (
-                    self._is_over or self.best.step == self.step or self._is_due(config.checkpoint.every)
-                )
+                is_best = self.best.step == self.step
+                save_shared = self._is_over or is_best or self._is_due(config.checkpoint.every)
                 local_every = config.checkpoint.local_every
                 save_local = local_every > 0 and self.step % local_every == 0
                 stop, is_saving = agreed(save_shared or save_local or self.saver.step_in_progress is not None)
@@ -221,7 +217,6 @@ class Trainer:
             )
         self.step, self.position = self.step + 1, loader.position
         norms = engine.layer_statistics() if collect_statistics else None
-
         # Clip to `optimizer.max_grad_norm` and update the weights, unless loss or gradient is not finite.
         lr = config.optimizer.lr * schedule_factor(config.lr_schedule, self.step, config.train.steps)
         self.saver.wait_for_staging()  # the update modifies tensors that a save in the background may still read
@@ -278,10 +273,8 @@ class Trainer:
         self.run.log_event(event, detail, self.step)
 
     def restore(self, latest: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
-        """Load the newest checkpoint or start a new run; write config, layout and environment to the run directory.
-
-        branch: another run's checkpoint to start from.
-        """
+        """Load the newest checkpoint, else start from `branch`, another run's checkpoint, or anew; write config, layout
+        and environment to the run directory."""
         config = self.config
         if config.resilience.preflight:
             for line in preflight(config, self.run, self.engine, self.nodes):

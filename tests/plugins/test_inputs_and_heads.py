@@ -135,6 +135,6 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
     with_state = {name.split(".", 1)[1].rpartition(".")[0] for name in new if name.startswith("optimizer.")}
     assert with_state == {"decoder.norm.weight", "topic.classifier.weight", "topic.classifier.bias"}
     log = (tmp_path / "after/logs/rank-0.log").read_text()
-    assert "drawn       2 tensors, 325 parameters: topic.classifier.weight [5, 64]" in log
+    assert "initialized  2 tensors, 325 parameters: topic.classifier.weight [5, 64]" in log
     lines = [json.loads(line) for line in (tmp_path / "after/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -89,7 +89,7 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
         {name: tuple(p.shape) for name, p in megatfm.load(path).named_parameters()}
         for path in (dense, tmp_path / "moe")
     ]
-    with pytest.raises(UsageError, match="weights of a mixture of experts, and the model is dense"):
+    with pytest.raises(UsageError, match="weights of a mixture of experts, but the model is dense"):
         match_weights(shapes[0], shapes[1], (), tmp_path / "moe")
     with pytest.raises(
         UsageError, match=r"`megatfm convert .*dense NEW --to moe --experts N` makes a mixture"

@@ -220,7 +220,7 @@ def test_what_is_asked_of_a_model_wrongly_is_one_line(run: Path) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     assert repr(model) == f"megatfm.Model({str(run)!r}: decoder, {count:,} parameters, float32 on cpu)"
     for arguments, why in (
-        ({"prompt": 5}, "prompt = 5 is no text"),
+        ({"prompt": 5}, "prompt = 5 is not a string"),
         ({"max_tokens": 0}, "max_tokens = 0, beams = 0: choose"),
         ({"beams": -1}, "beams = -1: choose"),
         ({"begin": "eos"}, "begin = 'eos': choose one of auto, bos, none"),
