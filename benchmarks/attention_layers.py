@@ -47,7 +47,7 @@ def linformer(length: int, dtype: torch.dtype) -> Made:
     }
     attn = layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
     sketches = attn.of_keys.weight, attn.of_values.weight
-    return lambda q, k, v, *projections: attn._document(projections, q, k, v, None), [
+    return lambda q, k, v, *projections: attn._attend_documents(projections, q, k, v, None), [
         *heads(length, dtype),
         *sketches,
     ]

@@ -344,7 +344,7 @@ class ContextShards:
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """Add messages of a rank's choices to all others, if experts have a capacity per row."""
-        if module.capacity is not None or module.places is not None:
+        if module.capacity_factor is not None or module.fixed_capacity is not None:
             for _ in range(self._n_forwards(call) * (self._config.parallel.cp - 1)):
                 ledger.send(CONTEXT, prod(call.inputs[2] or ()) * 8)
 

@@ -153,7 +153,9 @@ def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
     real = xlnet.two_streams
 
     def streams(*args: Any) -> Any:
-        return tuple(replace(item, places_BQ=item.places_BQ - item.places_BQ.min()) for item in real(*args))
+        return tuple(
+            replace(item, indices_BQ=item.indices_BQ - item.indices_BQ.min()) for item in real(*args)
+        )
 
     patch.setattr(xlnet, "two_streams", streams)
 

@@ -129,7 +129,7 @@ def bucket_misses(config: Config, elements: int) -> list[str]:
     """Flows that differ where messages hold at most so many elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", elements)
-        patch.setattr(expected_weights, "BUCKET", elements)
+        patch.setattr(expected_weights, "BUCKET_NUMEL", elements)
         [answer] = count_steps([config])
         expected = expected_traffic(config, random_batch(config))[dist.get_rank()]
         assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
