@@ -9,7 +9,7 @@ from megatfm.config.image_text import image_tower
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.image_towers import CLIP_KEYS, clip_rules, read_clip, write_clip
 from megatfm.convert.architectures.llama import LLAMA_KEYS, llama_rules, read_llama, write_llama
-from megatfm.convert.hf_config import COMMON, Json, Key, resolve_hf_config, supported_values, used
+from megatfm.convert.hf_config import COMMON, Json, Key, ignored, resolve_hf_config, supported_values, used
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
@@ -26,7 +26,9 @@ LLAVA_KEYS: dict[str, Key] = {
     "vision_feature_layer": used(-2, int, list),
     "vision_feature_select_strategy": supported_values("default"),
     "tie_word_embeddings": used(False),
+    **ignored("ignore_index", "vocab_size", kinds=[int]),
 }
+VISION_KEYS = CLIP_KEYS | ignored("vocab_size", kinds=[int])
 VISION_DEFAULTS = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -65,7 +67,7 @@ def section_of(hf_config: Json, name: str, keys: Mapping[str, Key], model_types:
 
 
 def read_llava(hf_config: Json) -> ModelConfig:
-    vision = section_of(hf_config, "vision_config", CLIP_KEYS, ("clip_vision_model",))
+    vision = section_of(hf_config, "vision_config", VISION_KEYS, ("clip_vision_model",))
     text = section_of(hf_config, "text_config", LLAMA_KEYS, ("llama",))
     text["tie_word_embeddings"] = text["tie_word_embeddings"] or hf_config["tie_word_embeddings"]
     tower = read_clip(vision)

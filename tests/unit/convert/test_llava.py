@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import megatfm
+from megatfm.config import load_config
+from megatfm.convert.architecture import ARCHITECTURES
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
@@ -116,3 +118,19 @@ def test_another_decoder_or_tower_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="model_type = 'siglip_vision_model'"):
         HfFolder(tmp_path)
+
+
+def test_the_released_config_is_read(tmp_path: Path) -> None:
+    """LLaVA-1.5 7B as published: what is absent means LLaVA's image encoder and Llama's sizes."""
+    text = {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    vision = {"model_type": "clip_vision_model", "projection_dim": 768, "vocab_size": 32000}
+    released = {
+        "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100,
+        "image_token_index": 32000, "pad_token_id": 32001, "projector_hidden_act": "gelu", "text_config": text,
+        "vision_config": vision, "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+    }  # fmt: skip
+    name = "LlavaForConditionalGeneration"
+    config, preset = ARCHITECTURES.get(name).parse_config(released, name), load_config("llava-1.5-7b").model
+    assert config.vision_tower == preset.vision_tower
+    assert config.connector == preset.connector
+    assert (config.d_model, config.n_layers, config.ffn.d_ff) == (4096, 32, 11008)
