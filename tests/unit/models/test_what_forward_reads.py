@@ -156,7 +156,7 @@ def test_a_failed_pass_leaves_the_cache_or_is_told(family: str, broken: str) -> 
         step(4, 5)
     handle.remove()
     if broken == "block":
-        with pytest.raises(MegatfmError, match=r"some layers hold 4 tokens, others 5\. Make a new KVCache"):
+        with pytest.raises(MegatfmError, match=r"some layers have 4 tokens, others 5\. Make a new KVCache"):
             step(4, 5)
         return
     assert cache.length == cache.documents.shape[1] == 4
