@@ -68,8 +68,8 @@ def read_packages(language: str | None) -> tuple[list[Package], list[tuple[str, 
         lists = Path(folder)
         (lists / "partial").mkdir()
         options = ["-o", f"Dir::State::lists={folder}", "-o", "APT::Sandbox::User=root"]
-        wanted = f"Acquire::Languages={','.join(languages)}"
-        subprocess.run(["apt-get", "-qq", *options, "-o", wanted, "update"], check=True)
+        language_option = f"Acquire::Languages={','.join(languages)}"
+        subprocess.run(["apt-get", "-qq", *options, "-o", language_option, "update"], check=True)
         available = output_of("apt-cache", *options, "dumpavail")
         for name in languages:
             for path in sorted(lists.glob(f"*_i18n_Translation-{name}*")):

@@ -235,5 +235,5 @@ def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
     first, *more_ranks = sorted(reasons)
     host, text = reasons[first]
     location = f"rank {first} on {host}: " if is_distributed() else ""
-    others = f" (also failed: rank {', '.join(map(str, more_ranks))})" if more_ranks else ""
-    return MegatfmError(f"{action}: {location}{text}{others}")
+    more_failures = f" (also failed: rank {', '.join(map(str, more_ranks))})" if more_ranks else ""
+    return MegatfmError(f"{action}: {location}{text}{more_failures}")

@@ -3,12 +3,11 @@
 A converted folder holds a config to start from: its [model] is the converted model, the rest are usual values.
 """
 
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import JsonValue, ValidationError
@@ -16,14 +15,7 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.config import (
-    Config,
-    LearnedPosition2dConfig,
-    ModelConfig,
-    PatchEmbeddingConfig,
-    invalid,
-    to_toml,
-)
+from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.sequence_classification import task_labels
@@ -36,6 +28,7 @@ from megatfm.convert.hf_checkpoint import (
     write_preprocessor,
     write_weights,
 )
+from megatfm.convert.starting_config import starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
 from megatfm.layers.lora import FACTORS, merge_lora
@@ -43,78 +36,6 @@ from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
 from megatfm.version import __version__
-
-OBJECTIVES = {
-    "decoder": "causal",
-    "encoder": "masked",
-    "encoder_decoder": "span_corruption",
-    "xlnet": "permutation",
-    "electra": "replaced_token",
-    "discriminator": "replaced_token",
-    "hierarchical": "image_classification",
-    "vision_language": "image_to_text",
-}
-"""Family → usual objective."""
-DEFAULT_SEQUENCE_LENGTH = 512  # if config.json has no length
-
-
-def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
-    """Build the config of a converted model. tokenizer: file name in `target`. length: tokens per row."""
-    target = target.absolute()
-    values: dict[str, Any] = {
-        "name": re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")[:100] or "converted",
-        "model": model,
-        "objective": {"name": OBJECTIVES.get(model.family, "causal")},
-        "data": {
-            "train": str(target / "corpus" / "train"),
-            "tokenizer": str(target / (tokenizer or "tokenizer.model")),
-            "sequence_length": length or DEFAULT_SEQUENCE_LENGTH,
-        },
-        "optimizer": {"name": "adamw", "lr": 1e-4},
-        "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
-    }
-    if model.stages is not None:
-        (rows, columns), side = model.stages.grid, getattr(model.embedding, "patch_size", 1)
-        values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * side}}
-    return _validate(values | _image_sections(values["data"], model), target)
-
-
-def _image_sections(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the objective and data sections of an image model, with images as large as its position table."""
-    if (tower := model.vision_tower) is not None:
-        n_patches, side = tower.grid[0] * tower.grid[1], max(tower.grid) * tower.embedding.patch_size
-        lengths = {"sequence_length": tower.embedding.n_special_tokens + n_patches}
-        return {"data": {**data, **lengths, "target_length": n_patches + 256, "images": {"size": side}}}
-    embedding, position = model.embedding, model.position
-    if not isinstance(embedding, PatchEmbeddingConfig) or not isinstance(position, LearnedPosition2dConfig):
-        return {}
-    rows, columns = position.grid
-    length = embedding.n_special_tokens + rows * columns
-    images = {"size": max(rows, columns) * embedding.patch_size}
-    data_config = {"train": data["train"], "sequence_length": length, "images": images}
-    return {"objective": {"name": "image_classification"}, "data": data_config}
-
-
-def branching_config(config: Config, target: Path, step: int) -> Config:
-    """Build a config that continues from a checkpoint with its optimizer state, on other data."""
-    values = config.model_dump(mode="json")
-    values["train"] |= {
-        "init_from": None,
-        "branch_from": f"{target.absolute()}@{step}",
-        "steps": step + 1000,
-    }
-    values["resume"] |= {"allow": ["data", "tokenizer", "seed", "schedule", "optimizer", "batch"]}
-    return _validate(values, target)
-
-
-def _validate(values: dict[str, Any], target: Path) -> Config:
-    """Validate a config. Raises UsageError for values of the source that no config can hold, such as −1 tokens per
-    row."""
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise invalid(f"{target}: the converted model has no valid config", error) from None
-
 
 UNTRAINABLE = {
     "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "

@@ -23,6 +23,7 @@ from megatfm.convert import convert, tokenizer_files
 from megatfm.convert.convert import check_is_new, converted_tensors, meta_shapes, new_folder, note_non_finite
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.restricted_pickle import Stored, read
+from megatfm.convert.starting_config import branching_config, starting_config
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.version import __version__
@@ -56,8 +57,8 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
     with new_folder(target) as partial:
         tokenizer_file, notes = tokenizer_files.to_megatfm(Path(like), partial)
         length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
-        config = convert.branching_config(
-            convert.starting_config(target, folder.config, tokenizer_file, length), target, step
+        config = branching_config(
+            starting_config(target, folder.config, tokenizer_file, length), target, step
         )
         state: dict[str, JsonValue] = {
             "step": step,

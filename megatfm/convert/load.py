@@ -10,10 +10,11 @@ from torch import nn
 
 from megatfm import tokenizers
 from megatfm.config import ModelConfig
-from megatfm.convert import convert, tokenizer_files
+from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import converted_tensors, meta_shapes
 from megatfm.convert.electra_pair import open_folder
 from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, read_json
+from megatfm.convert.starting_config import starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
@@ -65,7 +66,7 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
     length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
     return {
         "tokenizer": tokenizer,
-        "config": convert.starting_config(folder_path, folder.config, tokenizer_file.name, length),
+        "config": starting_config(folder_path, folder.config, tokenizer_file.name, length),
         "step": 0,
         "run_dir": None,
         "prompt_prefix_ids": tuple(

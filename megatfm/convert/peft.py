@@ -28,10 +28,10 @@ from megatfm.convert.convert import (
     meta_shapes,
     new_folder,
     read_config,
-    starting_config,
 )
 from megatfm.convert.electra_pair import exported_models
 from megatfm.convert.hf_checkpoint import HfFolder, read_json, write_json
+from megatfm.convert.starting_config import starting_config
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.lora import FACTORS, lora_targets

@@ -16,7 +16,7 @@ class Dropout(nn.Module):
     """Drop elements at `rate` in training. site: a name that is unique within a layer."""
 
     purpose = "dropout"
-    """What needs random keys, for error messages."""
+    """Subject of the error message about missing random keys."""
 
     def __init__(self, rate: float, site: str) -> None:
         super().__init__()

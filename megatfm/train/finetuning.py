@@ -201,10 +201,10 @@ def stored_labels(state: Mapping[str, Any]) -> list[str]:
     if isinstance(saved, Mapping) and (task := saved.get("task")):
         return list(task.get("labels", ()))
     origin = state.get("origin")
-    kept = origin.get("config", {}).get("id2label") if isinstance(origin, Mapping) else None
-    if not kept or not isinstance(kept.get("theirs"), Mapping):
+    stored_config = origin.get("config", {}).get("id2label") if isinstance(origin, Mapping) else None
+    if not stored_config or not isinstance(stored_config.get("theirs"), Mapping):
         return []
-    return [str(label) for _, label in sorted(kept["theirs"].items(), key=lambda item: int(item[0]))]
+    return [str(label) for _, label in sorted(stored_config["theirs"].items(), key=lambda item: int(item[0]))]
 
 
 def _with_steps(config: Config) -> Config:

@@ -12,8 +12,9 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
+from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
-from megatfm.verify.axes import CONTEXT, TENSOR, MeshPosition, sizes
+from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, sizes
 from megatfm.verify.expected_activations import add_activations, add_experts, group_aliases
 from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.expected_contrastive import add_contrastive_loss, first_pass_calls
@@ -43,11 +44,33 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
         )
     elif parallel.tp > 1 and (style := undeclared_style(model)):
         reasons[TENSOR] = f"the style {style!r} doesn't say what it sends (`communication`)"
+    if parallel.pp > 1 and parallel.zero == 3 and _has_frozen_block_before_trained_part(config, model):
+        reasons[SHARD] = (
+            "a frozen block lies before a trained part of its pipeline stage: FSDP2 prefetches it in vain, and whether "
+            "a later pass finds it gathered depends on the schedule"
+        )
     if parallel.cp > 1 and (pattern := _plugin_pattern(config, model)):
         reasons[CONTEXT] = (
             f"the pattern {pattern!r} is a plugin's and does not declare which keys a query needs"
         )
     return reasons
+
+
+def _has_frozen_block_before_trained_part(config: Config, model: nn.Module) -> bool:
+    """Whether a pipeline stage has a frozen block, and later a trained embedding, connector or block."""
+
+    def is_trained(point: SplitPoint) -> bool:
+        modules = (model.get_submodule(path) for path in point.modules)
+        return any(weight.requires_grad for module in modules for weight in module.parameters())
+
+    for stage in divide_into_stages(config, model).stages:
+        has_frozen_block = False
+        for point in stage.split_points:
+            is_block = ".layers." in point.name
+            if has_frozen_block and point.writes and not point.name.endswith(".norm") and is_trained(point):
+                return True
+            has_frozen_block |= is_block and not is_trained(point)
+    return False
 
 
 def _plugin_pattern(config: Config, model: nn.Module) -> str | None:

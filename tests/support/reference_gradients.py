@@ -178,8 +178,8 @@ class Figures:
         ]  # all but those of state
         assert {name for rule in local for name in rule.megatfm} == gradients.keys()
         converted = to_hf(local, gradients)
-        theirs = {name: p.grad for name, p in both.theirs.named_parameters()}
-        reference = {in_file: theirs[name] for name, in_file in both.names.items()}
+        reference_gradients = {name: p.grad for name, p in both.theirs.named_parameters()}
+        reference = {in_file: reference_gradients[name] for name, in_file in both.names.items()}
         assert reference.keys() == converted.keys()
         for name in [n for n, g in reference.items() if ".experts." in n and (g is None or not g.any())]:
             assert not converted[name].any(), f"{name}: of an expert that no real token chose"

@@ -21,7 +21,7 @@ KEY = PieceKey(0, 0, 0, 0)
 
 
 def objective(lengths: tuple[int, ...] = (10, 30), images: Any = None, **options: Any) -> Objective:
-    """Of images of 8 × 8 pixels: a class token and 4 patches."""
+    """Build the objective for images of 8 × 8 pixels, with a class token and 4 patches."""
     section = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, **(images or {})})
     return build_objective(
         ImageToTextObjective(**options), ModelConfig.from_dotted(LLAVA), SPECIAL, lengths, section
@@ -62,11 +62,11 @@ def test_a_long_text_is_cut_off_at_the_row() -> None:
 @pytest.mark.parametrize("options", [{}, {"begin_token": False}, {"image_placement": "in_text"}])
 @pytest.mark.parametrize("length", [7, 30])
 def test_lengths_are_known_before_anything_is_read(options: dict[str, Any], length: int) -> None:
-    made = objective(lengths=(10, length), **options)
-    lengths = made.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
+    image_to_text = objective(lengths=(10, length), **options)
+    lengths = image_to_text.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
     for n, (image_length, text_length) in enumerate(lengths.tolist(), 1):
         text = [IMG] * (options.get("image_placement") == "in_text") + [9] * 12
-        fields = made.build_example(piece(text[:n]), KEY)
+        fields = image_to_text.build_example(piece(text[:n]), KEY)
         assert (len(fields["encoder_patches"]), len(fields["tokens"])) == (image_length, text_length)
         assert len(fields["targets"]) == text_length
 
