@@ -199,7 +199,7 @@ def test_training_goes_on_from_a_head_for_the_same_labels(
             ["lr_schedule={name='linear', warmup_steps=9999}"],
             "warmup_steps = 9999 is longer than the run, train.steps = ",
         ),
-        (["~task"], "has no .task.: say which files are trained on"),
+        (["~task"], "has no .task.: name the training file"),
     ],
 )
 def test_a_wrong_task_is_refused_and_leaves_no_run(

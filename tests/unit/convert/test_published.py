@@ -150,4 +150,4 @@ def test_a_discriminator_alone_is_said_not_to_be_trained_by_any_objective(tmp_pa
     text = (tmp_path / "ours" / "config.toml").read_text()
     for words in ("\n".join(output), text):
         assert "no objective trains a discriminator without its generator" in words
-    assert "train on from its weights" not in text.replace("\n# ", " ")
+    assert "continue from its weights" not in text.replace("\n# ", " ")
