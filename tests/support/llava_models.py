@@ -31,6 +31,10 @@ LLAVA_MODELS = {
     "linear": ModelConfig.from_dotted(
         LLAVA | {"connector": {"name": "linear", "image_token_id": 7, "bias": False}, "embedding.tied": True}
     ),
+    "experts": ModelConfig.from_dotted(
+        {key: value for key, value in LLAVA.items() if key != "ffn.d_ff"}
+        | {"ffn": {"name": "moe", "d_ff": 18, "n_experts": 6, "top_k": 2}}
+    ),
     "dropout": ModelConfig.from_dotted(
         LLAVA | {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1}
     ),
