@@ -15,7 +15,8 @@ from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
-from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import moved, to_host
 

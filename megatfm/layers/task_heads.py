@@ -14,7 +14,8 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.output_head import HEADS
-from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops import keyed_random as keyed
 from megatfm.ops.cross_entropy import IGNORE
 

@@ -16,7 +16,8 @@ from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
-from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.base import needed, unpack, view_of
 from megatfm.split_points import CarrySpec, SplitPoint
 

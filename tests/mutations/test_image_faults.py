@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.layers.sequence import SequenceShard
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import parallelize, styles
 from tests.support.faults import EVERYTHING

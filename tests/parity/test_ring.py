@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import build
 from megatfm.parallel import ring_attention
 from megatfm.parallel.collectives import all_gather

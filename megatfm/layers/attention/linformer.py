@@ -19,7 +19,8 @@ from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.attention.kernels import AttentionRequest, choose
 from megatfm.ops.attention.mask import FULL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference

@@ -19,7 +19,8 @@ from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fixed_inputs
-from megatfm.layers.sequence import SequenceMetadata, SequenceShard
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.attention.mask import FULL_MASK, BuiltinMask
 
 # B batch, T queries or tokens, D model width, N heads, H head width, S blocks, F tokens of a block
