@@ -102,7 +102,7 @@ def compare_router_state(engine: NativeEngine, model: nn.Module, layout: str, *,
             assert statistics[path.removesuffix(".ffn")][key] == pytest.approx(value), (layout, path, key)
         most = expected["load_max"]
         assert most == 1 if even else 1 < most < MOE_OPTIONS["n_experts"]
-        assert ("dropped" in expected) == bool(module.experts.capacity)
+        assert ("dropped" in expected) == bool(module.experts.capacity_factor)
         assert expected.get("dropped", 1) > 0
     for path, module in moe_layers(engine.model).items():
         buffers = dict(reference_layers[path].named_buffers())
