@@ -85,7 +85,7 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
     assert not cluster.device.compiles
     assert cluster.device.moves[1][0] == 2**21
     assert run(*words, "--calibrate", str(path)) == 2
-    assert "there is such a file" in capsys.readouterr().err
+    assert "the file exists" in capsys.readouterr().err
     assert run(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2
     assert "measures in bf16 or fp32" in capsys.readouterr().err
 
