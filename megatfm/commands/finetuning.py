@@ -225,6 +225,12 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="a run of `megatfm finetune`")
     parser.add_argument("file", metavar="FILE", help="a file with the columns of the task's texts")
     parser.add_argument("--out", metavar="FILE", help="output file, a .jsonl (RUN/predictions/NAME.jsonl)")
+    parser.add_argument(
+        "--beams", type=int, metavar="K", help="beams where answers are generated (task.beams)"
+    )
+    parser.add_argument(
+        "--length-penalty", type=float, metavar="A", help="of the beam search (task.length_penalty)"
+    )
     add_trust_argument(parser)
 
 
@@ -232,7 +238,17 @@ def predict_command(args: argparse.Namespace) -> int:
     """Write the predicted label and probabilities of each row of a file."""
     from megatfm.inference.task_evaluation import predict_file
 
-    written = predict_file(Path(args.run_dir), args.file, args.out, trust_plugins=args.trust_plugins)
+    options = {"beams": args.beams, "length_penalty": args.length_penalty}
+    search = {key: value for key, value in options.items() if value is not None}
+    if search.get("beams", 1) < 1 or search.get("length_penalty", 0) < 0:
+        raise UsageError("--beams, --length-penalty: choose 1 or more beams, and a penalty of 0 or more")
+    written = predict_file(
+        Path(args.run_dir),
+        args.file,
+        args.out,
+        search=search,
+        trust_plugins=args.trust_plugins,
+    )
     if written is not None:
         print(f"{written[0]}: {written[1]:,} predictions")
     return EXIT_OK

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -113,14 +114,28 @@ def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
 
 
 def predict_file(
-    run_dir: Path, file: str, out: str | None = None, *, trust_plugins: bool = False
+    run_dir: Path,
+    file: str,
+    out: str | None = None,
+    *,
+    search: Mapping[str, float] = MappingProxyType({}),
+    trust_plugins: bool = False,
 ) -> tuple[Path, int] | None:
     """Predict the labels of a file's rows by a run's best checkpoint; returns the file of predictions, and how many.
 
+    search: keys of the task that decide how answers are generated (`beams`, `length_penalty`), in place of the run's.
     Under several processes all take part, and rank 0 has the result.
     """
     config, tokenizer = _open_run(run_dir, trust_plugins)
     assert config.task is not None
+    if search:
+        if config.task.form != "generation":
+            raise UsageError(
+                f"{run_dir}: --beams and --length-penalty: its task, form = {config.task.form!r}, generates no "
+                "answers: leave them out"
+            )
+        config = config.model_copy(update={"task": config.task.model_copy(update=dict(search))})
+        assert config.task is not None
     if config.task.form == "chat":
         raise UsageError(
             f"{run_dir}: its task, form = 'chat', has no labels to predict: use `megatfm generate`"

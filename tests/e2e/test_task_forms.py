@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from megatfm.inference import generated_answers
+from megatfm.inference.beam_search import beam_search
 from tests.support.task_folders import (
     TOWNS,
     WORDS_OF_QUESTIONS,
@@ -185,7 +187,9 @@ def test_pairs_are_read_in_both_orders(folder: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["encoder_decoder", "decoder"])
-def test_texts_are_answered_by_texts(folder: Path, capfd: pytest.CaptureFixture[str], family: str) -> None:
+def test_texts_are_answered_by_texts(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Translation of one word each, with and without beams."""
     words = dict(zip(("where", "was", "the", "old", "red", "new"), TOWNS, strict=True))
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
@@ -209,6 +213,21 @@ def test_texts_are_answered_by_texts(folder: Path, capfd: pytest.CaptureFixture[
     write_lines(folder / "new.jsonl", [{"source": row["source"]} for row in rows[:12]])
     assert run("predict", "runs/task", "new.jsonl", "--out", "new.out.jsonl") == 0
     assert read_lines(folder / "new.out.jsonl") == predictions
+    searches = []
+
+    def search(*args, beams: int, penalty, **kwargs):
+        searches.append((beams, penalty(9)))
+        return beam_search(*args, beams=beams, penalty=penalty, **kwargs)
+
+    monkeypatch.setattr(generated_answers, "beam_search", search)
+    options = ["--beams", "3", "--length-penalty", "0"]
+    assert run("predict", "runs/task", "new.jsonl", "--out", "three.jsonl", *options) == 0
+    assert set(searches) == {(3, 1.0)}
+    assert [row["answer"] for row in read_lines(folder / "three.jsonl")] == [
+        row["answer"] for row in predictions
+    ]
+    assert run("predict", "runs/task", "new.jsonl", "--beams", "0") == 2
+    assert "choose 1 or more beams" in capfd.readouterr().err
     corpus = next(iter(folder.glob("runs/task/task/*/manifest.json"))).parent
     capfd.readouterr()
     assert run("data", "show", str(corpus), "--sample", "1") == 0

@@ -73,7 +73,9 @@ RULES = {
 def test_packages_import_as_the_contracts_say() -> None:
     """In a process of its own: import-linter configures logging, which silences every logger that exists already."""
     linter = Path(sys.executable).parent / "lint-imports"
-    run = subprocess.run([linter, "--config", ".importlinter", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [linter, "--config", ".importlinter", "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
