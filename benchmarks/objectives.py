@@ -18,7 +18,7 @@ from megatfm.config import Config, ModelConfig, load_config
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.sequences import DocumentChunk
 from megatfm.objectives import Objective, SpecialTokens, build_objective
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 VOCABULARY, DRAWN, PER_BLOCK, BUILT = 32_128, 3_200, 160, 500
 SPECIAL = SpecialTokens(
@@ -113,7 +113,7 @@ def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
 
     def build() -> None:
         for sample in range(BUILT):
-            task.build_example(DocumentChunk(text, partners), PieceKey(0, 0, sample, 0))
+            task.build_example(DocumentChunk(text, partners), ChunkKey(0, 0, sample, 0))
 
     def plan() -> PackedDataset:
         return PackedDataset(

@@ -34,7 +34,7 @@ from megatfm.data import images
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.objectives import Objective, build_objective
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 SIZE, PATCH, BATCH = 224, 16, 32
 TOKENS = 1 + (SIZE // PATCH) ** 2
@@ -161,7 +161,7 @@ def main() -> None:
         def bare_epoch() -> None:
             reader = result.reader  # type: ignore[attr-defined]
             for number, data in enumerate(pictures):
-                reader.build({"jpg": data}, PieceKey(0, 0, number, 0))
+                reader.build({"jpg": data}, ChunkKey(0, 0, number, 0))
 
         sides = {"webdataset": their_epoch, "decoding": decode_epoch, "bare": bare_epoch}
         page = common.Page(

@@ -1,4 +1,4 @@
-"""Corpora that every machine can make without a download: scikit-learn's digits, written as a folder of images."""
+"""Built-in corpora without a download: scikit-learn's digits, written as a folder of images."""
 
 import io
 import os
@@ -13,11 +13,11 @@ from megatfm.errors import UsageError
 from megatfm.files import atomic_write
 
 HELD_OUT = 3
-"""One digit of so many is held out: the last ones, which other people wrote."""
+"""One digit in this many is held out: the last ones, which other people wrote."""
 
 
 def with_builtin_folder(config: ReadConfig, scratch: Path) -> ReadConfig:
-    """The config with the folder of its built-in images, which is written to `scratch` unless it is there."""
+    """Return the config with the folder of its built-in images, written to `scratch` unless it exists."""
     if config.builtin != "digits" or config.folder is not None:
         return config
     folder = scratch / "digits"
@@ -26,9 +26,9 @@ def with_builtin_folder(config: ReadConfig, scratch: Path) -> ReadConfig:
 
 
 def write_digits(folder: Path) -> None:
-    """1,797 handwritten digits of 8 × 8 grey pixels (Alpaydin & Kaynak 1998), as train.tar and validation.tar.
+    """Write 1,797 handwritten digits of 8 × 8 grey pixels (Alpaydin & Kaynak 1998) as train.tar and validation.tar.
 
-    Raises UsageError without scikit-learn or Pillow. Files get the same times each time, so that prep can resume.
+    Files have fixed times, so that prep can resume. Raises UsageError without scikit-learn or Pillow.
     """
     try:
         from PIL import Image
@@ -45,18 +45,18 @@ def write_digits(folder: Path) -> None:
         "validation": np.arange(n_train, len(digits.images)),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for split, numbers in splits.items():
+    for split, indices in splits.items():
         path = folder / f"{split}.tar"
         if path.exists():
             continue
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w") as tar:
-            for number in numbers.tolist():
+            for index in indices.tolist():
                 png = io.BytesIO()
-                pixels = np.round(digits.images[number] * (255 / 16)).astype(np.uint8)
+                pixels = np.round(digits.images[index] * (255 / 16)).astype(np.uint8)
                 Image.fromarray(pixels).save(png, "PNG")
-                _add(tar, f"{number:04d}.png", png.getvalue())
-                _add(tar, f"{number:04d}.cls", str(digits.target[number]).encode())
+                _add(tar, f"{index:04d}.png", png.getvalue())
+                _add(tar, f"{index:04d}.cls", str(digits.target[index]).encode())
         atomic_write(path, content.getvalue())
         os.utime(path, (0, 0))
 

@@ -28,11 +28,11 @@ from megatfm.data_prep.split import choose_held_out
 from megatfm.errors import UsageError
 
 MANY_COPIES = 0.5
-"""Share of copies among the documents from which on there is a warning."""
+"""Share of copies among the documents above which there is a warning."""
 
 
 class CleanStage:
-    """Reads files, in runs of about `task_bytes`, and cleans their documents; then drops identical texts."""
+    """Reads files in tasks of about `task_bytes`, and cleans their documents; then drops identical texts."""
 
     def __init__(self, stages: StageRunner, listing: InputFiles) -> None:
         self._stages = stages
@@ -44,13 +44,13 @@ class CleanStage:
         """Read, clean and deduplicate. The documents lie as `exact_dedup` in the folder of the basis."""
         self._folder = self._stages.folder_for(basis)
         read_result = self._read(basis)
-        pieces = [
-            (part, piece)
+        chunks = [
+            (part, chunk)
             for part, counts in enumerate(read_result["documents"])
-            for piece in range(len(counts))
+            for chunk in range(len(counts))
         ]
         counts = [count for counts in read_result["documents"] for count in counts]
-        exact_dedup = _ExactDedup(self._stages, self._folder, pieces)
+        exact_dedup = _ExactDedup(self._stages, self._folder, chunks)
         duplicates = exact_dedup.find(counts, basis)
         with exact_dedup.remaining(counts, duplicates, read_result["bytes"]) as remaining:
 
@@ -70,23 +70,23 @@ class CleanStage:
                 _name_first_copies(step, duplicates["examples"], exact_dedup, counts)
                 return {
                     "bytes": step.bytes_out,
-                    "parts": len(pieces),
-                    "blake3": _joined(map(self._hash_path, range(len(pieces)))),
+                    "parts": len(chunks),
+                    "blake3": _hash_files(map(self._hash_path, range(len(chunks)))),
                     "steps": [*read_result["steps"], step.as_json()],
                     "notes": [*read_result["notes"], *_copies_warning(step)],
                     "skipped_files": read_result["skipped_files"],
                 }
 
             def tidy() -> None:
-                for number in range(len(pieces)):
-                    exact_dedup.piece(number).unlink(missing_ok=True)
-                    self._hash_path(number).unlink(missing_ok=True)
+                for index in range(len(chunks)):
+                    exact_dedup.piece(index).unlink(missing_ok=True)
+                    self._hash_path(index).unlink(missing_ok=True)
                 exact_dedup.remove_marks(duplicates)
 
-            return self._stages.run_parts("exact_dedup", basis, len(pieces), work, join, tidy=tidy)
+            return self._stages.run_parts("exact_dedup", basis, len(chunks), work, join, tidy=tidy)
 
     def _read(self, basis: StageResult) -> StageResult:
-        """Write the documents that pass the steps, in pieces of about `task_bytes`, and the hashes of their texts."""
+        """Write the documents that pass the steps, in chunks of about `task_bytes`, and the hashes of their texts."""
         listing = self._listing
         limit, notes = self._document_limit()
         notes += [note for step in self._steps for note in step.notes]
@@ -105,8 +105,8 @@ class CleanStage:
                 )
                 repairs = [FixUnicode()] if self._config.read.fix_unicode else []
                 steps: list[PipelineStep] = [*repairs, *self._fresh_steps()]
-                documents = self._write_pieces(part, pass_through(steps, reader.documents(advance)))
-                counts = [reader.counts, *(part_counts.counts for part_counts in steps)]
+                documents = self._write_chunks(part, pass_through(steps, reader.documents(advance)))
+                counts = [reader.counts, *(step.counts for step in steps)]
                 return {
                     "documents": documents,
                     "skipped_files": [f"{bad.where}: {bad.reason}" for bad in listing.bad[n_known_bad:]],
@@ -129,25 +129,25 @@ class CleanStage:
 
             return self._stages.run_parts("clean", basis, len(ranges), work, join)
 
-    def _write_pieces(self, part: int, documents: Iterator[Document]) -> list[int]:
-        """Write the documents of a part of the files. Returns the number in each piece."""
+    def _write_chunks(self, part: int, documents: Iterator[Document]) -> list[int]:
+        """Write the documents of a part of the files. Returns the number in each chunk."""
         counts: list[int] = []
-        rows: list[Any] = []
-        search = ExactDedup()
+        keys: list[Any] = []
+        method = ExactDedup()
 
-        def end_piece() -> None:
-            counts.append(len(rows))
-            write_keys(_rows(self._folder, part, len(counts) - 1), rows)
-            rows.clear()
+        def end_chunk() -> None:
+            counts.append(len(keys))
+            write_keys(_keys_path(self._folder, part, len(counts) - 1), keys)
+            keys.clear()
 
-        with ChunkedDocumentWriter(self._folder, _name(part), self._config.task_bytes) as writer:
+        with ChunkedDocumentWriter(self._folder, _task_name(part), self._config.task_bytes) as writer:
             for document in documents:
                 if writer.is_full:
-                    end_piece()
+                    end_chunk()
                 writer.add(document)
-                rows += search.compute_keys([document])
+                keys += method.compute_keys([document])
             writer.commit()
-            end_piece()
+            end_chunk()
         return counts
 
     def _hash_documents(self, documents: Iterable[Document], path: Path) -> Iterator[Document]:
@@ -190,29 +190,29 @@ class CleanStage:
 
 
 class _ExactDedup(DedupPass):
-    """The search for identical texts in the pieces that were read."""
+    """The search for identical texts in the chunks of clean documents."""
 
-    def __init__(self, stages: StageRunner, folder: Path, pieces: list[tuple[int, int]]) -> None:
-        super().__init__(stages, folder, "exact_dedup", ExactDedup(), len(pieces))
-        self._pieces = pieces
+    def __init__(self, stages: StageRunner, folder: Path, chunks: list[tuple[int, int]]) -> None:
+        super().__init__(stages, folder, "exact_dedup", ExactDedup(), len(chunks))
+        self._chunks = chunks
 
     def rows(self, part: int) -> Path:
-        return _rows(self.folder, *self._pieces[part])
+        return _keys_path(self.folder, *self._chunks[part])
 
-    def piece(self, part: int) -> Path:
-        number, piece = self._pieces[part]
-        return part_path(self.folder, _name(number), piece)
+    def chunk_path(self, part: int) -> Path:
+        task, chunk_path = self._chunks[part]
+        return part_path(self.folder, _task_name(task), chunk_path)
 
 
-def _name(part: int) -> str:
+def _task_name(part: int) -> str:
     return f"clean.{part:05d}"
 
 
-def _rows(folder: Path, part: int, piece: int) -> Path:
-    return folder / f"digests.{part:05d}.{piece:05d}"
+def _keys_path(folder: Path, part: int, chunk: int) -> Path:
+    return folder / f"digests.{part:05d}.{chunk:05d}"
 
 
-def _joined(paths: Iterable[Path]) -> str:
+def _hash_files(paths: Iterable[Path]) -> str:
     """Hash the files' contents as one stream, independent of how it is divided."""
     fingerprint = blake3()
     for path in paths:
@@ -237,10 +237,10 @@ def _name_first_copies(
     """Name the first occurrence beside each example of an identical text."""
     if ExactDedup.reason not in step.dropped:
         return
-    begins = np.cumsum([0, *counts])
+    starts = np.cumsum([0, *counts])
     dropped = step.dropped[ExactDedup.reason]
-    for number, (source, (_, first)) in enumerate(zip(dropped.examples, examples, strict=True)):
-        part = int(np.searchsorted(begins, first, "right")) - 1
+    for index, (source, (_, first)) in enumerate(zip(dropped.examples, examples, strict=True)):
+        part = int(np.searchsorted(starts, first, "right")) - 1
         documents = read_documents(exact_dedup.piece(part))
-        document = next(islice(documents, first - int(begins[part]), None))
-        dropped.examples[number] = f"{source} = {document.id}"
+        document = next(islice(documents, first - int(starts[part]), None))
+        dropped.examples[index] = f"{source} = {document.id}"

@@ -22,7 +22,7 @@ class Document:
     """A text and its source: a path below the corpus folder, with `#N` for the N-th part or record of a file.
 
     url, language: empty if unknown. fields: further metadata by name, as JSON values. record: source of the record or
-    file that was cut into pieces, if this document is such a piece.
+    file that was cut, if this document is a part of one.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Document:
 
     @property
     def text_bytes(self) -> int:
-        """Its length in UTF-8 bytes."""
+        """Length of the text in UTF-8 bytes."""
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
     def to_list(self) -> list[Any]:
@@ -53,7 +53,7 @@ class Document:
 
     @property
     def unit(self) -> str:
-        """Source of the record or file that this document is, or is a piece of."""
+        """Source of the record or file that this document is, or is a part of."""
         return self.record or self.id
 
     @property
@@ -159,11 +159,11 @@ def read_documents(path: Path) -> Iterator[Document]:
     """Yield the documents of a file that a DocumentWriter committed. Raises MegatfmError if it is damaged."""
     # A stream_reader would take the end of a truncated file for the end of the documents.
     decompressor = zstandard.ZstdDecompressor().decompressobj()
-    line_begun = b""
+    partial_line = b""
     try:
         with open(path, "rb") as file:
             while data := file.read(BLOCK_BYTES):
-                *lines, line_begun = (line_begun + decompressor.decompress(data)).split(b"\n")
+                *lines, partial_line = (partial_line + decompressor.decompress(data)).split(b"\n")
                 for line in lines:
                     yield Document(*json.loads(line))
         if not decompressor.eof:

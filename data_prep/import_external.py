@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from dataclasses import field as field_of
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -39,14 +39,14 @@ EMPTY_SPLIT: StageResult = {
 
 @dataclass(frozen=True, eq=False)
 class ImportedDocument:
-    """A document: its source, ids [n], the bytes of the text that they encode, and the files beside it."""
+    """A document: source, ids [n], UTF-8 bytes of their text, and the files beside it by extension."""
 
     source: str
     ids: NDArray[Any]
     text_bytes: int
-    members: Mapping[str, bytes] = field_of(default_factory=lambda: MappingProxyType({}))
+    members: Mapping[str, bytes] = dataclass_field(default_factory=lambda: MappingProxyType({}))
     corpus: str = ""
-    """The corpus that it belongs to, where there are several."""
+    """Name of its corpus, if there are several."""
 
     @property
     def size(self) -> int:
@@ -101,16 +101,18 @@ class ImportStage:
         """Write the documents of a part to intermediate files, from which `_join` writes the shards."""
         counts, digests, n_known_skipped = StepStats("read"), list[str](), len(self._source.skipped)
         with ExitStack() as stack:
-            outs = {name: stack.enter_context(_PendingDocuments(self._folder, name, part)) for name in SPLITS}
+            writers = {
+                name: stack.enter_context(_IntermediateFiles(self._folder, name, part)) for name in SPLITS
+            }
             for document in self._source.documents(part, counts, advance):
                 counts.count_input(document.size)
                 counts.count_kept(document.size)
                 digests.append(_digest(document))
-                outs[SPLITS[self._holds_out(document.source)]].add(document)
-            for out in outs.values():
-                out.commit()
+                writers[SPLITS[self._holds_out(document.source)]].add(document)
+            for writer in writers.values():
+                writer.commit()
         return {
-            **{name: out.documents for name, out in outs.items()},
+            **{name: writer.documents for name, writer in writers.items()},
             "steps": [counts.as_json()],
             "blake3": digests,
             "skipped": self._source.skipped[n_known_skipped:],
@@ -129,9 +131,12 @@ class ImportStage:
         digest = blake3()
         for part in parts:
             digest.update("".join(part["blake3"]).encode())
-        manifest_fields, encode = provenance(digest.hexdigest()), TokenizeStage(self._stages, self._folder)
+        manifest_fields, tokenize_stage = (
+            provenance(digest.hexdigest()),
+            TokenizeStage(self._stages, self._folder),
+        )
         written_splits = {
-            name: encode.write_shards(
+            name: tokenize_stage.write_shards(
                 self._folder,
                 name,
                 ({"documents": part[name]} for part in parts),
@@ -155,7 +160,7 @@ class ImportStage:
         return int.from_bytes(digest, "big") < self._split.validation * 2**64
 
 
-class _PendingDocuments:
+class _IntermediateFiles:
     """Intermediate files of a part and split: one for ids, one for the files beside the documents."""
 
     def __init__(self, folder: Path, name: str, part: int) -> None:
@@ -166,7 +171,7 @@ class _PendingDocuments:
     def add(self, document: ImportedDocument) -> None:
         sizes = [[extension, len(data)] for extension, data in document.members.items()]
         entry = [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
-        # Between them a document's domain, language and fields, which an import doesn't know.
+        # Domain, language and fields are unknown for imported documents.
         self.documents.append([*entry[:3], sizes, "", "", {}, document.corpus] if document.corpus else entry)
         self._ids.write(document.ids.astype("<i4").tobytes())
         for data in document.members.values():
@@ -176,7 +181,7 @@ class _PendingDocuments:
         self._ids.commit()
         self._members.commit()
 
-    def __enter__(self) -> "_PendingDocuments":
+    def __enter__(self) -> "_IntermediateFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -193,7 +198,7 @@ def _digest(document: ImportedDocument) -> str:
 
 
 class IdFiles:
-    """Files of token ids, one a part."""
+    """Files of token ids; each file is a part."""
 
     warning = "token ids were imported as they are: no text was looked at for duplicates"
 
@@ -224,30 +229,29 @@ class IdFiles:
             counts.count_dropped("unreadable_file", 0, f"{file.name}: {error}")
         advance(file.size)
 
-    def _to_document(self, file: InputFile, number: int, ids: Ids) -> ImportedDocument:
+    def _to_document(self, file: InputFile, index: int, ids: Ids) -> ImportedDocument:
         size = self.tokenizer.vocab_size
         if ids.min() < 0 or ids.max() >= size:
-            wrong = int(ids.max() if ids.max() >= size else ids.min())
+            bad_id = int(ids.max() if ids.max() >= size else ids.min())
             raise MegatfmError(
-                f"{file.path}: document {number} has id {wrong}, but the tokenizer has {size:,}: set "
+                f"{file.path}: document {index} has id {bad_id}, but the tokenizer has {size:,}: set "
                 "tokenizer.file to the one that made it, or mend read.tokens.dtype"
             )
         if len(self._lengths):
             text_bytes = int(self._lengths[ids].sum())
         else:
             text_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
-        return ImportedDocument(f"{file.name}#{number}", ids, text_bytes)
+        return ImportedDocument(f"{file.name}#{index}", ids, text_bytes)
 
 
 TARS = FORMATS["webdataset"]
 
 
 class ImageFiles:
-    """The images of a listing, in parts of about `task_bytes`; a tar is never divided. Captions become ids if there is
-    a tokenizer.
+    """The images of a listing, in parts of about `task_bytes`; a tar is never divided.
 
-    Files come in a random order, which `split.seed` decides, since folders hold one class each and a block should
-    hold many. Samples of a tar keep theirs.
+    Captions become ids if there is a tokenizer. Files are shuffled by `split.seed`, since a folder has one class and a
+    block should have many. Samples of a tar keep their order.
     """
 
     warning = "images were imported as they are: nothing was looked at for duplicates"
@@ -264,15 +268,17 @@ class ImageFiles:
         self.bytes = sum(file.size for file in listing.files)
         self.skipped: list[str] = []
         self._listing = listing
-        self._units = sorted(_units(listing.files), key=lambda unit: _shuffling_key(unit[0], split.seed))
-        self._runs = chunk_by_bytes([sum(file.size for file in unit) for unit in self._units], task_bytes)
+        self._groups = sorted(
+            _group_files(listing.files), key=lambda group: _shuffling_key(group[0], split.seed)
+        )
+        self._runs = chunk_by_bytes([sum(file.size for file in group) for group in self._groups], task_bytes)
         self.parts = len(self._runs)
 
     def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
-        for unit in self._units[slice(*self._runs[part])]:
-            path = unit[0].path
+        for group in self._groups[slice(*self._runs[part])]:
+            path = group[0].path
             try:
-                for source, record in self._records(unit):
+                for source, record in self._records(group):
                     labelled = record if isinstance(record, Bad) else self._labels.apply(source, record)
                     if isinstance(labelled, Bad):
                         self._skip(path, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
@@ -280,24 +286,24 @@ class ImageFiles:
                         yield self._to_document(source, labelled)
             except BadFileError as error:
                 self._skip(path, str(error), "unreadable_file", counts)
-            advance(sum(file.size for file in unit))
+            advance(sum(file.size for file in group))
 
-    def _records(self, unit: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
+    def _records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
         config = self._listing.config
         with ExitStack() as stack:
-            paths_of_unit = [stack.enter_context(self._listing.local(file)) for file in unit]
-            if _is_tar(unit[0]):
-                for record in read_tar(paths_of_unit[0], config):
-                    yield f"{unit[0].name}#{record.key}", record
+            group_paths = [stack.enter_context(self._listing.local(file)) for file in group]
+            if _is_tar(group[0]):
+                for record in read_tar(group_paths[0], config):
+                    yield f"{group[0].name}#{record.key}", record
                 return
             paths: dict[str, Path] = {}
-            for file, path in zip(unit, paths_of_unit, strict=True):
+            for file, path in zip(group, group_paths, strict=True):
                 extension = path.suffix[1:].lower()
                 if extension in paths:
                     yield file.name, Bad(file.name, f"has a .{extension} twice")
                     return
                 paths[extension] = path
-            yield unit[0].name, read_files(unit[0].name, paths, config)
+            yield group[0].name, read_files(group[0].name, paths, config)
 
     def _to_document(self, source: str, record: ImageRecord) -> ImportedDocument:
         corpus = self._corpus(record.members)
@@ -307,26 +313,26 @@ class ImageFiles:
         return ImportedDocument(source, ids, len(record.text.encode()), record.members, corpus)
 
     def _corpus(self, members: Mapping[str, bytes]) -> str:
-        """The corpus of an image's class; empty if there is but one."""
+        """Return the corpus of an image's class; "" if there is only one corpus."""
         if self._split.partition_by is None:
             return ""
         name, values = self._labels.class_name(members), self._split.partition_values
         return to_folder_name(name) if name and (not values or name in values) else OTHER
 
-    def _skip(self, path: str, reason: str, kind: str, counts: StepStats) -> None:
+    def _skip(self, path: str, reason: str, drop_reason: str, counts: StepStats) -> None:
         self._listing.skip_bad(path, reason)
         self.skipped.append(f"{path}: {reason}")
         counts.count_input(0)
-        counts.count_dropped(kind, 0, reason)
+        counts.count_dropped(drop_reason, 0, reason)
 
 
-def _units(files: list[InputFile]) -> list[list[InputFile]]:
-    """Tars, and files that have all but the last suffix in common, in the order of the listing."""
-    units: dict[str, list[InputFile]] = {}
+def _group_files(files: list[InputFile]) -> list[list[InputFile]]:
+    """Return tars, and groups of files that differ only in their last suffix, in the order of the listing."""
+    groups: dict[str, list[InputFile]] = {}
     for file in files:
         key = file.name if _is_tar(file) else file.name.rpartition(".")[0]
-        units.setdefault(key, []).append(file)
-    return list(units.values())
+        groups.setdefault(key, []).append(file)
+    return list(groups.values())
 
 
 def _shuffling_key(file: InputFile, seed: int) -> bytes:

@@ -1,5 +1,4 @@
-"""Input files: a corpus folder or URL as a list of files, in an order that depends on their names alone; and the
-reader that turns files of any format into documents."""
+"""Input files of a corpus folder or URL, in an order that depends on their names alone; and their documents."""
 
 import json
 import os
@@ -28,9 +27,7 @@ _IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "cls", "json", "txt", "tar", 
 USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
     "images": tuple(
-        f"*.{replace_surrogates}"
-        for extension in _IMAGE_EXTENSIONS
-        for replace_surrogates in (extension, extension.upper())
+        f"*.{spelling}" for extension in _IMAGE_EXTENSIONS for spelling in (extension, extension.upper())
     ),
 }
 # Files that Hugging Face `datasets` puts beside the data: descriptions and caches.
@@ -40,8 +37,8 @@ STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages"
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read: its path or URL, its name below the corpus folder, its size in bytes, and its version (the time
-    of its last change, or the store's version)."""
+    """A file to read: path or URL, name below the corpus folder, size in bytes, and version (mtime in ns, or the
+    store's)."""
 
     path: str
     name: str
@@ -90,8 +87,8 @@ class InputFiles:
 
     def fingerprint(self) -> str:
         """Hash the files' names, sizes and versions: the hash changes with the corpus."""
-        facts = [[file.name, file.size, file.version] for file in self.files]
-        return blake3(json.dumps(facts).encode()).hexdigest()
+        listing = [[file.name, file.size, file.version] for file in self.files]
+        return blake3(json.dumps(listing).encode()).hexdigest()
 
     def move_to_front(self, patterns: Sequence[str]) -> None:
         """Put files whose paths match before all others, so that they keep duplicated texts. Raises UsageError if a
@@ -118,9 +115,9 @@ class InputFiles:
 
     def format(self, file: InputFile) -> str:
         """Return the name of a file's format."""
-        return format_of(file.name, self.config, lambda size: self._begin(file, size))
+        return format_of(file.name, self.config, lambda size: self._read_head(file, size))
 
-    def _begin(self, file: InputFile, size: int) -> bytes:
+    def _read_head(self, file: InputFile, size: int) -> bytes:
         """Read the first bytes of a file; none if it can't be read, which the reader will report."""
         if self._remote:
             return self._remote.read_head(self._remote_files[file.name], size)
@@ -172,8 +169,8 @@ class InputFiles:
 
     def _excluded(self, names: Iterable[str]) -> Sequence[str]:
         """Return the patterns of files to exclude from a folder with these names."""
-        of_datasets = any(name.endswith(".arrow") or name == "dataset_dict.json" for name in names)
-        return (*self._exclude, *(_DATASETS_FILES if of_datasets else ()))
+        is_dataset = any(name.endswith(".arrow") or name == "dataset_dict.json" for name in names)
+        return (*self._exclude, *(_DATASETS_FILES if is_dataset else ()))
 
     def _walk(self, root: Path) -> Iterator[InputFile]:
         """List files depth first, sorted by name. Links are followed; one that leads back to a folder above is bad."""
@@ -292,8 +289,10 @@ class DocumentReader:
             advance(file.size)
 
     def _text(self, file: InputFile, path: Path) -> Iterator[Document]:
-        """Yield the parts of a text file, or none if it is bad. The file is read twice, since a partly bad file must
-        not be used, and a large one must not be held in memory."""
+        """Yield the parts of a text file, or none if it is bad.
+
+        The file is read twice: a partly bad file must not be used, and a large one must not be held in memory.
+        """
         try:
             parts = sum(1 for _ in read_text(path, self._limit))
         except (OSError, BadFileError) as error:
@@ -325,10 +324,10 @@ class DocumentReader:
                     is_reported = True
                     self._drop(record.reason, 0, source)
                     continue
-                pieces = list(cut_text(record.text, self._limit))
-                self.counts.changed += len(pieces) > 1
-                for part, text in enumerate(pieces):
-                    if len(pieces) == 1:
+                texts = list(cut_text(record.text, self._limit))
+                self.counts.changed += len(texts) > 1
+                for part, text in enumerate(texts):
+                    if len(texts) == 1:
                         yield Document(source, text, record.url, fields=record.fields)
                     else:
                         yield Document(

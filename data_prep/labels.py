@@ -1,4 +1,4 @@
-"""Class numbers of images, from names of folders, tables, or fields beside them; stored as each image's `.cls`."""
+"""Classes of images, from folder names, tables, or fields beside them, stored as each image's `.cls`."""
 
 import csv
 import json
@@ -18,30 +18,30 @@ MAX_SHOWN = 5
 
 
 class ClassLabels:
-    """The classes of a corpus. `names` [n] are those of classes by number, empty where labels are numbers already.
+    """The classes of a corpus. names: class names in the order of the classes; empty if labels are numbers.
 
-    sources: names of the images' files below the corpus folder, of which those that are no tars name the classes.
+    sources: names of the image files below the corpus folder.
     """
 
     def __init__(self, config: LabelsConfig, sources: Iterable[str]) -> None:
         self._config = config
         self._table = _read_table(config) if config.by == "table" else {}
         self.names = self._class_names(sources)
-        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._class_indices = {name: index for index, name in enumerate(self.names)}
 
     @property
     def fingerprint(self) -> str:
-        """A hash of names and table, on which the labels depend."""
+        """Hash of names and table, on which the labels depend."""
         return blake3(json.dumps([self.names, sorted(self._table.items())]).encode()).hexdigest(length=16)
 
     def apply(self, source: str, image: ImageRecord) -> ImageRecord | Bad:
-        """The image with its class in `.cls`, or why it has none. source: its path, or `TAR#KEY`."""
+        """Return the image with its class in `.cls`, or why it has none. source: its path, or `TAR#KEY`."""
         if self._config.by == "cls":
             return image
-        name = self._name_of(source, image.members)
+        name = self._class_of(source, image.members)
         if name is None:
             return Bad(image.key, f"has no label by {self._where}")
-        number = self._numbers.get(name) if self.names else _class_number(name)
+        number = self._class_indices.get(name) if self.names else _class_number(name)
         if number is None:
             known_labels = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
             return Bad(image.key, f"has the label {name!r}, which is none of {known_labels}")
@@ -51,7 +51,7 @@ class ClassLabels:
         return ImageRecord(image.key, labelled, image.text)
 
     def class_name(self, members: Mapping[str, bytes]) -> str:
-        """The name of an image's class, or its number where classes have none; empty without one."""
+        """Return the name of an image's class, or its number if classes have no names; "" without a class."""
         number = members.get("cls", b"").strip().decode()
         is_named = number.isdigit() and int(number) < len(self.names)
         return self.names[int(number)] if is_named else number
@@ -66,10 +66,10 @@ class ClassLabels:
             "txt": "its .txt",
         }[self._config.by]
 
-    def _name_of(self, source: str, members: Mapping[str, bytes]) -> str | None:
+    def _class_of(self, source: str, members: Mapping[str, bytes]) -> str | None:
         path = source.partition("#")[2] or source
         if self._config.by == "folder":
-            return folder_of(path)
+            return parent_folder(path)
         if self._config.by == "table":
             stem = path.rpartition("/")[2]
             keys = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
@@ -85,7 +85,7 @@ class ClassLabels:
         if self._config.by == "table":
             class_names = set(self._table.values())
         elif self._config.by == "folder":
-            class_names = {name for source in sources if (name := folder_of(source)) is not None}
+            class_names = {name for source in sources if (name := parent_folder(source)) is not None}
         else:
             return []  # values of fields are unknown before they are read
         if not class_names and self._config.by == "folder":
@@ -97,8 +97,8 @@ class ClassLabels:
         return [] if all(_class_number(name) is not None for name in class_names) else sorted(class_names)
 
 
-def folder_of(path: str) -> str | None:
-    """The name of the folder that a file lies in."""
+def parent_folder(path: str) -> str | None:
+    """Return the name of a file's folder; None if it has none."""
     folders = path.split("/")[:-1]
     return folders[-1] if folders else None
 
@@ -108,7 +108,7 @@ def _class_number(name: str) -> int | None:
 
 
 def _read_names(path: Path) -> list[str]:
-    """Read names of classes, one a line."""
+    """Read class names, one a line. Raises UsageError for an unreadable file, and empty or repeated names."""
     try:
         names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

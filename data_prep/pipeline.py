@@ -63,7 +63,7 @@ def run(
     """
     reporter = reporter or Reporter()
     import_plugins(config.plugins)
-    _check_places(config)
+    _check_folders(config)
     workspace = Workspace(config)
     executor = make_executor(workspace.folder) if make_executor else LocalExecutor()
     shared = isinstance(executor, LockExecutor)
@@ -76,9 +76,9 @@ def run(
             reporter.log(f"{workspace.out}: no locks on this file system: let no other prep work here")
         result = executor.broadcast_result(lambda: workspace.finished(shared))
         if result is not None:
-            return PrepSummary(workspace.place, result, already_done=True)
+            return PrepSummary(workspace.location, result, already_done=True)
         result = _prepare(workspace, StageRunner(config, workspace, reporter, executor))
-        return PrepSummary(workspace.place, result, already_done=False)
+        return PrepSummary(workspace.location, result, already_done=False)
 
 
 def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
@@ -110,16 +110,20 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     basis = {**split_basis}
     tokenize_stage = TokenizeStage(stages, stages.folder_for(basis))
     basis["tokenizer"] = values["tokenizer"]
-    facts = tokenize_stage.make_tokenizer(split, basis)
-    provenance = {"config": values, "input_blake3": clean["blake3"], "libraries": _libraries(config, facts)}
-    lossy = [] if facts.get("lossless", True) else [LOSSY]
+    tokenizer_facts = tokenize_stage.make_tokenizer(split, basis)
+    provenance = {
+        "config": values,
+        "input_blake3": clean["blake3"],
+        "libraries": _libraries(config, tokenizer_facts),
+    }
+    lossy = [] if tokenizer_facts.get("lossless", True) else [LOSSY]
     result = {
         **provenance,
         "notes": clean["notes"] + split["notes"] + lossy,
         "skipped_files": clean["skipped_files"],
         "steps": clean["steps"] + deduplicated["steps"] + split["steps"],
         "held_out": split["held_out"],
-        "tokenizer": facts,
+        "tokenizer": tokenizer_facts,
     }
     basis.update(values)
     for name in SPLITS:
@@ -133,7 +137,7 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
     """Run the stages that import token ids or images."""
     basis.update(values)
     config = stages.config
-    facts = stages.run_once(
+    tokenizer_facts = stages.run_once(
         "tokenizer", basis, TokenizeStage(stages, stages.folder_for(basis)).copy_tokenizer, in_out=True
     )
     tokenizer = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
@@ -152,7 +156,7 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
         return {
             "config": values,
             "input_blake3": digest,
-            "libraries": _libraries(config, facts),
+            "libraries": _libraries(config, tokenizer_facts),
             **class_names,
         }
 
@@ -164,7 +168,7 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
         "skipped_files": skipped + imported["skipped_files"],
         "steps": imported["steps"],
         "held_out": {"level": "document", "names": []},
-        "tokenizer": facts,
+        "tokenizer": tokenizer_facts,
         **{name: imported[name] for name in SPLITS},
     }
 
@@ -190,7 +194,7 @@ def _libraries(config: PrepConfig, tokenizer: StageResult) -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in sorted(names)}}
 
 
-def _check_places(config: PrepConfig) -> None:
+def _check_folders(config: PrepConfig) -> None:
     folder = config.read.folder
     if folder is None or ("://" in config.out) != ("://" in folder):
         return

@@ -18,7 +18,7 @@ from megatfm.data_prep.execution.stages import StageResult, StageRunner
 from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 
-LARGEST = 12
+MAX_LISTED = 12
 
 
 class Statistics:
@@ -35,15 +35,17 @@ class Statistics:
         self._fields: dict[str, dict[str, list[int]]] = {}
 
     def add(self, ids: NDArray[Any], documents: Sequence[Sequence[Any]]) -> None:
-        """Count documents. ids: of all documents, concatenated. documents: source, tokens and bytes of text of each,
-        then
-        perhaps sizes of files beside it, domain, language and fields."""
+        """Count documents. ids: of all documents, concatenated.
+
+        documents: source, tokens and bytes of text of each, then maybe sizes of files beside it, domain, language and
+        fields.
+        """
         self._uses += np.bincount(ids, minlength=len(self._uses))
-        for source, tokens, size, *more in documents:
+        for source, tokens, size, *metadata in documents:
             bucket = max(0, tokens - 1).bit_length()
             self._lengths[bucket] = self._lengths.get(bucket, 0) + 1
-            domain, language = more[1:3] if len(more) > 2 else ("", "")
-            fields = countable_fields(more[3]) if len(more) > 3 else {}
+            domain, language = metadata[1:3] if len(metadata) > 2 else ("", "")
+            fields = countable_fields(metadata[3]) if len(metadata) > 3 else {}
             for name, totals in (
                 (Document(source, "").top_level, self._sources),
                 (domain, self._domains),
@@ -56,8 +58,8 @@ class Statistics:
             ):
                 if name and (name in totals or len(totals) <= MOST_VALUES):
                     total = totals.setdefault(name, [0, 0, 0])
-                    for at, value in enumerate((1, size, tokens)):
-                        total[at] += value
+                    for column, value in enumerate((1, size, tokens)):
+                        total[column] += value
 
     def join(self, other: "Statistics") -> None:
         """Add the counts of another instance."""
@@ -75,9 +77,12 @@ class Statistics:
                 counts[name] = [a + b for a, b in zip(counts.get(name, (0, 0, 0)), total, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the statistics as JSON. `lengths`: [most tokens, documents]. `sources`: the largest, as [name,
-        documents, bytes, tokens], and the number of further ones; likewise `domains` and `languages`, if known.
-        `vocabulary`, if there is a tokenizer: ids that occur, and the commonest as [piece, times]."""
+        """Return the statistics as JSON.
+
+        lengths: [maximal tokens, documents]. sources: the largest as [name, documents, bytes, tokens], and the number
+        of further ones; likewise domains and languages, if known. vocabulary, if there is a tokenizer: number of ids
+        that occur, and the commonest as [piece, uses].
+        """
         tables: dict[str, Any] = {}
         for name, totals in (
             ("sources", self._sources),
@@ -86,7 +91,7 @@ class Statistics:
         ):
             if totals or name == "sources":
                 tables[name] = _largest(totals)
-                tables[f"more_{name}"] = max(0, len(totals) - LARGEST)
+                tables[f"more_{name}"] = max(0, len(totals) - MAX_LISTED)
         if self._fields:
             tables["fields"] = {name: _largest(totals) for name, totals in self._countable()}
         vocabulary = {"vocabulary": self._vocabulary(self._tokenizer)} if self._tokenizer else {}
@@ -110,7 +115,7 @@ class Statistics:
         return ((name, totals) for name, totals in self._fields.items() if len(totals) <= MOST_VALUES)
 
     def _vocabulary(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        order = np.argsort(-self._uses, kind="stable")[:LARGEST].tolist()
+        order = np.argsort(-self._uses, kind="stable")[:MAX_LISTED].tolist()
         return {
             "size": len(self._uses),
             "used": int((self._uses > 0).sum()),
@@ -126,12 +131,12 @@ class Statistics:
 
 def _largest(totals: dict[str, list[int]]) -> list[list[Any]]:
     largest = sorted(totals.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))
-    return [[value, *total] for value, total in largest[:LARGEST]]
+    return [[value, *total] for value, total in largest[:MAX_LISTED]]
 
 
 NO_TOKENIZER: StageResult = {"kind": "none", "blake3": "none", "vocab_size": 0}
 """Description of the tokenizer of a corpus without ids."""
-MOST_CORPORA = 100
+MAX_CORPORA = 100
 
 
 class SplitWriter(ExitStack):
@@ -142,27 +147,29 @@ class SplitWriter(ExitStack):
         super().__init__()
         self._stages, self._encoder = stages, encoder
         self._folder: Path = stages.out / name
-        self._by = stages.config.split.partition_by
+        self._partition_by = stages.config.split.partition_by
         self._writers: dict[str, ShardWriter] = {}
         self._statistics: dict[str, Statistics] = {}
         self._number = 0
         # There can be a manifest only if a run was killed between writing it and committing this stage.
         for path in [self._folder / MANIFEST, *self._folder.glob(f"*/{MANIFEST}")]:
             path.unlink(missing_ok=True)
-        if not self._by:
+        if not self._partition_by:
             self._writer("")
 
     def add(
         self, ids: NDArray[Any], documents: Sequence[Sequence[Any]], members: Iterator[Mapping[str, bytes]]
     ) -> None:
-        """Write the documents of a part. ids: of all documents, concatenated. documents: source, tokens and bytes of
-        text of each, then perhaps sizes of files beside it, domain, language, fields and corpus. members: files beside
-        each."""
-        begin, by_corpus = 0, dict[str, tuple[list[NDArray[Any]], list[Sequence[Any]]]]()
+        """Write the documents of a part. ids: of all documents, concatenated. members: files beside each document.
+
+        documents: source, tokens and bytes of text of each, then maybe sizes of files beside it, domain, language,
+        fields and corpus.
+        """
+        start, by_corpus = 0, dict[str, tuple[list[NDArray[Any]], list[Sequence[Any]]]]()
         for document, document_members in zip(documents, members, strict=True):
-            source, count, size, *more = document
-            fields, corpus = more[3:5] if len(more) > 4 else ({}, "")
-            document_ids = ids[begin : begin + count]
+            source, count, size, *metadata = document
+            fields, corpus = metadata[3:5] if len(metadata) > 4 else ({}, "")
+            document_ids = ids[start : start + count]
             self._writer(corpus).add(
                 f"{self._number:09d}",
                 document_ids,
@@ -172,7 +179,7 @@ class SplitWriter(ExitStack):
                 fields,
                 self._image_size(document_members),
             )
-            begin, self._number = begin + count, self._number + 1
+            start, self._number = start + count, self._number + 1
             id_parts, corpus_documents = by_corpus.setdefault(corpus, ([], []))
             id_parts.append(document_ids)
             corpus_documents.append(document)
@@ -180,7 +187,7 @@ class SplitWriter(ExitStack):
             self._statistics[corpus].add(np.concatenate(id_parts), corpus_documents)
 
     def _image_size(self, members: Mapping[str, bytes]) -> tuple[int, int] | None:
-        """Height and width of an imported image."""
+        """Return height and width of an imported image; None for other corpora."""
         if self._stages.config.read.format != "images":
             return None
         from megatfm.corpus.image_size import upright_size
@@ -190,7 +197,7 @@ class SplitWriter(ExitStack):
     def finish(self, provenance: Mapping[str, Any]) -> StageResult:
         """Commit all corpora. Returns the description of the split, and of each corpus if there are several."""
         results = {name: self._finish(name, provenance) for name in sorted(self._writers)}
-        if not self._by:
+        if not self._partition_by:
             return results[""]
         if self._folder.is_dir():
             for path in self._folder.iterdir():
@@ -236,9 +243,9 @@ class SplitWriter(ExitStack):
     def _writer(self, corpus: str) -> ShardWriter:
         if corpus in self._writers:
             return self._writers[corpus]
-        if len(self._writers) == MOST_CORPORA:
+        if len(self._writers) == MAX_CORPORA:
             raise UsageError(
-                f"split.partition_by = {self._by!r}: has over {MOST_CORPORA} values: say with "
+                f"split.partition_by = {self._partition_by!r}: has over {MAX_CORPORA} values: say with "
                 "split.partition_values which get a corpus"
             )
         compress = self._stages.config.compress

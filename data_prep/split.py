@@ -41,8 +41,10 @@ FILE_LEVELS, DOCUMENT_LEVELS = (*LEVELS,)[:2], (*LEVELS,)[2:]
 
 @dataclass(frozen=True)
 class Split:
-    """The level at which a corpus is split, and the held-out names; of very many names, those are held out whose hash
-    (its first two bytes) is less than `below`."""
+    """The level at which a corpus is split, and the held-out names.
+
+    below: if there are too many names, names with a smaller 16-bit hash are held out.
+    """
 
     level: str
     held_out: frozenset[str]
@@ -108,11 +110,10 @@ def plan_parts_of_files(sizes: Mapping[str, Mapping[str, int]], share: float, se
 def plan_by_hash(
     parts: Iterable[Mapping[str, Mapping[str, int]]], level: str, share: float, seed: int
 ) -> Split | None:
-    """Plan the split of more documents than a process can hold the names of: those of the lowest hashes are held out,
-    at
-    most `share` of all bytes and at least half of that; None if that is impossible.
+    """Plan the split by hashes of names, if there are too many names to hold in memory; None if that is impossible.
 
-    parts: for each part, by level, the bytes of each name.
+    Names with the lowest hashes are held out: at most `share` of all bytes, and at least half of that. parts: for each
+    part, by level, the bytes of each name.
     """
     bins = np.zeros(2**16, np.int64)
     for part in parts:
@@ -157,7 +158,7 @@ class SplitStage:
         if not config.has_validation_split:
             return NO_SPLIT
 
-        def by_files() -> StageResult:
+        def plan_by_files() -> StageResult:
             sizes: Counter[str] = Counter()
             for part in self._stages.task_results(self._name, basis, range(self._parts)):
                 sizes.update(part["files"])
@@ -174,7 +175,7 @@ class SplitStage:
                     level_sizes[LEVELS[level](document)] += document.text_bytes
             return sizes
 
-        def by_sources(parts: Iterable[StageResult]) -> StageResult:
+        def plan_by_documents(parts: Iterable[StageResult]) -> StageResult:
             split = _plan_documents(parts, share, seed)
             if split is None:
                 raise UsageError(
@@ -182,9 +183,9 @@ class SplitStage:
                 )
             return _plan(split, ({"files": part[split.level]} for part in parts))
 
-        if (plan := self._stages.run_once("split-plan", basis, by_files))["level"]:
+        if (plan := self._stages.run_once("split-plan", basis, plan_by_files))["level"]:
             return plan
-        return self._stages.run_parts("split-plan-parts", basis, self._parts, measure, by_sources)
+        return self._stages.run_parts("split-plan-parts", basis, self._parts, measure, plan_by_documents)
 
     def run(self, plan: StageResult, size: int, basis: StageResult) -> StageResult:
         """Write both splits into the folder of the basis: training without near duplicates of held-out documents."""
@@ -293,10 +294,10 @@ def _plan(split: Split | None, parts: Iterable[StageResult]) -> StageResult:
     """Return a split as JSON, with the numbers of the parts that contain held-out files or documents."""
     if split is None:
         return {"level": None}
-    numbers = [
-        number
-        for number, part in enumerate(parts)
+    part_indices = [
+        index
+        for index, part in enumerate(parts)
         if any(split.holds_out(Document(name, "")) for name in part["files"])
     ]
     below = {"below": split.below} if split.below else {}
-    return {"level": split.level, "names": sorted(split.held_out), **below, "parts": numbers}
+    return {"level": split.level, "names": sorted(split.held_out), **below, "parts": part_indices}

@@ -49,8 +49,8 @@ def make_tokenizer_files(config: TokenizerConfig, texts: Iterable[str]) -> dict[
     else:
         files = {MODEL: train()}
     if MODEL in files:
-        facts = tokenizers.SentencePieceTokenizer(files[MODEL]).describe()
-        files[JSON] = f"{json.dumps(facts, indent=2)}\n".encode()
+        description = tokenizers.SentencePieceTokenizer(files[MODEL]).describe()
+        files[JSON] = f"{json.dumps(description, indent=2)}\n".encode()
     return files
 
 
@@ -88,7 +88,7 @@ class TokenizeStage:
         self._stages = stages
         self._config = stages.config
         self._folder = folder
-        self._by = stages.config.split.partition_by
+        self._partition_by = stages.config.split.partition_by
 
     def make_tokenizer(self, split: StageResult, basis: StageResult) -> StageResult:
         """Copy or train the tokenizer, unless that is committed for this basis. Returns its description."""
@@ -113,10 +113,10 @@ class TokenizeStage:
         """Write a fixed random sample of documents to train the tokenizer on."""
         with self._stages.reporter.stage("tokenizer-sample", total) as advance:
 
-            def work(number: int) -> StageResult:
-                documents = track_progress(read_documents(part_path(self._folder, "train", number)), advance)
+            def work(part: int) -> StageResult:
+                documents = track_progress(read_documents(part_path(self._folder, "train", part)), advance)
                 with DocumentWriter(
-                    part_path(self._stages.folder_for(basis), "tokenizer-sample", number)
+                    part_path(self._stages.folder_for(basis), "tokenizer-sample", part)
                 ) as writer:
                     for document in documents:
                         if _in_sample(document, share):
@@ -150,7 +150,7 @@ class TokenizeStage:
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
                         entry: list[Any] = [document.domain, document.language]
-                        if document.fields or self._by:
+                        if document.fields or self._partition_by:
                             entry += [dict(document.fields), self._corpus(document)]
                         token_counts.append([document.id, len(ids), document.text_bytes, [], *entry])
                         advance(document.text_bytes)
@@ -176,8 +176,8 @@ class TokenizeStage:
         """Yield the files beside each document, by extension."""
         with ExitStack() as stack:
             file = None
-            for _, _, _, *more in documents:
-                sizes = more[0] if more else []
+            for _, _, _, *metadata in documents:
+                sizes = metadata[0] if metadata else []
                 if sizes and file is None:
                     file = stack.enter_context(open(path, "rb"))
                 yield {extension: file.read(size) for extension, size in sizes} if sizes and file else {}
@@ -192,17 +192,17 @@ class TokenizeStage:
     ) -> StageResult:
         """Write shards of the ids in a folder; without an encoder there are no ids."""
         with SplitWriter(self._stages, name, encoder) as writer:
-            for part, facts in enumerate(parts):
+            for part, result in enumerate(parts):
                 ids = np.fromfile(tokens_path(folder, name, part), "<i4")
-                members = self._members(members_path(folder, name, part), facts["documents"])
-                writer.add(ids, facts["documents"], members)
+                members = self._members(members_path(folder, name, part), result["documents"])
+                writer.add(ids, result["documents"], members)
             return writer.finish({**provenance, "split": name})
 
     def _corpus(self, document: Document) -> str:
         """Return the corpus that a document belongs to; empty if there is only one."""
-        if not self._by:
+        if not self._partition_by:
             return ""
-        value, values = document.get(self._by), self._config.split.partition_values
+        value, values = document.get(self._partition_by), self._config.split.partition_values
         name = "" if value is None else str(value)
         return to_folder_name(name) if name and (not values or name in values) else OTHER
 

@@ -25,10 +25,9 @@ from megatfm.inference.decoding import Sampling
 from megatfm.inference.embeddings import Pooling, SentenceEmbedder, warn_unmarked_padding
 from megatfm.inference.evaluate import evaluate_run
 from megatfm.inference.evaluation_tasks import evaluate_questions, open_tasks
+from megatfm.inference.prompts import BEGIN, SENTINEL
 from megatfm.inference.samples import PromptSampler
 from megatfm.inference.text import (
-    BEGIN,
-    SENTINEL,
     TextModel,
     attach_tokenizer,
     generate_text,
@@ -224,12 +223,12 @@ class Model:
     def _text_encoder(self) -> SentenceEmbedder:
         if is_hf_folder(self.path):
             options = sentence_transformer_options(self.path, self.module)
-            begins = bos_prefix_ids_of(self.path, tokenizer := tokenizers.load(tokenizer_path(self.path)))
-            return SentenceEmbedder(self.module, tokenizer, begins=begins, **options)
+            prefix_ids = bos_prefix_ids_of(self.path, tokenizer := tokenizers.load(tokenizer_path(self.path)))
+            return SentenceEmbedder(self.module, tokenizer, prefix_ids=prefix_ids, **options)
         loaded = self._with_tokenizer()
         longest = loaded.config.model.position.limit or loaded.config.data.sequence_length
         return SentenceEmbedder(
-            self.module, loaded.tokenizer, max_tokens=longest, begins=loaded.prompt_prefix_ids
+            self.module, loaded.tokenizer, max_tokens=longest, prefix_ids=loaded.prompt_prefix_ids
         )
 
     def _with_tokenizer(self) -> TextModel:

@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 KeyPart = int | str
 
 
-class PieceKey(NamedTuple):
-    """Key for all random draws of a document's piece in an epoch."""
+class ChunkKey(NamedTuple):
+    """Key for all random draws of a document's chunk in an epoch."""
 
     seed: int
     epoch: int
     sample: int
     """Index of the document in its corpus."""
-    piece: int
-    """Index of the piece in its document."""
+    chunk: int
+    """Index of the chunk in its document."""
 
     @property
     def without_epoch(self) -> NDArray[np.uint64]:
-        """`piece_keys` of the piece [1], which are the same in every epoch."""
-        return piece_keys(self.seed, np.array([self.sample]), np.array([self.piece]))
+        """`chunk_keys` of the chunk [1], which are the same in every epoch."""
+        return chunk_keys(self.seed, np.array([self.sample]), np.array([self.chunk]))
 
 
 def bit_generator(*key: KeyPart) -> np.random.Philox:
@@ -70,9 +70,9 @@ def hash_rows(key: tuple[KeyPart, ...], *columns: NDArray[Any]) -> NDArray[np.ui
     return hashed
 
 
-def piece_keys(seed: int, samples: NDArray[Any], pieces: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return a key for each piece [n], the same in all epochs, with which packing is planned."""
-    return hash_rows((seed, "pieces"), samples, pieces)
+def chunk_keys(seed: int, samples: NDArray[Any], chunks: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return a key for each chunk [n], the same in all epochs, with which packing is planned."""
+    return hash_rows((seed, "pieces"), samples, chunks)
 
 
 def row_keys(seed: int, positions: NDArray[Any]) -> NDArray[np.int64]:

@@ -32,10 +32,10 @@ from megatfm.data_prep.dedup.key_table import (
 )
 from megatfm.data_prep.execution.progress import UpdateProgress
 
-SMALL = 32
+SMALL_BUCKET = 32
 """A bucket of at most this size compares all pairs; a larger one compares all remaining rows with the first of them,
 until none remains."""
-PAIRS = 2**13
+MAX_PAIRS = 2**13
 """Most pairs whose signatures are compared at a time: 7 MB."""
 JOIN_BYTES = 80
 """Bytes of memory for each row of a bucket that is read, as measured with tracemalloc."""
@@ -65,8 +65,8 @@ class Buckets:
             leftover_path,
         )
         # Signatures take a third of the memory.
-        self._at_once = max(2, memory_bytes // (3 * rows.columns * 4))
-        self._pairs = max(64, min(PAIRS, memory_bytes // (16 * rows.columns)))
+        self._max_rows = max(2, memory_bytes // (3 * rows.columns * 4))
+        self._max_pairs = max(64, min(MAX_PAIRS, memory_bytes // (16 * rows.columns)))
 
     def edges(self, parts: list[HashRange], low: int, high: int) -> Iterator[Edges]:
         """Yield edges of rows whose hashes lie from `low` up to `high`; in halves if they don't fit the memory."""
@@ -81,84 +81,90 @@ class Buckets:
             yield from self.edges(lower, low, middle)
             yield from self.edges(upper, middle, high)
         else:
-            yield from self._compare_on_disk(_places(part, self._at_once) for part in parts)
+            yield from self._compare_on_disk(_read_rows(part, self._max_rows) for part in parts)
 
     def _in_memory(self, parts: list[HashRange], size: int) -> Iterator[Edges]:
-        hashes, places, at = np.empty(size, np.uint64), np.empty(size, np.int64), 0
+        hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         for part in parts:
             records = _records(part)
-            destination = slice(at, at := at + len(records))
-            hashes[destination], places[destination] = records["hash"], records["place"]
-            places[destination] += part.base
+            destination = slice(start, start := start + len(records))
+            hashes[destination], row_indices[destination] = records["hash"], records["place"]
+            row_indices[destination] += part.base
         order = argsort_stable(hashes)
-        hashes, places = hashes[order], places[order]
+        hashes, row_indices = hashes[order], row_indices[order]
         begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(hashes)])
         sizes = np.diff(np.append(begins, len(hashes)))
-        places, sizes = places[np.repeat(sizes > 1, sizes)], sizes[sizes > 1]
+        row_indices, sizes = row_indices[np.repeat(sizes > 1, sizes)], sizes[sizes > 1]
         del hashes, order
         ends = np.cumsum(sizes)
         bucket = begin = 0
         while bucket < len(sizes):
-            last = int(np.searchsorted(ends, begin + self._at_once, "right"))
+            last = int(np.searchsorted(ends, begin + self._max_rows, "right"))
             if last > bucket:
-                yield self._compare(places[begin : ends[last - 1]], sizes[bucket:last])
+                yield self._compare(row_indices[begin : ends[last - 1]], sizes[bucket:last])
             else:
                 last = bucket + 1
-                batch_rows = range(begin, int(ends[bucket]), self._at_once)
-                chunks = (places[begin2 : min(begin2 + self._at_once, ends[bucket])] for begin2 in batch_rows)
+                batch_rows = range(begin, int(ends[bucket]), self._max_rows)
+                chunks = (
+                    row_indices[start2 : min(start2 + self._max_rows, ends[bucket])] for start2 in batch_rows
+                )
                 yield from self._compare_on_disk(iter([chunks]))
             bucket, begin = last, int(ends[last - 1])
 
-    def _compare(self, places: RowIndices, sizes: NDArray[np.int64]) -> Edges:
+    def _compare(self, row_indices: RowIndices, sizes: NDArray[np.int64]) -> Edges:
         """Return the similar pairs in consecutive buckets of these sizes."""
-        numbers, members = np.unique(places, return_inverse=True)
-        signs = self._rows.pick(numbers)
+        distinct_rows, members = np.unique(row_indices, return_inverse=True)
+        signatures = self._rows.pick(distinct_rows)
         similar_pairs = [np.empty((0, 2), np.int64)]
         while len(members):
-            is_small = np.repeat(sizes <= SMALL, sizes)
-            for pairs in _all_pairs(members[is_small], sizes[sizes <= SMALL]):
-                similar_pairs.append(pairs[self._alike(signs, pairs)])
-            members, sizes = members[~is_small], sizes[sizes > SMALL]
-            heads = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
-            pairs = np.stack([heads, members], axis=1)
-            is_similar = self._alike(signs, pairs)
-            similar_pairs.append(pairs[is_similar & (heads != members)])
+            is_small = np.repeat(sizes <= SMALL_BUCKET, sizes)
+            for pairs in _all_pairs(members[is_small], sizes[sizes <= SMALL_BUCKET]):
+                similar_pairs.append(pairs[self._are_similar(signatures, pairs)])
+            members, sizes = members[~is_small], sizes[sizes > SMALL_BUCKET]
+            first_members = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
+            pairs = np.stack([first_members, members], axis=1)
+            is_similar = self._are_similar(signatures, pairs)
+            similar_pairs.append(pairs[is_similar & (first_members != members)])
             buckets = np.repeat(np.arange(len(sizes)), sizes)[~is_similar]
             members, sizes = members[~is_similar], np.bincount(buckets, minlength=len(sizes))
             sizes = sizes[sizes > 0]
-        return numbers[np.concatenate(similar_pairs)]
+        return distinct_rows[np.concatenate(similar_pairs)]
 
-    def _alike(self, signs: NDArray[Any], pairs: Edges) -> NDArray[np.bool_]:
+    def _are_similar(self, signatures: NDArray[Any], pairs: Edges) -> NDArray[np.bool_]:
         is_similar = np.empty(len(pairs), np.bool_)
-        for at in range(0, len(pairs), self._pairs):
-            left, right = pairs[at : at + self._pairs].T
-            is_similar[at : at + self._pairs] = (signs[left] == signs[right]).mean(axis=1) >= self._similarity
+        for start in range(0, len(pairs), self._max_pairs):
+            left, right = pairs[start : start + self._max_pairs].T
+            is_similar[start : start + self._max_pairs] = (signatures[left] == signatures[right]).mean(
+                axis=1
+            ) >= self._similarity
         return is_similar
 
     def _compare_on_disk(self, parts: Iterator[Iterator[RowIndices]]) -> Iterator[Edges]:
         """Compare rows of a bucket that doesn't fit the memory, in one pass for each distinct signature."""
-        chunks: Iterator[RowIndices] = (places for part in parts for places in part)
-        files = [self._leftover_path.with_name(f"{self._leftover_path.name}.{number}") for number in (0, 1)]
+        chunks: Iterator[RowIndices] = (row_indices for part in parts for row_indices in part)
+        files = [self._leftover_path.with_name(f"{self._leftover_path.name}.{index}") for index in (0, 1)]
         try:
             while True:
-                n_left, head = 0, None
+                n_left, first_row = 0, None
                 with disk_errors_as_megatfm_errors(files[0]), open(files[0], "wb") as file:
-                    for places in chunks:
-                        signs = self._rows.pick(places)
-                        head = (int(places[0]), signs[0].copy()) if head is None else head
-                        is_similar = (signs == head[1]).mean(axis=1) >= self._similarity
-                        del signs
-                        similar = places[is_similar & (places != head[0])]
-                        yield np.stack([np.full(len(similar), head[0]), similar], axis=1)
-                        file.write(places[~is_similar].tobytes())
+                    for row_indices in chunks:
+                        signatures = self._rows.pick(row_indices)
+                        first_row = (
+                            (int(row_indices[0]), signatures[0].copy()) if first_row is None else first_row
+                        )
+                        is_similar = (signatures == first_row[1]).mean(axis=1) >= self._similarity
+                        del signatures
+                        similar = row_indices[is_similar & (row_indices != first_row[0])]
+                        yield np.stack([np.full(len(similar), first_row[0]), similar], axis=1)
+                        file.write(row_indices[~is_similar].tobytes())
                         n_left += int((~is_similar).sum())
                 files.reverse()
-                if n_left <= self._at_once:
+                if n_left <= self._max_rows:
                     break
-                chunks = _read_places(files[1], n_left, self._at_once)
+                chunks = _read_row_file(files[1], n_left, self._max_rows)
             if n_left > 1:
-                places = read_array(files[1], np.dtype(np.int64), 0, n_left)
-                yield self._compare(places, np.array([n_left]))
+                row_indices = read_array(files[1], np.dtype(np.int64), 0, n_left)
+                yield self._compare(row_indices, np.array([n_left]))
         finally:
             for path in files:
                 path.unlink(missing_ok=True)
@@ -197,15 +203,15 @@ def _records(part: HashRange) -> NDArray[Any]:
     return read_array(part.path, RECORD, part.begin, part.end - part.begin)
 
 
-def _places(part: HashRange, batch_rows: int) -> Iterator[RowIndices]:
-    for at in range(part.begin, part.end, batch_rows):
-        records = _records(part._replace(begin=at, end=min(at + batch_rows, part.end)))
+def _read_rows(part: HashRange, batch_rows: int) -> Iterator[RowIndices]:
+    for start in range(part.begin, part.end, batch_rows):
+        records = _records(part._replace(begin=start, end=min(start + batch_rows, part.end)))
         yield records["place"].astype(np.int64) + part.base
 
 
-def _read_places(path: Path, count: int, batch_rows: int) -> Iterator[RowIndices]:
-    for at in range(0, count, batch_rows):
-        yield read_array(path, np.dtype(np.int64), at, min(batch_rows, count - at))
+def _read_row_file(path: Path, count: int, batch_rows: int) -> Iterator[RowIndices]:
+    for start in range(0, count, batch_rows):
+        yield read_array(path, np.dtype(np.int64), start, min(batch_rows, count - start))
 
 
 # Bytes of memory for each row, as measured with tracemalloc: of signatures, or of edges, at most one a band.
@@ -226,7 +232,7 @@ class _Search:
         self._rows, self._index, self._bands = rows, index, bands
         self._similarity = similarity
         sort_bytes = max(_SORT_BYTES + _SIGN_BYTES * rows.columns, _EDGE_BYTES * bands)
-        self._partitioning = Partitioning.of(len(rows), index.memory_bytes, sort_bytes, JOIN_BYTES)
+        self._partitioning = Partitioning.fit_memory(len(rows), index.memory_bytes, sort_bytes, JOIN_BYTES)
 
     def run(self) -> Facts:
         partitioning, run, total = self._partitioning, self._index.run_tasks, len(self._rows)
@@ -237,12 +243,12 @@ class _Search:
 
     def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
         begin, end = self._partitioning.chunk(chunk)
-        signs = self._rows.read(begin, end)
+        signatures = self._rows.read(begin, end)
         width = self._rows.columns // self._bands
         partitions = self._bands * self._partitioning.ranges
         with PartitionsWriter(self._index.path("sorted", chunk), partitions) as writer:
             for band in range(self._bands):
-                hashes = band_hashes(signs, band, width)
+                hashes = band_hashes(signatures, band, width)
                 order = argsort_stable(hashes)
                 records = np.empty(len(order), RECORD)
                 records["hash"], records["place"] = hashes[order], order
@@ -251,19 +257,19 @@ class _Search:
         advance(end - begin)
         return {}
 
-    def _join(self, number: int, advance: UpdateProgress) -> Facts:
+    def _join(self, partition: int, advance: UpdateProgress) -> Facts:
         partitioning = self._partitioning
-        ranges, range_index = partitioning.ranges, number % partitioning.ranges
+        ranges, range_index = partitioning.ranges, partition % partitioning.ranges
         parts = [
             HashRange(self._index.path("sorted", chunk), chunk * partitioning.chunk_rows, begin, end)
             for chunk in range(partitioning.chunks)
-            for begin, end in find_slices(self._index.path("sorted", chunk), self._bands * ranges, number)
+            for begin, end in find_slices(self._index.path("sorted", chunk), self._bands * ranges, partition)
         ]
         low, high = range_index * 2**64 // ranges, (range_index + 1) * 2**64 // ranges
         buckets = Buckets(
-            self._rows, self._similarity, self._index.memory_bytes, self._index.path("rest", number)
+            self._rows, self._similarity, self._index.memory_bytes, self._index.path("rest", partition)
         )
-        with PartitionsWriter(self._index.path("joined", number), partitioning.chunks) as writer:
+        with PartitionsWriter(self._index.path("joined", partition), partitioning.chunks) as writer:
             for edges in buckets.edges(parts, low, high):
                 edges = spanning_forest(edges)
                 edges = edges[np.argsort(edges[:, 1])]
@@ -282,9 +288,9 @@ class _Search:
         return {}
 
     def _joined(self, chunk: int) -> Iterator[NDArray[Any]]:
-        for number in range(self._bands * self._partitioning.ranges):
+        for partition in range(self._bands * self._partitioning.ranges):
             yield from read_partition(
-                self._index.path("joined", number), _EDGE, self._partitioning.chunks, chunk
+                self._index.path("joined", partition), _EDGE, self._partitioning.chunks, chunk
             )
 
     def _cluster(self, _: int, advance: UpdateProgress) -> Facts:
@@ -295,12 +301,12 @@ class _Search:
             begin, end = self._partitioning.chunk(chunk)
             marks = np.zeros(end - begin, np.uint8)
             edges = np.empty((0, 2), np.int64)
-            for packed_edges in self._in_batches(self._edges_of(chunk)):
+            for packed_edges in self._in_batches(self._chunk_edges(chunk)):
                 edges = spanning_forest(np.concatenate([edges, self._unpack(packed_edges, chunk)]))
                 lower = edges[edges[:, 1] < begin]
                 edges = edges[edges[:, 1] >= begin]
                 order = np.argsort(lower[:, 1])
-                at = 0
+                start = 0
                 for lower_chunk, count in enumerate(
                     self._partitioning.count_by_chunk(lower[order, 1]).tolist()
                 ):
@@ -309,21 +315,21 @@ class _Search:
                             disk_errors_as_megatfm_errors(forwarded_paths[lower_chunk]),
                             open(forwarded_paths[lower_chunk], "ab") as file,
                         ):
-                            file.write(self._pack(lower[order[at : at + count]]).tobytes())
-                    at += count
+                            file.write(self._pack(lower[order[start : start + count]]).tobytes())
+                    start += count
             marks[edges[:, 1] - begin] = 1
             write_keys(self._index.path("marks", chunk), [marks])
             advance(end - begin)
         return {}
 
-    def _edges_of(self, chunk: int) -> Iterator[NDArray[Any]]:
+    def _chunk_edges(self, chunk: int) -> Iterator[NDArray[Any]]:
         """Yield the edges of a chunk's rows to lower ones, and those that were passed down to it."""
         step = self._batch()
         for kind in ("edges", "passed"):
             path = self._index.path(kind, chunk)
             count = path.stat().st_size // _EDGE.itemsize if path.exists() else 0
-            for at in range(0, count, step):
-                yield read_array(path, _EDGE, at, min(step, count - at))
+            for start in range(0, count, step):
+                yield read_array(path, _EDGE, start, min(step, count - start))
 
     def _in_batches(self, arrays: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
         batch: list[NDArray[Any]] = []

@@ -51,12 +51,12 @@ def mark_repeats(rows: KeyTable, index: DedupContext) -> Facts:
 class _Search:
     def __init__(self, rows: KeyTable, index: DedupContext) -> None:
         self._rows, self._index = rows, index
-        self._partitioning = Partitioning.of(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
+        self._partitioning = Partitioning.fit_memory(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
         self._is_checked = rows.columns > 1
         check = [("check", "<u8")] if self._is_checked else []
         first = [("first", "<i8")] if self._is_checked else []
-        self._record = np.dtype([("hash", "<u8"), ("place", "<u4"), *check])
-        self._later = np.dtype([("place", "<u4"), *first])
+        self._record_dtype = np.dtype([("hash", "<u8"), ("place", "<u4"), *check])
+        self._repeat_dtype = np.dtype([("place", "<u4"), *first])
 
     def run(self) -> Facts:
         partitioning, run = self._partitioning, self._index.run_tasks
@@ -71,7 +71,7 @@ class _Search:
         check = np.ascontiguousarray(columns[:, 1]) if self._is_checked else None
         del columns
         firsts, repeats, first_of_repeat = group_equal_keys(hashes, check)
-        records = np.empty(len(firsts), self._record)
+        records = np.empty(len(firsts), self._record_dtype)
         records["hash"], records["place"] = hashes[firsts], firsts
         if check is not None:
             records["check"] = check[firsts]
@@ -82,18 +82,18 @@ class _Search:
         advance(end - begin)
         return {"later": len(repeats)}
 
-    def _join(self, number: int, advance: UpdateProgress) -> Facts:
+    def _join(self, hash_range: int, advance: UpdateProgress) -> Facts:
         partitioning = self._partitioning
         parts = [
             (chunk, begin, end)
             for chunk in range(partitioning.chunks)
-            for begin, end in find_slices(self._index.path("sorted", chunk), partitioning.ranges, number)
+            for begin, end in find_slices(self._index.path("sorted", chunk), partitioning.ranges, hash_range)
         ]
-        low, high = number * 2**64 // partitioning.ranges, (number + 1) * 2**64 // partitioning.ranges
-        with PartitionsWriter(self._index.path("joined", number), partitioning.chunks) as writer:
-            for hashes, places, check in self._range_in_memory(parts, low, high):
+        low, high = hash_range * 2**64 // partitioning.ranges, (hash_range + 1) * 2**64 // partitioning.ranges
+        with PartitionsWriter(self._index.path("joined", hash_range), partitioning.chunks) as writer:
+            for hashes, row_indices, check in self._range_in_memory(parts, low, high):
                 _, repeats, firsts = group_equal_keys(hashes, check)
-                rows, firsts = places[repeats], places[firsts]
+                rows, firsts = row_indices[repeats], row_indices[firsts]
                 order = np.argsort(rows)
                 rows, firsts = rows[order], firsts[order]
                 writer.add(
@@ -118,22 +118,22 @@ class _Search:
             yield from self._range_in_memory(lower, low, middle)
             yield from self._range_in_memory(upper, middle, high)
             return
-        hashes, places, at = np.empty(size, np.uint64), np.empty(size, np.int64), 0
+        hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         check = np.empty(size, np.uint64) if self._is_checked else None
         for chunk, begin, end in parts:
-            records = read_array(self._index.path("sorted", chunk), self._record, begin, end - begin)
-            destination = slice(at, at := at + len(records))
+            records = read_array(self._index.path("sorted", chunk), self._record_dtype, begin, end - begin)
+            destination = slice(start, start := start + len(records))
             hashes[destination] = records["hash"]
-            places[destination] = records["place"]
-            places[destination] += chunk * self._partitioning.chunk_rows
+            row_indices[destination] = records["place"]
+            row_indices[destination] += chunk * self._partitioning.chunk_rows
             if check is not None:
                 check[destination] = records["check"]
-        yield hashes, places, check
+        yield hashes, row_indices, check
 
     def _search(self, part: _Slice, middle: int) -> int:
         """Find the first record whose hash is at least `middle`."""
         chunk, begin, end = part
-        mapped = np.memmap(self._index.path("sorted", chunk), self._record, "r", shape=(end,))
+        mapped = np.memmap(self._index.path("sorted", chunk), self._record_dtype, "r", shape=(end,))
         return begin + int(np.searchsorted(mapped["hash"][begin:], np.uint64(middle)))
 
     def _mark(self, chunk: int, advance: UpdateProgress) -> Facts:
@@ -149,25 +149,25 @@ class _Search:
         if firsts is None:
             return {}
         examples = []
-        for place in np.flatnonzero(marks)[:EXAMPLES].tolist():
-            first = int(firsts[place])  # if in this chunk, it may be a repeat itself
-            examples.append([begin + place, int(firsts[first - begin]) if first >= begin else first])
+        for index in np.flatnonzero(marks)[:EXAMPLES].tolist():
+            first = int(firsts[index])  # if in this chunk, it may be a repeat itself
+            examples.append([begin + index, int(firsts[first - begin]) if first >= begin else first])
         return {"examples": examples}
 
     def _repeats_of_chunk(self, chunk: int) -> Iterator[NDArray[Any]]:
         path = self._index.path("later", chunk)
-        yield read_array(path, self._later, 0, path.stat().st_size // self._later.itemsize)
-        for number in range(self._partitioning.ranges):
-            path = self._index.path("joined", number)
-            yield from read_partition(path, self._later, self._partitioning.chunks, chunk)
+        yield read_array(path, self._repeat_dtype, 0, path.stat().st_size // self._repeat_dtype.itemsize)
+        for hash_range in range(self._partitioning.ranges):
+            path = self._index.path("joined", hash_range)
+            yield from read_partition(path, self._repeat_dtype, self._partitioning.chunks, chunk)
 
     def _joined(self, parts: Iterable[Facts]) -> Facts:
         examples = islice((example for part in parts for example in part.get("examples", ())), EXAMPLES)
         return {"each": self._partitioning.chunk_rows, "examples": list(examples)}
 
-    def _repeat_records(self, places: RowIndices, firsts: RowIndices) -> NDArray[Any]:
-        records = np.empty(len(places), self._later)
-        records["place"] = places
+    def _repeat_records(self, row_indices: RowIndices, firsts: RowIndices) -> NDArray[Any]:
+        records = np.empty(len(row_indices), self._repeat_dtype)
+        records["place"] = row_indices
         if self._is_checked:
             records["first"] = firsts
         return records
@@ -181,14 +181,16 @@ def group_equal_keys(
         return (np.empty(0, np.int64),) * 3
     order = np.argsort(hashes)  # the default kind is vectorized; a stable one takes three times as long
     sorted_hashes = hashes[order]
-    new = np.concatenate([[True], sorted_hashes[1:] != sorted_hashes[:-1]])
-    if check is not None and not new.all():
+    is_first = np.concatenate([[True], sorted_hashes[1:] != sorted_hashes[:-1]])
+    if check is not None and not is_first.all():
         sorted_check = check[order]
-        if ((sorted_check[1:] != sorted_check[:-1]) & ~new[1:]).any():  # two keys with one hash: very rare
+        if (
+            (sorted_check[1:] != sorted_check[:-1]) & ~is_first[1:]
+        ).any():  # two keys with one hash: very rare
             order = np.lexsort((check, hashes))
             sorted_hashes, sorted_check = hashes[order], check[order]
-            new[1:] = (sorted_hashes[1:] != sorted_hashes[:-1]) | (sorted_check[1:] != sorted_check[:-1])
-    begins = np.flatnonzero(new)
+            is_first[1:] = (sorted_hashes[1:] != sorted_hashes[:-1]) | (sorted_check[1:] != sorted_check[:-1])
+    begins = np.flatnonzero(is_first)
     firsts = np.minimum.reduceat(order, begins)
     if len(firsts) == len(order):
         return firsts, np.empty(0, np.int64), np.empty(0, np.int64)

@@ -48,7 +48,7 @@ _POINTS = (
 )
 # fmt: on
 _PLANES = ((0, 0x323B0), (0xE0000, 0xE0200))
-"""Code points that have anything but private and unassigned ones."""
+"""Ranges of code points outside of which all are private or unassigned."""
 _FIRST, _SECOND, _BASE = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
 _27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
 # Masks for the eight bytes at a place, of which 0 … 8 belong to the word (little-endian).
@@ -65,35 +65,35 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     if is_word[0]:
         edges = np.concatenate([[0], edges])
     begins, ends = edges[::2], edges[1::2]
-    places = np.cumsum([0, *(len(text_bytes) + 1 for text_bytes in encoded)])
-    return _hash(joined, begins, ends - begins), np.searchsorted(begins, places)
+    text_starts = np.cumsum([0, *(len(text_bytes) + 1 for text_bytes in encoded)])
+    return _hash(joined, begins, ends - begins), np.searchsorted(begins, text_starts)
 
 
 def ngram_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hashes of all runs of `length` words inside each text, and where each text's begin.
+    """Return the hashes of all n-grams of `length` words in each text, and the first n-gram of each text [texts + 1].
 
-    A text of fewer words, but at least one, has one run: all of its words.
+    A text of fewer words, but at least one, has one n-gram: all of its words.
     """
     combined = np.zeros(max(0, len(words) - length + 1), np.uint64)
-    for at in range(length if len(combined) else 0):
+    for index in range(length if len(combined) else 0):
         combined *= _BASE
-        combined += words[at : at + len(combined)]
+        combined += words[index : index + len(combined)]
     combined = splitmix64(combined)
     counts = np.diff(offsets)
-    runs = np.where(counts >= length, counts - length + 1, (counts > 0).astype(np.int64))
-    begins = np.concatenate([[0], np.cumsum(runs)])
-    result = np.empty(begins[-1], np.uint64)
-    full = np.repeat(counts >= length, runs)
-    inside = np.arange(begins[-1]) - np.repeat(begins[:-1], runs)
-    source = np.repeat(offsets[:-1], runs) + inside
-    result[full] = combined[source[full]]
+    n_ngrams = np.where(counts >= length, counts - length + 1, (counts > 0).astype(np.int64))
+    starts = np.concatenate([[0], np.cumsum(n_ngrams)])
+    result = np.empty(starts[-1], np.uint64)
+    is_full = np.repeat(counts >= length, n_ngrams)
+    index_in_text = np.arange(starts[-1]) - np.repeat(starts[:-1], n_ngrams)
+    source = np.repeat(offsets[:-1], n_ngrams) + index_in_text
+    result[is_full] = combined[source[is_full]]
     for text in np.flatnonzero((counts < length) & (counts > 0)):
-        result[begins[text]] = ngram_hash(words[offsets[text] : offsets[text + 1]])
-    return result, begins
+        result[starts[text]] = ngram_hash(words[offsets[text] : offsets[text + 1]])
+    return result, starts
 
 
 def ngram_hash(words: Hashes) -> np.uint64:
-    """The hash of all these words as one run."""
+    """Return the hash of all words as one n-gram."""
     combined = np.zeros(1, np.uint64)
     for word in words:
         combined = combined * _BASE + word
@@ -101,7 +101,7 @@ def ngram_hash(words: Hashes) -> np.uint64:
 
 
 def splitmix64(values: Hashes) -> Hashes:
-    """Spread every bit over all (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Return mixed values, in which every bit depends on all (finalizer of SplitMix64, Steele et al. 2014)."""
     values = values ^ (values >> _30)
     values *= _FIRST
     values ^= values >> _27
@@ -180,28 +180,28 @@ Signatures = NDArray[np.uint32]
 
 
 def signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -> Signatures:
-    """[texts, hashes]: the signatures of the sets of each text's runs of words.
+    """Return the MinHash signatures [texts, hashes] of the sets of each text's n-grams of words.
 
-    A text of fewer words has one shingle, all of its words; one without any word has its characters as a word.
-    The share of hashes in which two signatures agree estimates the Jaccard similarity of the sets.
+    The share of hashes in which two signatures agree estimates the Jaccard similarity of the sets. A text of fewer
+    words has one n-gram, all of its words; a text without a word has one word, its characters.
     """
     words, offsets = word_hashes(texts)
     if (np.diff(offsets) == 0).any():
         words, offsets = word_hashes(
             [
-                text if has_words else _spelled(text)
+                text if has_words else _characters_as_word(text)
                 for text, has_words in zip(texts, np.diff(offsets), strict=True)
             ]
         )
-    runs, begins = ngram_hashes(words, offsets, n_grams)
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(runs, begins.astype(np.uint64), hashes, seed)
+    ngrams, starts = ngram_hashes(words, offsets, n_grams)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(ngrams, starts.astype(np.uint64), hashes, seed)
     return np.array(matrix.to_rows(), "<u4").reshape(len(texts), hashes)
 
 
 def sign_documents(
     documents: Iterable[Document], n_grams: int, hashes: int
 ) -> Iterator[tuple[list[Document], Signatures]]:
-    """All documents with their signatures, a few at a time."""
+    """Yield all documents with their signatures, in batches."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -215,13 +215,13 @@ def sign_documents(
 
 
 def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
-    """[signatures]: one number for the `width` hashes of a band, equal for those that agree in all of them."""
+    """Return one hash [signatures] of the `width` hashes of a band: equal if all of them are equal."""
     combined = np.full(len(rows), band, np.uint64)
     for column in range(band * width, (band + 1) * width):
         combined = splitmix64(combined ^ rows[:, column].astype(np.uint64))
     return combined
 
 
-def _spelled(text: str) -> str:
-    """A word for a text that has none, from its characters' numbers; an `x` apart, so that no text has it."""
+def _characters_as_word(text: str) -> str:
+    """Return a word for a text without words: its code points, joined by `x`, which occurs in no real text."""
     return "x".join(["x", *(str(ord(character)) for character in text.strip())])

@@ -43,23 +43,23 @@ class KeyTable:
         result = np.empty((end - begin, self.columns), self._dtype)
         for part in range(*np.searchsorted(self.begins, (begin + 1, end), "left") - (1, 0)):
             first, last = max(begin, int(self.begins[part])), min(end, int(self.begins[part + 1]))
-            at = (first - int(self.begins[part])) * self.columns
-            values = read_array(self._files[part], self._dtype, at, (last - first) * self.columns)
+            offset = (first - int(self.begins[part])) * self.columns
+            values = read_array(self._files[part], self._dtype, offset, (last - first) * self.columns)
             result[first - begin : last - begin] = values.reshape(-1, self.columns)
         return result
 
-    def pick(self, numbers: RowIndices) -> NDArray[Any]:
+    def pick(self, rows: RowIndices) -> NDArray[Any]:
         """Read the rows [n, columns] with these ascending numbers."""
-        result = np.empty((len(numbers), self.columns), self._dtype)
-        at = 0
-        while at < len(numbers):
-            part = int(np.searchsorted(self.begins, numbers[at], "right")) - 1
-            end = int(np.searchsorted(numbers, self.begins[part + 1], "left"))
+        result = np.empty((len(rows), self.columns), self._dtype)
+        start = 0
+        while start < len(rows):
+            part = int(np.searchsorted(self.begins, rows[start], "right")) - 1
+            end = int(np.searchsorted(rows, self.begins[part + 1], "left"))
             shape = (int(self.begins[part + 1] - self.begins[part]), self.columns)
             mapped = np.memmap(self._files[part], self._dtype, "r", shape=shape)
             # mode="clip" changes no number, but spares a copy.
-            np.take(mapped, numbers[at:end] - self.begins[part], 0, out=result[at:end], mode="clip")
-            at = end
+            np.take(mapped, rows[start:end] - self.begins[part], 0, out=result[start:end], mode="clip")
+            start = end
         return result
 
 
@@ -99,14 +99,14 @@ class DedupContext:
     memory_bytes: int
     run_tasks: RunTasks
 
-    def path(self, kind: str, number: int) -> Path:
+    def path(self, kind: str, index: int) -> Path:
         """Return the path of file `number` of a kind, such as `marks.00003`."""
-        return self.folder / f"{kind}.{number:05d}"
+        return self.folder / f"{kind}.{index:05d}"
 
     def is_duplicate(self, total: int, marks_per_file: int) -> KeyTable:
         """Return the marks [total, 1]: 1 for a duplicate row, else 0; in files of `marks_per_file`."""
         counts = [min(marks_per_file, total - begin) for begin in range(0, total, marks_per_file)]
-        return KeyTable([self.path("marks", number) for number in range(len(counts))], "u1", 1, counts)
+        return KeyTable([self.path("marks", index) for index in range(len(counts))], "u1", 1, counts)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Partitioning:
     ranges: int
 
     @classmethod
-    def of(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Partitioning":
+    def fit_memory(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Partitioning":
         """Divide rows such that a chunk, of `sort_bytes` a row, and a range, of `join_bytes` a row, fit the memory."""
         max_rows = min(2**31, 2**64 // max(1, total))  # so that a place fits 4 bytes, and a pair of rows 8
         rows_per_part = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), max_rows)
@@ -132,13 +132,13 @@ class Partitioning:
         """Number of chunks, the last of which may be shorter."""
         return -(-self.total // self.chunk_rows)
 
-    def chunk(self, number: int) -> tuple[int, int]:
+    def chunk(self, index: int) -> tuple[int, int]:
         """Return the rows of a chunk: the first, and the one after the last."""
-        return number * self.chunk_rows, min(self.total, (number + 1) * self.chunk_rows)
+        return index * self.chunk_rows, min(self.total, (index + 1) * self.chunk_rows)
 
     def count_by_range(self, hashes: Hashes) -> RowIndices:
         """Count the ascending hashes in each range: [ranges]."""
-        lows = np.array([number * 2**64 // self.ranges for number in range(self.ranges)], np.uint64)
+        lows = np.array([index * 2**64 // self.ranges for index in range(self.ranges)], np.uint64)
         return np.diff(np.append(np.searchsorted(hashes, lows), len(hashes)))
 
     def count_by_chunk(self, rows: RowIndices) -> RowIndices:
@@ -146,16 +146,16 @@ class Partitioning:
         return np.diff(np.searchsorted(rows, np.arange(self.chunks + 1) * self.chunk_rows))
 
 
-def read_array(path: Path, dtype: np.dtype[Any], at: int, count: int) -> NDArray[Any]:
+def read_array(path: Path, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
     """Read `count` items of a file, from item `at` on. Raises MegatfmError if the file is shorter."""
-    result = np.fromfile(path, dtype, count, offset=at * dtype.itemsize)
+    result = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
     if len(result) != count:
-        raise MegatfmError(f"{path}: ends before item {at + count}: {RESTORE}")
+        raise MegatfmError(f"{path}: ends before item {start + count}: {RESTORE}")
     return result
 
 
-_NUMBER = np.dtype("<i8")
-_SIZE = _NUMBER.itemsize
+_INTEGER = np.dtype("<i8")
+_SIZE = _INTEGER.itemsize
 
 
 class PartitionsWriter:
@@ -176,8 +176,8 @@ class PartitionsWriter:
         """Append the table of edges and its length, sync the file and give it its name."""
         counts = np.concatenate([np.empty(0, np.int64), *self._counts])
         edges = np.concatenate([[0], np.cumsum(counts)])
-        self._file.write(edges.astype(_NUMBER).tobytes())
-        self._file.write(np.array([len(edges)], _NUMBER).tobytes())
+        self._file.write(edges.astype(_INTEGER).tobytes())
+        self._file.write(np.array([len(edges)], _INTEGER).tobytes())
         self._file.commit()
 
     def __enter__(self) -> Self:
@@ -189,22 +189,24 @@ class PartitionsWriter:
         self._file.discard()
 
 
-def find_slices(path: Path, partitions: int, number: int) -> list[tuple[int, int]]:
+def find_slices(path: Path, partitions: int, partition: int) -> list[tuple[int, int]]:
     """Return begin and end of the records of a partition in every batch that has some."""
     with open(path, "rb", buffering=0) as file:
         descriptor, end = file.fileno(), os.fstat(file.fileno()).st_size - _SIZE
-        (edges,) = _numbers(descriptor, path, end, 1)
+        (edges,) = _read_integers(descriptor, path, end, 1)
         table = end - edges * _SIZE
-        places = range(table + number * _SIZE, end - _SIZE, partitions * _SIZE)
-        ranges = [_numbers(descriptor, path, place, 2) for place in places]
-    return [(begin, last) for begin, last in ranges if last > begin]
+        table_offsets = range(table + partition * _SIZE, end - _SIZE, partitions * _SIZE)
+        ranges = [_read_integers(descriptor, path, table_offset, 2) for table_offset in table_offsets]
+    return [(begin, slice_end) for begin, slice_end in ranges if slice_end > begin]
 
 
-def read_partition(path: Path, dtype: np.dtype[Any], partitions: int, number: int) -> Iterator[NDArray[Any]]:
+def read_partition(
+    path: Path, dtype: np.dtype[Any], partitions: int, partition: int
+) -> Iterator[NDArray[Any]]:
     """Yield the records of a partition, batch by batch."""
-    for begin, end in find_slices(path, partitions, number):
+    for begin, end in find_slices(path, partitions, partition):
         yield read_array(path, dtype, begin, end - begin)
 
 
-def _numbers(descriptor: int, path: Path, at: int, count: int) -> tuple[int, ...]:
-    return struct.unpack(f"<{count}q", read_at(descriptor, path, at, count * _SIZE))
+def _read_integers(descriptor: int, path: Path, offset: int, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{count}q", read_at(descriptor, path, offset, count * _SIZE))

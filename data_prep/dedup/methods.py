@@ -69,7 +69,7 @@ _NOT_WORDS = bytes(byte for byte in range(1, 128) if not chr(byte).isalnum())
 
 
 class _TextUnitDedup:
-    """Keeps the first of equal pieces in the corpus. A row is the hash of a piece that is long enough."""
+    """Keeps the first of equal lines or paragraphs in the corpus. A row is the hash of a long enough one."""
 
     row = ROW
     key_name = "keys"
@@ -78,7 +78,12 @@ class _TextUnitDedup:
         self, title: str, cut: re.Pattern[str], separator: str, min_characters: int, normalize: bool
     ) -> None:
         self.title = title
-        self._cut, self._between, self._least, self._loose = cut, separator, min_characters, normalize
+        self._cut, self._separator, self._min_characters, self._normalizes = (
+            cut,
+            separator,
+            min_characters,
+            normalize,
+        )
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
@@ -94,30 +99,32 @@ class _TextUnitDedup:
         n_rows = 0
         for document in documents:
             counts.count_input(document.text_bytes)
-            pieces = self._cut.split(document.text)
-            kept_pieces, n_removed = [], 0
-            for piece, key in zip(pieces, self._keys(pieces), strict=True):
+            units = self._cut.split(document.text)
+            kept_units, n_removed = [], 0
+            for unit, key in zip(units, self._keys(units), strict=True):
                 if key:
                     n_rows += 1
                     if marks[n_rows - 1]:
                         n_removed += 1
                         continue
-                kept_pieces.append(piece)
+                kept_units.append(unit)
             if n_removed:
                 counts.count_event(f"{self.title} removed", n_removed)
-            text = self._between.join(kept_pieces) if n_removed else document.text
+            text = self._separator.join(kept_units) if n_removed else document.text
             yield from emit_if_not_empty(document, text, counts)
 
-    def _keys(self, pieces: Sequence[str]) -> list[bytes]:
-        """Return a key for each piece, the same for equal pieces; empty if the piece always stays."""
-        if not self._loose:
-            return [piece.strip().encode() if len(piece) >= self._least else b"" for piece in pieces]
-        joined = _BETWEEN.join(pieces)
-        if joined.count(_BETWEEN) >= len(pieces):  # a piece contains the separator
-            keys = [_normalize(piece).replace(_BETWEEN.encode(), b"") for piece in pieces]
+    def _keys(self, units: Sequence[str]) -> list[bytes]:
+        """Return a key for each unit, the same for equal units; empty if the unit is always kept."""
+        if not self._normalizes:
+            return [unit.strip().encode() if len(unit) >= self._min_characters else b"" for unit in units]
+        joined = _BETWEEN.join(units)
+        if joined.count(_BETWEEN) >= len(units):  # a piece contains the separator
+            keys = [_normalize(unit).replace(_BETWEEN.encode(), b"") for unit in units]
         else:
             keys = _normalize(joined).split(_BETWEEN.encode())
-        return [key if len(piece) >= self._least else b"" for piece, key in zip(pieces, keys, strict=True)]
+        return [
+            key if len(unit) >= self._min_characters else b"" for unit, key in zip(units, keys, strict=True)
+        ]
 
 
 def _normalize(text: str) -> bytes:
@@ -130,7 +137,7 @@ def _normalize(text: str) -> bytes:
 
 @cache
 def _significant_points() -> NDArray[np.bool_]:
-    """Return for every code point whether pieces that differ only in it count as different."""
+    """Return for every code point whether units that differ only in it count as different."""
     is_significant = word_character_table().copy()
     for point in range(0x20000):
         if unicodedata.category(chr(point))[0] == "M":
@@ -205,10 +212,10 @@ _BYTES = splitmix64(np.arange(1, 257, dtype=np.uint64))
 
 
 class SubstringDedup:
-    """Removes every run of `min_bytes` that occurred before (Lee et al. 2022, section 4.1), except the first one.
+    """Removes every substring of `min_bytes` that occurred before (Lee et al. 2022, section 4.1).
 
-    A row is the hash of the run that begins at a byte. All runs are compared on disk; a suffix array would have to hold
-    the corpus in memory.
+    A row is the hash of the substring that begins at a byte. All substrings are compared on disk; a suffix array would
+    need the corpus in memory.
     """
 
     title = "exact substrings"
@@ -220,7 +227,7 @@ class SubstringDedup:
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
-            yield self._runs(document.text.encode()).astype("<u8")
+            yield self._substring_hashes(document.text.encode()).astype("<u8")
 
     def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
         return mark_repeats(rows, index)
@@ -232,17 +239,17 @@ class SubstringDedup:
         for document in documents:
             data = document.text.encode()
             counts.count_input(len(data))
-            runs = max(0, len(data) - self._length + 1)
-            begins = np.flatnonzero(marks[n_rows : n_rows + runs])
-            n_rows += runs
+            n_substrings = max(0, len(data) - self._length + 1)
+            starts = np.flatnonzero(marks[n_rows : n_rows + n_substrings])
+            n_rows += n_substrings
             text = document.text
-            if len(begins):
-                text = self._remove_runs(data, begins)
+            if len(starts):
+                text = self._remove_substrings(data, starts)
                 counts.count_event("bytes removed", len(data) - len(text.encode()))
             yield from emit_if_not_empty(document, text, counts)
 
-    def _runs(self, data: bytes) -> Hashes:
-        """Return the hash of the run of `length` bytes that begins at each byte."""
+    def _substring_hashes(self, data: bytes) -> Hashes:
+        """Return the hash of the substring of `min_bytes` that begins at each byte."""
         if len(data) < self._length:
             return np.empty(0, np.uint64)
         values = _BYTES[np.frombuffer(data, np.uint8)]
@@ -251,17 +258,16 @@ class SubstringDedup:
         inverses = np.cumprod(np.full(len(data) - self._length + 1, _INVERSE, np.uint64), dtype=np.uint64)
         return splitmix64((sums[self._length :] - sums[: -self._length]) * inverses)
 
-    def _remove_runs(self, data: bytes, begins: NDArray[np.int64]) -> str:
-        """Return the text without the runs that begin at `begins`; a character is removed only with all of its
-        bytes."""
+    def _remove_substrings(self, data: bytes, starts: NDArray[np.int64]) -> str:
+        """Return the text without the substrings at `starts`; a character is removed only with all of its bytes."""
         changes = np.zeros(len(data) + 1, np.int64)
-        np.add.at(changes, begins, 1)
-        np.add.at(changes, begins + self._length, -1)
+        np.add.at(changes, starts, 1)
+        np.add.at(changes, starts + self._length, -1)
         is_removed = np.cumsum(changes[:-1]) > 0
         values = np.frombuffer(data, np.uint8)
-        starts = np.flatnonzero((values & 0xC0) != 0x80)  # of characters
-        is_character_removed = np.logical_and.reduceat(is_removed, starts)
-        is_removed = np.repeat(is_character_removed, np.diff(np.append(starts, len(data))))
+        character_starts = np.flatnonzero((values & 0xC0) != 0x80)  # of characters
+        is_character_removed = np.logical_and.reduceat(is_removed, character_starts)
+        is_removed = np.repeat(is_character_removed, np.diff(np.append(character_starts, len(data))))
         return values[~is_removed].tobytes().decode()
 
 
@@ -272,7 +278,7 @@ class DedupMethod(Protocol):
     key_name: str
     """Name of its keys, in the names of stages."""
     row: tuple[str, int]
-    """A row of keys: the type of its numbers, and how many there are."""
+    """Type and number of the integers in a row of keys."""
 
     def __init__(self, config: Any) -> None: ...
 

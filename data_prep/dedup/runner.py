@@ -22,7 +22,7 @@ from megatfm.errors import UsageError
 
 def pass_names(config: PrepConfig) -> list[str]:
     """Return the names of the passes of `[[dedup]]`, which are those of the stages that remove duplicates."""
-    return [f"dedup-{number}-{method.name}" for number, method in enumerate(config.dedup)]
+    return [f"dedup-{index}-{method.name}" for index, method in enumerate(config.dedup)]
 
 
 class DedupStage:
@@ -39,10 +39,10 @@ class DedupStage:
         After a pass, the documents lie in the folder of the basis."""
         name, size, counts = "exact_dedup", self._clean["bytes"], []
         names = pass_names(self._stages.config)
-        for number, config in enumerate(self._stages.config.dedup):
+        for index, config in enumerate(self._stages.config.dedup):
             method = make_dedup_method(config)
             dedup_pass = DedupPass(
-                self._stages, self._stages.folder_for(basis), names[number], method, self._parts
+                self._stages, self._stages.folder_for(basis), names[index], method, self._parts
             )
             rows = self._compute_keys(dedup_pass, name, size, basis)
             duplicates = dedup_pass.find(rows, basis)
@@ -182,7 +182,7 @@ class DedupPass:
         ) -> StageResult:
             stage = f"{self.key}-{step}"
             with self._stages.reporter.stage(stage, total, "rows") as advance:
-                return self._stages.run_parts(stage, basis, count, lambda number: work(number, advance), join)
+                return self._stages.run_parts(stage, basis, count, lambda task: work(task, advance), join)
 
         return run
 

@@ -55,20 +55,20 @@ class ValidationNearDuplicates:
         rows, count = self._mapped("signatures", "<u4", HASHES), len(ends) - 1
         orders = (np.argsort(band_hashes(rows, band, _WIDTH), kind="stable") for band in range(BANDS))
         write_keys(self._path("places"), (order[None] for order in orders))
-        places = self._mapped("places", "<i8", count)
-        hashes = (band_hashes(rows, band, _WIDTH)[places[band]] for band in range(BANDS))
+        documents_by_hash = self._mapped("places", "<i8", count)
+        hashes = (band_hashes(rows, band, _WIDTH)[documents_by_hash[band]] for band in range(BANDS))
         write_keys(self._path("bands"), (sorted_hashes[None] for sorted_hashes in hashes))
         return count
 
     def drop_near(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
         """Yield the documents that are near duplicates of no held-out one."""
-        for batch, signs in sign_documents(documents, self._config.n_grams, HASHES):
-            near_duplicates = self._nearest(signs)
-            for number, document in enumerate(batch):
+        for batch, signatures in sign_documents(documents, self._config.n_grams, HASHES):
+            near_duplicates = self._nearest(signatures)
+            for index, document in enumerate(batch):
                 counts.count_input(document.text_bytes)
-                if number in near_duplicates:
-                    place, similarity = near_duplicates[number]
-                    example = f"{document.id} ~ {self._source(place)} ({similarity:.2f})"
+                if index in near_duplicates:
+                    held_out, similarity = near_duplicates[index]
+                    example = f"{document.id} ~ {self._source(held_out)} ({similarity:.2f})"
                     counts.count_dropped("near_validation_document", document.text_bytes, example)
                 else:
                     counts.count_kept(document.text_bytes)
@@ -78,28 +78,28 @@ class ValidationNearDuplicates:
         """Yield the documents' signatures, and write their sources."""
         sources = AtomicFile(self._path(f"sources.{part:05d}"))
         try:
-            for batch, signs in sign_documents(documents, self._config.n_grams, HASHES):
+            for batch, signatures in sign_documents(documents, self._config.n_grams, HASHES):
                 sources.write("".join(f"{json.dumps(document.id)}\n" for document in batch).encode())
-                yield signs
+                yield signatures
             sources.commit()
         finally:
             sources.discard()
 
-    def _nearest(self, signs: Signatures) -> dict[int, tuple[int, float]]:
+    def _nearest(self, signatures: Signatures) -> dict[int, tuple[int, float]]:
         """Return, by the number of each near duplicate, the first similar held-out document and the similarity."""
         candidates_by_query: dict[int, set[int]] = defaultdict(set)
-        for band, (hashes, places) in enumerate(zip(*self._index, strict=True)):
-            query_hashes = band_hashes(signs, band, _WIDTH)
+        for band, (hashes, documents_by_hash) in enumerate(zip(*self._index, strict=True)):
+            query_hashes = band_hashes(signatures, band, _WIDTH)
             firsts, ends = (np.searchsorted(hashes, query_hashes, side) for side in ("left", "right"))
-            for number in np.flatnonzero(ends > firsts).tolist():
-                candidates_by_query[number].update(places[firsts[number] : ends[number]].tolist())
+            for query in np.flatnonzero(ends > firsts).tolist():
+                candidates_by_query[query].update(documents_by_hash[firsts[query] : ends[query]].tolist())
         nearest = {}
-        for number, candidate_set in candidates_by_query.items():
+        for query, candidate_set in candidates_by_query.items():
             candidates = np.array(sorted(candidate_set))
-            similarities = (self._signatures[candidates] == signs[number]).mean(axis=1)
+            similarities = (self._signatures[candidates] == signatures[query]).mean(axis=1)
             similar = np.flatnonzero(similarities >= self._config.similarity)
             if len(similar):
-                nearest[number] = int(candidates[similar[0]]), float(similarities[similar[0]])
+                nearest[query] = int(candidates[similar[0]]), float(similarities[similar[0]])
         return nearest
 
     @cached_property
@@ -112,8 +112,8 @@ class ValidationNearDuplicates:
         count = len(self._signatures)
         return self._mapped("bands", "<u8", count), self._mapped("places", "<i8", count)
 
-    def _source(self, place: int) -> str:
-        begin, end = self._mapped("lines", "<i8", 1)[place : place + 2, 0].tolist()
+    def _source(self, document: int) -> str:
+        begin, end = self._mapped("lines", "<i8", 1)[document : document + 2, 0].tolist()
         with open(self._path("sources"), "rb") as file:
             file.seek(begin)
             return str(json.loads(file.read(end - begin)))

@@ -29,7 +29,7 @@ CONNECT_SECONDS = 30
 CLIENT = "claims/client"
 """Name of the lock that the client process holds while it lives."""
 CLIENT_SECONDS = 5.0
-"""How often a waiting worker checks that the client lives."""
+"""Seconds between a waiting worker's checks that the client lives."""
 
 
 class DaskExecutor(LockExecutor):
@@ -98,20 +98,22 @@ class DaskExecutor(LockExecutor):
 def leave(config: str, folder: str) -> None:
     """End a worker's preparation."""
     with _lock:
-        member = _members.pop((config, folder), None)
-    if member is not None:
-        member.leave()
+        preparation = _preparations.pop((config, folder), None)
+    if preparation is not None:
+        preparation.leave()
 
 
 def run_task(config: str, folder: str, stage: str, part: int) -> str | None:
     """Do a part in a worker. Returns the message of an error that another try would not mend."""
     with _lock:
-        member = _members.get((config, folder))
-        if member is None or member.has_ended:
+        preparation = _preparations.get((config, folder))
+        if preparation is None or preparation.has_ended:
             os.chdir(folder)  # as the config may name files from here
-            member = _members[config, folder] = _DaskMember(PrepConfig.model_validate(json.loads(config)))
+            preparation = _preparations[config, folder] = _DaskPreparation(
+                PrepConfig.model_validate(json.loads(config))
+            )
     try:
-        member.do(stage, part)
+        preparation.do(stage, part)
     except MegatfmError as error:
         return str(error)
     return None
@@ -121,7 +123,7 @@ class _LeavingError(Exception):
     """Ends the pipeline of a worker."""
 
 
-class _DaskMember(LockExecutor):
+class _DaskPreparation(LockExecutor):
     """A worker's preparation of one config. A thread runs the pipeline, and parts of its current stage on demand."""
 
     def __init__(self, config: PrepConfig) -> None:
@@ -135,7 +137,7 @@ class _DaskMember(LockExecutor):
         self._thread = threading.Thread(target=self._run_pipeline, args=(config,), daemon=True)
         self._thread.start()
 
-    def bind(self, folder: Path) -> "_DaskMember":
+    def bind(self, folder: Path) -> "_DaskPreparation":
         self._folder = folder
         return self
 
@@ -223,7 +225,7 @@ class _DaskMember(LockExecutor):
             self._changed.notify_all()
 
 
-_members: dict[tuple[str, str], _DaskMember] = {}
+_preparations: dict[tuple[str, str], _DaskPreparation] = {}
 _lock = threading.Lock()
 
 

@@ -164,7 +164,7 @@ class MpiExecutor:
 
 
 def parse_task(text: str) -> tuple[int, int]:
-    """`3/8` → (3, 8). Raises UsageError."""
+    """Parse `3/8` as (3, 8). Raises UsageError."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     task, size = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= task <= size:
@@ -225,7 +225,7 @@ def mpi_world(size: int) -> Any:
 
 CONFIG = "config.json"
 _SETTLE_SECONDS = 10.0
-"""How long the first of several tasks may take to write its settings."""
+"""Seconds that the first of several tasks may take to write its settings."""
 
 
 class Agreement:

@@ -40,7 +40,7 @@ class StageRunner:
 
     def task_results(self, name: str, basis: StageResult, parts: Iterable[int]) -> Iterator[StageResult]:
         """Return the results of these parts of a finished stage."""
-        return (self._workspace.stage(f"{name}.{number:05d}", basis) or {} for number in parts)
+        return (self._workspace.stage(f"{name}.{part:05d}", basis) or {} for part in parts)
 
     def sweep(self, folder: Path, paths: Iterable[Path]) -> None:
         """Mark a folder as swept, and remove its documents, once the stage that reads them is committed."""
@@ -58,8 +58,8 @@ class StageRunner:
             return {} if is_read or not (folder / SWEPT).exists() else None
 
         def renew() -> StageResult:
-            for note in folder.glob(f"{USES}*"):
-                shutil.rmtree(self.folder / note.name.removeprefix(USES), ignore_errors=True)
+            for marker in folder.glob(f"{USES}*"):
+                shutil.rmtree(self.folder / marker.name.removeprefix(USES), ignore_errors=True)
             removed = folder.with_name(f"{folder.name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             folder.rename(removed)  # at once: a commit whose documents are gone must never be seen
@@ -115,10 +115,10 @@ class StageRunner:
             self.reporter.skip(name)
             return result
 
-        def task(part: int) -> StageResult | None:
+        def task_result(part: int) -> StageResult | None:
             return self._workspace.stage(f"{name}.{part:05d}", basis)
 
-        def do(part: int) -> None:
+        def run_task(part: int) -> None:
             self._workspace.commit(f"{name}.{part:05d}", basis, work(part))
 
         folder = self.folder_for(basis)
@@ -128,8 +128,8 @@ class StageRunner:
             is_there = (folder / f"{name}.{part:05d}.json").exists()
             return is_there or self._workspace.stage(name, basis, in_out) is not None
 
-        self.executor.run_tasks(name, count, is_done, do)
-        return self.run_once(name, basis, lambda: join(_Parts(count, task)), in_out, tidy)
+        self.executor.run_tasks(name, count, is_done, run_task)
+        return self.run_once(name, basis, lambda: join(_Parts(count, task_result)), in_out, tidy)
 
 
 class _Parts:

@@ -1,4 +1,4 @@
-"""Upload of a corpus whose `out` is a URL: made in a folder of this machine; each file is sent when it is final."""
+"""Upload of a corpus whose `out` is a URL: built in a local folder; each file is sent when it is final."""
 
 import fcntl
 import json

@@ -1,5 +1,4 @@
-"""The output folder of a preparation in progress: its lock, its config, its committed stages, and the names of its
-corpora."""
+"""The output folder of a preparation in progress: lock, config, committed stages, and names of corpora."""
 
 import fcntl
 import json
@@ -42,7 +41,7 @@ def to_folder_name(value: str) -> str:
 
 
 def list_corpus_folders(result: Mapping[str, Any], split: str) -> list[str]:
-    """The folders, below `out`, of a split's corpora."""
+    """Return the folders, below `out`, of a split's corpora."""
     split_result = result[split]
     if not split_result["shards"]:
         return []
@@ -94,7 +93,7 @@ class Workspace:
             if "://" in config.out
             else None
         )
-        self.place: Path | str = self._remote.url if self._remote else self.out
+        self.location: Path | str = self._remote.url if self._remote else self.out
         self._config = config
         self._identity = config_identity(config)
         self._agreement = Agreement(self.folder)
@@ -109,7 +108,7 @@ class Workspace:
         if recorded is not None:
             difference = first_difference(recorded, settings)
             raise UsageError(
-                f"{self.place}: other tasks are preparing it with another config ({difference}): give all tasks the "
+                f"{self.location}: other tasks are preparing it with another config ({difference}): give all tasks the "
                 "same, or wait until the others have ended"
             )
 
@@ -125,19 +124,19 @@ class Workspace:
             self._check_only_own_files()
         elif self._config.overwrite and shared:
             raise UsageError(
-                f"{self.place}: overwrite=true, but several tasks can't replace it at once: delete it first"
+                f"{self.location}: overwrite=true, but several tasks can't replace it at once: delete it first"
             )
         elif self._config.overwrite:
             self._clear()
         elif result["config"]["version"] != self._identity["version"]:
             raise UsageError(
-                f"{self.place}: was prepared by another version of megatfm, which makes other splits: use it "
+                f"{self.location}: was prepared by another version of megatfm, which makes other splits: use it "
                 "as it is, choose another out, or replace it with overwrite=true"
             )
         elif result["config"] != self._identity:
             difference = first_difference(result["config"], self._identity)
             raise UsageError(
-                f"{self.place}: was prepared with another config ({difference}): "
+                f"{self.location}: was prepared with another config ({difference}): "
                 "choose another out, or replace it with overwrite=true"
             )
         else:
@@ -271,7 +270,7 @@ class Workspace:
         missing = [name for name in names if not exists(name)]
         if missing:
             raise MegatfmError(
-                f"{self.place}/{missing[0]}: is missing from a finished prep: make all again with overwrite=true"
+                f"{self.location}/{missing[0]}: is missing from a finished prep: make all again with overwrite=true"
             )
 
     def _clear(self) -> None:

@@ -36,17 +36,17 @@ class Filter(Protocol):
 
 
 class CountingFilter:
-    """A filter with counts. It drops documents that its rule leaves empty. notes: of the rule, for the user."""
+    """A filter with counts. It drops documents that its filter leaves empty. notes: of the filter, for the user."""
 
-    def __init__(self, rule: Filter) -> None:
-        self.counts = StepStats(rule.title)
-        self.notes: list[str] = [f"{rule.title}: {note}" for note in getattr(rule, "notes", ())]
-        self._rule = rule
+    def __init__(self, filter_: Filter) -> None:
+        self.counts = StepStats(filter_.title)
+        self.notes: list[str] = [f"{filter_.title}: {note}" for note in getattr(filter_, "notes", ())]
+        self._filter = filter_
 
     def __call__(self, document: Document) -> Document | None:
         size = document.text_bytes
         self.counts.count_input(size)
-        result = self._rule.apply(document, self.counts)
+        result = self._filter.apply(document, self.counts)
         if not isinstance(result, str) and not result.text.strip():
             result = "empty"
         if isinstance(result, str):
@@ -96,7 +96,7 @@ def count_score(counts: StepStats, score: float) -> None:
 
 
 STEPS: Registry[type[Filter]] = Registry("cleaning step")
-"""Made as `step(config)`, from a table of `[[steps]]`; then `apply(document, counts)` for each document."""
+"""Name → constructor `step(config)`, with a table of `[[steps]]`; `apply(document, counts)` runs on each document."""
 
 # Imported when a config names one of its filters, since their libraries are large or optional.
 _MODULES: dict[str, tuple[str, ...]] = {

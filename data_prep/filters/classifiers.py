@@ -1,4 +1,4 @@
-"""Filters by classifier: a linear one of your own (logistic regression over hashed n-grams), and fastText's."""
+"""Filters by classifier: the user's linear one (logistic regression over hashed n-grams), and fastText's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS, count_score, filter_by_score
 from megatfm.errors import UsageError
 
-WORDS = 2
-"""Raised when words of a text are others than before: weights fitted on those would weigh what they don't know."""
+WORDS_VERSION = 2
+"""Version of the splitting into words, stored with weights, which are useless after a change."""
 
 
 @dataclass(frozen=True, eq=False)
 class LinearClassifier:
-    """The probability of a text is σ(bias + the mean of `weight` over its runs of 1 … ngrams words). A run's weight is
-    found by its hash (Weinberger et al. 2009). Words are those of `megatfm.data_prep.dedup.hashing`.
+    """Logistic regression over hashed n-grams of words (Weinberger et al. 2009).
 
-    weight [2^k] float32.
+    The probability of a text is σ(bias + mean of `weight` over the buckets of its n-grams of 1 … ngrams words). weight
+    [2^k] float32. Words are those of `megatfm.data_prep.dedup.hashing`.
     """
 
     weight: NDArray[np.float32]
@@ -45,8 +45,7 @@ class LinearClassifier:
         ngrams: int = 2,
         decay: float = 1e-4,
     ) -> Self:
-        """Weights that tell texts with a true label from the others: the least mean log loss + decay · ‖weight‖² / 2,
-        found by L-BFGS."""
+        """Fit the weights by L-BFGS: minimal mean log loss + decay · ‖weight‖² / 2. bits: log2 of the buckets."""
         from scipy.optimize import minimize  # by name, since only fitting needs it
         from scipy.sparse import csr_matrix
 
@@ -69,12 +68,12 @@ class LinearClassifier:
         return cls(best[1:].astype(np.float32), float(best[0]), ngrams)
 
     def save(self, path: Path) -> None:
-        """Write them as `.npz`, or as `.safetensors`."""
+        """Write the weights as `.npz` or `.safetensors`, by the suffix."""
         tensors = {
             "weight": self.weight,
             "bias": np.array([self.bias], np.float32),
             "ngrams": np.array([self.ngrams], np.int32),
-            "words": np.array([WORDS], np.int32),
+            "words": np.array([WORDS_VERSION], np.int32),
         }
         if path.suffix == ".safetensors":
             from safetensors.numpy import save_file
@@ -85,7 +84,7 @@ class LinearClassifier:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read such a file. Raises UsageError for any other."""
+        """Read a file of `save`. Raises UsageError for any other."""
         try:
             if path.suffix == ".safetensors":
                 from safetensors.numpy import load_file
@@ -101,7 +100,7 @@ class LinearClassifier:
                 f"{path}: can't be read as weights ({type(error).__name__}: {error}): write such a file by "
                 "LinearClassifier.save"
             ) from error
-        if "words" not in weights or weights["words"].tolist() != [WORDS]:
+        if "words" not in weights or weights["words"].tolist() != [WORDS_VERSION]:
             raise UsageError(
                 f"{path}: was fitted by another version of megatfm, which takes other words from a text: fit it again"
             )
@@ -121,22 +120,24 @@ class LinearClassifier:
 
 
 def features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
-    """Return for each text the buckets of all its runs of 1 … ngrams words."""
+    """Return for each text the buckets [n] of all its n-grams of 1 … ngrams words."""
     words, offsets = word_hashes(texts)
     buckets_by_text: list[list[NDArray[np.int64]]] = [[] for _ in texts]
     for length in range(1, ngrams + 1):
-        runs, begins = ngram_hashes(words, offsets, length)
-        # The low bits, which other hashes of a run don't share: the length is part of what is hashed.
-        places = ((runs + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
-        for number in range(len(texts)):
-            if offsets[number + 1] - offsets[number] >= length:
-                buckets_by_text[number].append(places[begins[number] : begins[number + 1]])
+        hashes, starts = ngram_hashes(words, offsets, length)
+        # Adding the length gives equal words in n-grams of different lengths different buckets.
+        bucket_indices = ((hashes + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
+        for text_index in range(len(texts)):
+            if offsets[text_index + 1] - offsets[text_index] >= length:
+                buckets_by_text[text_index].append(
+                    bucket_indices[starts[text_index] : starts[text_index + 1]]
+                )
     return [np.concatenate(buckets) if buckets else np.empty(0, np.int64) for buckets in buckets_by_text]
 
 
 @STEPS.register("linear_classifier")
 class LinearClassifierFilter:
-    """Keeps documents by the probability that a linear classifier gives them."""
+    """Keeps documents by their probability under a linear classifier."""
 
     title = "linear classifier"
 
@@ -152,13 +153,13 @@ class LinearClassifierFilter:
 
 @STEPS.register("fasttext")
 class FastText:
-    """Keeps documents by the probability of a label; line breaks, which fastText reads as ends, count as spaces."""
+    """Keeps documents by the probability of a label. Line breaks, which end a text for fastText, become spaces."""
 
     title = "fastText"
 
     def __init__(self, config: FastTextConfig) -> None:
         self._config = config
-        self._model = _loaded(config.file)
+        self._model = _load_fasttext(config.file)
         labels = self._model.get_labels()
         if config.label not in labels:
             raise UsageError(
@@ -167,14 +168,14 @@ class FastText:
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         line = document.text.replace("\n", " ")
-        # Not `predict`, which hands over an array in a way that NumPy 2 refuses.
+        # Not `predict`, whose np.array call NumPy 2 refuses.
         probabilities = {label: p for p, label in self._model.f.predict(f"{line}\n", -1, 0.0, "strict")}
         score = min(1.0, max(0.0, float(probabilities.get(self._config.label, 0.0))))
         count_score(counts, score)
         return filter_by_score(document, score, self._config, "probability")
 
 
-def _loaded(path: str) -> Any:
+def _load_fasttext(path: str) -> Any:
     try:
         import fasttext
     except ImportError as error:

@@ -11,7 +11,7 @@ from megatfm.data_prep.filters.base import STEPS
 from megatfm.errors import UsageError
 
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
-_SENTENCE = re.compile(r"(?<![.!?])[.!?]+[\"')\]]*(?=\s|$)")  # looks at a run of dots but once
+_SENTENCE = re.compile(r"(?<![.!?])[.!?]+[\"')\]]*(?=\s|$)")  # the lookbehind keeps runs of dots linear
 _LINE_ENDS = (".", "?", "!", '"')
 _POLICIES = (
     "terms of use",
@@ -25,13 +25,13 @@ _POLICIES = (
 
 @STEPS.register("c4")
 class C4:
-    """Keeps sentences (Raffel et al. 2020, section 2.2): lines that end with a punctuation mark, have enough words,
-    are no notice about Javascript or cookies; drops pages that have lorem ipsum or a curly bracket in a line that ends
-    so, or too few sentences.
+    """Keeps sentences (Raffel et al. 2020, section 2.2).
 
-    What the paper leaves open is as in the code that made C4 (tensorflow_datasets, text/c4_utils.py): the order of the
-    rules, words counted without citations, no apostrophe as an end. Sentences are counted by their marks; C4 itself
-    used NLTK's Punkt, which knows abbreviations.
+    Lines must end with a punctuation mark, have enough words, and be no notice about Javascript or cookies. Pages with
+    lorem ipsum or a curly bracket in such a line, or with too few sentences, are dropped. Details that the paper leaves
+    open are those of C4's code (tensorflow_datasets, text/c4_utils.py): the order of the rules, words without
+    citations, no apostrophe as an end. Sentences are counted by their marks; C4 used NLTK's Punkt, which knows
+    abbreviations.
     """
 
     title = "C4"
@@ -64,7 +64,7 @@ class C4:
         return replace(document, text="\n".join(lines).strip())
 
     def _sentence(self, line: str, counts: StepStats) -> str | None:
-        """The line without citations, or None unless it ends like a sentence and has enough words, none endless."""
+        """Return the line without citations; None if it is no sentence: by its end, number and length of words."""
         if not line:
             return None
         max_length = self._config.max_word_length
@@ -97,7 +97,7 @@ def make_word_tokenizer(config: WordTokenizerConfig) -> Callable[[str], list[str
 
 
 class _SpacyWords:
-    """Return spaCy's rule-based tokenizer of a language, without white space tokens."""
+    """spaCy's rule-based tokenizer of a language, without white space tokens."""
 
     def __init__(self, language: str) -> None:
         self.language = language
@@ -132,8 +132,11 @@ _LINES = re.compile(r"\n+")
 
 @STEPS.register("gopher_quality")
 class GopherQuality:
-    """Drops documents unlike prose (Rae et al. 2021, appendix A.1.1): lengths of documents and of words, symbols,
-    lines that are bullets or end in an ellipsis, words without letters, too few of the commonest words."""
+    """Drops documents unlike prose (Rae et al. 2021, appendix A.1.1).
+
+    The rules: lengths of documents and words, symbols, bullets, lines that end in an ellipsis, words without letters,
+    and too few stop words.
+    """
 
     title = "Gopher quality"
 
@@ -193,8 +196,10 @@ _PUNCTUATION = SENTENCE_ENDS | {'"', "'"}
 
 @STEPS.register("fineweb")
 class FineWeb:
-    """Drops pages of fragments (Penedo et al. 2024, section 3.6): few lines that end with punctuation, many short
-    or repeated lines, lists."""
+    """Drops fragmented pages (Penedo et al. 2024, section 3.6).
+
+    The rules: few lines that end with punctuation, many short or repeated lines, and lists.
+    """
 
     title = "FineWeb"
 
@@ -203,9 +208,9 @@ class FineWeb:
         self._words = make_word_tokenizer(config)
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        return self._fault(document.text) or document
+        return self._drop_reason(document.text) or document
 
-    def _fault(self, text: str) -> str | None:
+    def _drop_reason(self, text: str) -> str | None:
         limits = self._config
         lines = [line for line in text.split("\n") if line.strip()]
         if sum(line[-1] in _PUNCTUATION for line in lines) < limits.line_punct_thr * len(lines):
@@ -221,14 +226,14 @@ class FineWeb:
         return None
 
 
-def repeated(pieces: Sequence[str]) -> tuple[int, int]:
-    """Count the repeated pieces, and their characters."""
-    if len(pieces) == len(set(pieces)):
+def repeated(units: Sequence[str]) -> tuple[int, int]:
+    """Return the number of repeated units, lines or paragraphs, and their characters."""
+    if len(units) == len(set(units)):
         return 0, 0
     seen: set[str] = set()
-    times = length = 0
-    for piece in pieces:
-        if piece in seen:
-            times, length = times + 1, length + len(piece)
-        seen.add(piece)
-    return times, length
+    n_repeated = n_characters = 0
+    for unit in units:
+        if unit in seen:
+            n_repeated, n_characters = n_repeated + 1, n_characters + len(unit)
+        seen.add(unit)
+    return n_repeated, n_characters

@@ -1,7 +1,7 @@
-"""Filters by a model: a transformer that classifies texts (as FineWeb-Edu's, Penedo et al. 2024, section 4), and
-perplexity under a run of ours (CCNet, Wenzek et al. 2020, section 3.4, with an n-gram model).
+"""Filters by transformer: text classifiers (FineWeb-Edu; Penedo et al. 2024, section 4), and perplexity.
 
-This is the one module of data_prep that knows models and imports torch.
+Perplexity is that of a megatfm run; CCNet (Wenzek et al. 2020, section 3.4) used an n-gram model. Only this module of
+data_prep imports torch.
 """
 
 import math
@@ -20,14 +20,14 @@ from megatfm.inference.text import load
 
 @STEPS.register("classifier")
 class Classifier:
-    """Keeps documents by the probability of a label, or by the number that a model of one output says."""
+    """Keeps documents by the probability of a label, or by the output of a model with a single one."""
 
     title = "classifier"
 
     def __init__(self, config: ClassifierConfig) -> None:
         self._config = config
-        self._tokenizer, self._model = _loaded(config.folder, config.device)
-        labels = {str(name): number for number, name in self._model.config.id2label.items()}
+        self._tokenizer, self._model = _load_classifier(config.folder, config.device)
+        labels = {str(name): index for index, name in self._model.config.id2label.items()}
         if len(labels) > 1 and config.label not in labels:
             raise UsageError(
                 f"{config.folder}: has no label {config.label!r}; its labels are {', '.join(sorted(labels)[:30])}"
@@ -38,7 +38,7 @@ class Classifier:
                 "and max_score on its own scale"
             )
         self._label = labels[config.label] if config.label is not None else None
-        self._what = "score" if self._label is None else "probability"
+        self._score_name = "score" if self._label is None else "probability"
         self._tokens = min(config.max_tokens, self._tokenizer.model_max_length)
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
@@ -47,7 +47,7 @@ class Classifier:
             counts.count_event(f"from {int(score // 1)} on")
         else:
             count_score(counts, score)
-        return filter_by_score(document, score, self._config, self._what)
+        return filter_by_score(document, score, self._config, self._score_name)
 
     @torch.inference_mode()
     def score(self, text: str) -> float:
@@ -60,7 +60,7 @@ class Classifier:
         return float((logits.sigmoid() if is_multi_label else logits.softmax(0))[self._label])
 
 
-def _loaded(folder: str, device: str) -> tuple[Any, Any]:
+def _load_classifier(folder: str, device: str) -> tuple[Any, Any]:
     try:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
@@ -93,8 +93,11 @@ def _loaded(folder: str, device: str) -> tuple[Any, Any]:
 
 @STEPS.register("perplexity")
 class Perplexity:
-    """Keeps documents by e^(mean negative log-likelihood of a token), each token given those before it in its window of
-    the model's row length; the first is given the id with which texts begin."""
+    """Keeps documents by perplexity: e^(mean negative log-likelihood of a token).
+
+    A token is predicted from the tokens before it in its window of the model's row length, the first one from the id
+    that begins texts.
+    """
 
     title = "perplexity"
 
@@ -107,8 +110,8 @@ class Perplexity:
                 "that of a causal model: choose another run"
             )
         self._model, self._tokenizer = model.model, model.tokenizer
-        self._begin = model.prompt_prefix_ids[-1] if model.prompt_prefix_ids else model.tokenizer.bos
-        self._row = model.config.data.sequence_length
+        self._begin_id = model.prompt_prefix_ids[-1] if model.prompt_prefix_ids else model.tokenizer.bos
+        self._window = model.config.data.sequence_length
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         (ids,) = self._tokenizer.encode_batch([document.text], 1)
@@ -118,10 +121,10 @@ class Perplexity:
 
     @torch.inference_mode()
     def score(self, ids: list[int]) -> float:
-        """The perplexity of ids [n]."""
-        row, total = torch.tensor([self._begin, *ids], device=self._config.device), 0.0
-        for begin in range(0, len(ids), self._row):
-            window = row[begin : begin + self._row + 1]
+        """Return the perplexity of ids [n]."""
+        row, total = torch.tensor([self._begin_id, *ids], device=self._config.device), 0.0
+        for begin in range(0, len(ids), self._window):
+            window = row[begin : begin + self._window + 1]
             logits_TV = self._model(window[None, :-1]).logits[0]
             total += float(F.cross_entropy(logits_TV.float(), window[1:], reduction="sum"))
         return math.exp(min(total / max(1, len(ids)), 700.0))

@@ -1,6 +1,6 @@
-"""Personal data and secrets, replaced: addresses, telephone numbers, keys, cards, bank accounts, Presidio's entities.
+"""Replacement of personal data and secrets: addresses, phone numbers, keys, cards, bank accounts, Presidio's entities.
 
-All are found by their form, and by check digits where there are any.
+All are found by their form, and by check digits if they have any.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""Selection of documents: by address, words, metadata, chance, and what they share with evaluation sets."""
+"""Selection of documents: by URL, words, metadata, random sample, and overlap with evaluation sets."""
 
 import re
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ from megatfm.errors import MegatfmError, UsageError
 
 @STEPS.register("url_filter")
 class UrlFilter:
-    """Drops documents from listed domains, and those whose address begins as a listed one."""
+    """Drops documents from listed domains, and those whose URL begins with a listed prefix."""
 
     title = "URL filter"
 
     def __init__(self, config: UrlFilterConfig) -> None:
         entries = {_normalize_url(line) for line in read_list(config.file, "#")}
         self._domains = frozenset(entry for entry in entries if "/" not in entry)
-        self._beginnings = tuple(sorted(entries - self._domains))
+        self._url_prefixes = tuple(sorted(entries - self._domains))
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         if not document.url:
@@ -41,14 +41,14 @@ class UrlFilter:
             return document
         address = _normalize_url(document.url)
         labels = _host(document.url).split(".")
-        if any(".".join(labels[at:]) in self._domains for at in range(len(labels))):
+        if any(".".join(labels[level:]) in self._domains for level in range(len(labels))):
             return "domain"
-        return "url" if address.startswith(self._beginnings) else document
+        return "url" if address.startswith(self._url_prefixes) else document
 
 
 @STEPS.register("c4_badwords")
 class C4BadWords:
-    """Drops documents that hold a listed word or phrase."""
+    """Drops documents that contain a listed word or phrase."""
 
     title = "C4 badwords"
 
@@ -84,7 +84,7 @@ def _host(url: str) -> str:
 
 
 def _normalize_url(url: str) -> str:
-    """An address without scheme and `www.`, in lower case up to the path; a domain alone has no slash."""
+    """Return a URL without scheme and `www.`, in lower case up to the path; a domain has no slash."""
     bare_url = re.sub(r"^(?:[a-z][a-z0-9+.-]*:)?//", "", url.strip(), flags=re.IGNORECASE)
     host, slash, path = bare_url.partition("/")
     host = host.lower().removeprefix("www.")
@@ -93,16 +93,16 @@ def _normalize_url(url: str) -> str:
 
 @STEPS.register("decontaminate")
 class Decontaminate:
-    """Drops documents that share a run of words with an evaluation text (Brown et al. 2020, appendix C).
+    """Drops documents that share an n-gram of words with an evaluation text (Brown et al. 2020, appendix C).
 
-    Unlike there the whole document goes, not its surroundings alone. Runs are compared by 64-bit hashes of words (see
-    `megatfm.data_prep.dedup.hashing`), without case, punctuation and what isn't seen, in both texts alike.
+    Unlike in the paper, the complete document is dropped. N-grams are compared by 64-bit hashes (see
+    `megatfm.data_prep.dedup.hashing`), without case, punctuation and invisible characters.
     """
 
     title = "decontamination"
 
     def __init__(self, config: DecontaminateConfig) -> None:
-        runs: dict[int, set[int]] = {}
+        ngrams: dict[int, set[int]] = {}
         too_short, texts = list[str](), 0
         for text in (text for path in config.files for text in _texts(Path(path))):
             texts += 1
@@ -110,37 +110,37 @@ class Decontaminate:
             if len(words) < min(config.min_words, config.n_grams):
                 too_short.append(text)
             elif len(words) < config.n_grams:
-                runs.setdefault(len(words), set()).add(int(ngram_hash(words)))
+                ngrams.setdefault(len(words), set()).add(int(ngram_hash(words)))
             else:
                 hashes, _ = ngram_hashes(words, np.array([0, len(words)]), config.n_grams)
-                runs.setdefault(config.n_grams, set()).update(hashes.tolist())
-        if not runs:
+                ngrams.setdefault(config.n_grams, set()).update(hashes.tolist())
+        if not ngrams:
             raise UsageError(
                 f"{', '.join(config.files)}: none of {texts} texts has {config.min_words} words or more: give "
                 "other files, or lower min_words of decontaminate"
             )
-        self.notes = [_of_short(too_short, texts, config)] if too_short else []
-        self._runs: dict[int, Hashes] = {
-            length: np.array(sorted(hashes), np.uint64) for length, hashes in sorted(runs.items())
+        self.notes = [_too_short_note(too_short, texts, config)] if too_short else []
+        self._ngrams: dict[int, Hashes] = {
+            length: np.array(sorted(hashes), np.uint64) for length, hashes in sorted(ngrams.items())
         }
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         words, offsets = word_hashes([document.text])
-        for length, known_runs in self._runs.items():
+        for length, known_hashes in self._ngrams.items():
             if len(words) < length:
                 break
             hashes, _ = ngram_hashes(words, offsets, length)
-            places = np.minimum(np.searchsorted(known_runs, hashes), len(known_runs) - 1)
-            if (known_runs[places] == hashes).any():
+            indices = np.minimum(np.searchsorted(known_hashes, hashes), len(known_hashes) - 1)
+            if (known_hashes[indices] == hashes).any():
                 return "contaminated"
         return document
 
 
-def _of_short(short: list[str], texts: int, config: DecontaminateConfig) -> str:
+def _too_short_note(too_short: list[str], texts: int, config: DecontaminateConfig) -> str:
     """Return a note on evaluation texts that are too short to be found, with the longest of them."""
-    longest = " ".join(max(short, key=len).split())
+    longest = " ".join(max(too_short, key=len).split())
     return (
-        f"{len(short)} of {texts} evaluation texts are too short to be looked for, with fewer than "
+        f"{len(too_short)} of {texts} evaluation texts are too short to be looked for, with fewer than "
         f"{min(config.min_words, config.n_grams)} words (decontaminate.min_words); the longest is "
         f"{longest[:80]!r}{'…' if len(longest) > 80 else ''}"
     )
@@ -170,7 +170,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 @STEPS.register("metadata_filter")
 class MetadataFilter:
-    """Keeps documents whose field has one of some values, or lies between two."""
+    """Keeps documents by the value of a field: listed values, or a range."""
 
     title = "metadata_filter"
 
@@ -202,8 +202,10 @@ def _comparable(value: Any, limit: float | str) -> bool:
 
 @STEPS.register("sample")
 class SampleDocuments:
-    """Keeps documents by a hash of (seed, source): the same ones on any machine, and with a larger share the same
-    ones and more. What should come more often than once is for the mixture of the training config."""
+    """Keeps documents by a hash of (seed, source): the same on any machine, and a larger share keeps the same and more.
+
+    To repeat documents, use the mixture of the training config.
+    """
 
     title = "sample"
 

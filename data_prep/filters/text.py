@@ -85,10 +85,10 @@ def fix_text(text: str) -> str:
         return text
     lines = _LINE.findall(text)
     changed = False
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if (not line.isascii() or is_odd) and (_ODD.search(line) or is_bad(line)):
-            lines[number] = ftfy.fix_text(line, REPAIR)
-            changed = changed or lines[number] != line
+            lines[index] = ftfy.fix_text(line, REPAIR)
+            changed = changed or lines[index] != line
     return "".join(lines) if changed else text
 
 
@@ -99,7 +99,7 @@ _TAG = re.compile(
 
 @STEPS.register("html")
 class Html:
-    """Takes the text out of documents that have any of the usual tags."""
+    """Extracts the text of documents with common HTML tags."""
 
     title = "HTML"
 
@@ -122,19 +122,18 @@ class Html:
 
 
 WINDOWS = 5
-LONGEST = 6
-"""Bytes of the model's longest n-gram: what came before so many can't change what is found at the last of them."""
+MAX_NGRAM_BYTES = 6
+"""Bytes of the model's longest n-gram; bytes before can't change the n-grams that end at a byte."""
 _NO_TEXT = b"\xff"
-"""A byte that is in no UTF-8, and so in no n-gram."""
+"""A byte that never occurs in UTF-8, and so in no n-gram."""
 
 
 @STEPS.register("language")
 class Language:
-    """Marks each document with its language, and keeps those that are asked for, by py3langid (Lui and Baldwin 2012,
-    langid.py: naive Bayes over byte n-grams).
+    """Identifies each document's language, and keeps the listed ones, by py3langid (Lui and Baldwin 2012).
 
-    The model comes with the package; nothing is fetched. It always knows all of its 140 languages: to leave
-    some out would only hide a wrong guess behind another.
+    langid.py is naive Bayes over byte n-grams. The model is part of the package. All of its 140 languages are
+    candidates, since leaving some out would only replace a wrong guess by another.
     """
 
     title = "language"
@@ -164,25 +163,28 @@ class Language:
 
 
 def _sample_windows(text: str, characters: int) -> str:
-    """Return so many characters of a text, from windows that lie evenly over it: its begin and end may be in another
-    language than the rest, and so may any one place."""
+    """Return `characters` of a text, from evenly spaced windows, since parts of it may be in another language."""
     length = -(-characters // WINDOWS)
     if len(text) <= WINDOWS * length:
         return text
     gap = (len(text) - length) / (WINDOWS - 1)
-    return "\n".join(text[begin : begin + length] for begin in (round(gap * at) for at in range(WINDOWS)))
+    return "\n".join(
+        text[start : start + length] for start in (round(gap * window) for window in range(WINDOWS))
+    )
 
 
 class _Identifier(LanguageIdentifier):  # type: ignore[misc]
-    """py3langid's identifier with the same results to the last bit, without its two slow places: n-grams are found at
-    all bytes of a text at once, and weights are stored as the numbers that are added up."""
+    """py3langid's identifier, faster and with bit-identical results.
+
+    N-grams are found at all bytes of a text at once, and weights are stored in the type in which they are summed.
+    """
 
     nb_ptc: Any
 
     def __init__(self, *arguments: Any, **keyword_arguments: Any) -> None:
         super().__init__(*arguments, **keyword_arguments)
         self.nb_ptc = self.nb_ptc.astype(np.float32)
-        # A state machine: each state has a row of the states that follow after each byte, and perhaps a feature.
+        # A state machine: each state has a row with the next state for each byte, and maybe a feature.
         self._states = np.asarray(self.tk_nextmove)
         self._features = np.asarray(self.tk_output, np.int32)
         self._next = np.asarray(self._rowbase, np.int32)[self._states]  # where the row of that state begins
@@ -192,13 +194,13 @@ class _Identifier(LanguageIdentifier):  # type: ignore[misc]
         ].ravel()  # the same after two bytes from the start
 
     def _raw_score(self, text: bytes) -> Any:
-        data = np.frombuffer(_NO_TEXT * (LONGEST - 1) + text, np.uint8).astype(np.intp)
+        data = np.frombuffer(_NO_TEXT * (MAX_NGRAM_BYTES - 1) + text, np.uint8).astype(np.intp)
         row = self._pairs[data[: len(text)] * 256 + data[1:][: len(text)]]
-        for at in range(2, LONGEST - 1):
-            row = self._next[row + data[at:][: len(text)]]
-        features = self._features[self._states[row + data[LONGEST - 1 :]]]
-        times = Counter(features[features >= 0].tolist())
-        return self._sparse_score(times, self.nb_ptc) if times else super()._raw_score(text)
+        for offset in range(2, MAX_NGRAM_BYTES - 1):
+            row = self._next[row + data[offset:][: len(text)]]
+        features = self._features[self._states[row + data[MAX_NGRAM_BYTES - 1 :]]]
+        feature_counts = Counter(features[features >= 0].tolist())
+        return self._sparse_score(feature_counts, self.nb_ptc) if feature_counts else super()._raw_score(text)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Images with class, metadata and caption: neighbouring files, or members of a tar, that differ in their extensions.
 
-An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` holds the number of its class, a `.json` anything, a
+An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` has the number of its class, a `.json` any metadata, a
 `.txt` its caption. All are checked, and none is changed.
 """
 
@@ -22,7 +22,7 @@ IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
 EXTENSIONS = (*IMAGES, *SIDECAR_EXTENSIONS)
 MAX_PIXELS = 2**26
-"""Larger images are refused, since decoding them would take over 200 MB. Nothing is decoded here."""
+"""Pixels of the largest image; decoding a larger one would take over 200 MB. Nothing is decoded here."""
 
 _NUMBER = re.compile(rb"\s*[0-9]{1,18}\s*")
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ISO 10918-1, table B.1)
@@ -39,20 +39,20 @@ class ImageRecord:
 
 def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
     """Yield the samples of a tar. Raises BadFileError at damage."""
-    for key, parts in read_samples(path, EXTENSIONS):
-        names = [part.extension for part in parts]
-        fault = next((part.fault for part in parts if part.fault), None)
-        unknown = next((part.name for part in parts if part.data is None), None)
-        twice = next((name for name in names if names.count(name) > 1), None)
+    for key, members in read_samples(path, EXTENSIONS):
+        names = [member.extension for member in members]
+        fault = next((member.fault for member in members if member.fault), None)
+        unknown = next((member.name for member in members if member.data is None), None)
+        repeated = next((name for name in names if names.count(name) > 1), None)
         if fault is None and unknown is not None:
             fault = f"has a member that is neither an image nor {_format_extensions(SIDECAR_EXTENSIONS)}: {unknown}"
-        if fault is None and twice is not None:
-            fault = f"has a .{twice} twice"
+        if fault is None and repeated is not None:
+            fault = f"has a .{repeated} twice"
         yield (
             Bad(key, fault)
             if fault
             else make_record(
-                key, {part.extension: part.data for part in parts if part.data is not None}, config
+                key, {member.extension: member.data for member in members if member.data is not None}, config
             )
         )
 

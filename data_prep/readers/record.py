@@ -1,6 +1,6 @@
 """Records, bad records, metadata and compressed files: shared by the readers of all formats.
 
-Files are decompressed a piece at a time, so that a small file that claims a huge size never fills the memory.
+Files are decompressed block by block, so that a small file that claims a huge size never fills the memory.
 """
 
 import bz2
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from dataclasses import field as field_of
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,7 +21,7 @@ import zstandard
 from megatfm.config.prep import ReadConfig
 
 XZ_MEMORY = 2**28
-"""Memory that unpacking xz may take; its strongest preset takes 65 MiB."""
+"""Bytes of memory for decompressing xz; its strongest preset takes 65 MiB."""
 _CHUNK = 2**16
 _MAGIC, _SKIPPABLE = 0xFD2FB528, 0x184D2A50
 _RAW, _REPEATED = 0, 1
@@ -37,8 +37,8 @@ def open_xz(path: Path) -> IO[bytes]:
     return cast(IO[bytes], io.BufferedReader(_Xz(path), _CHUNK))
 
 
-class _Unpacked(io.RawIOBase):
-    """A stream of the pieces that `_fill` returns."""
+class _DecompressedStream(io.RawIOBase):
+    """A stream of the blocks that `_fill` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
@@ -49,10 +49,10 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._data:
-            piece = self._fill()
-            if piece is None:
+            block = self._fill()
+            if block is None:
                 return 0
-            self._data = memoryview(piece)
+            self._data = memoryview(block)
         count = min(len(buffer), len(self._data))
         buffer[:count] = self._data[:count]
         self._data = self._data[count:]
@@ -63,13 +63,15 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
     def _fill(self) -> bytes | None:
-        """Return the next piece, perhaps empty; None at the end."""
+        """Return the next block, maybe empty; None at the end."""
         raise NotImplementedError
 
 
-class _Zstd(_Unpacked):
-    """Decompresses block by block, at most 128 KiB each (RFC 8878, section 3.1.1.2.4). The library's own reader is
-    bounded as well, but takes the end of a truncated file for the end of the text."""
+class _Zstd(_DecompressedStream):
+    """Decompresses block by block, at most 128 KiB each (RFC 8878, section 3.1.1.2.4).
+
+    The library's reader is bounded as well, but takes the end of a truncated file for the end of the text.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -78,19 +80,19 @@ class _Zstd(_Unpacked):
 
     def _fill(self) -> bytes | None:
         if self._frame is None:
-            return b"" if self._begin() else None
+            return b"" if self._begin_frame() else None
         head = self._read(3)
         word = int.from_bytes(head, "little")
         is_last, kind, size = word & 1, word >> 1 & 3, word >> 3
         block = head + self._read(1 if kind == _REPEATED else min(size, 2**17 + 1))
         if is_last and self._has_checksum:
             block += self._read(4)
-        piece = self._frame.decompress(block)
+        content = self._frame.decompress(block)
         if is_last:
             self._frame = None
-        return piece
+        return content
 
-    def _begin(self) -> bool:
+    def _begin_frame(self) -> bool:
         """Read the header of the next frame; False if there is none."""
         magic = self._file.read(4)
         if not magic:
@@ -118,7 +120,7 @@ class _Zstd(_Unpacked):
         return data
 
 
-class _Xz(_Unpacked):
+class _Xz(_DecompressedStream):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._stream: lzma.LZMADecompressor | None = None
@@ -137,16 +139,16 @@ class _Xz(_Unpacked):
             self._unread = self._file.read(_CHUNK)
             if not self._unread:
                 raise EOFError("the last stream is not whole")
-        piece = self._stream.decompress(self._unread, _CHUNK)
+        content = self._stream.decompress(self._unread, _CHUNK)
         self._unread = b""
-        return piece
+        return content
 
 
 MAX_RECORD_BYTES = 2**28
 """Longer records are refused: they come from a damaged file, or from a decompression bomb."""
 
-MOST_NAMES = 30
-"""Fields of a record that an error message lists."""
+MAX_LISTED_NAMES = 30
+"""Number of fields of a record that an error lists."""
 
 # Errors that the compression libraries raise on damage. A truncated gzip file raises EOFError.
 DECOMPRESSION_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
@@ -154,12 +156,12 @@ DECOMPRESSION_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard
 
 @dataclass(frozen=True)
 class Record:
-    """A text of a file. key: its line, row or key in the file. url: empty if unknown. fields: its metadata."""
+    """A text of a file. key: its line, row or key in the file. url: "" if unknown. fields: metadata by name."""
 
     key: str
     text: str
     url: str = ""
-    fields: Mapping[str, Any] = field_of(default_factory=dict)
+    fields: Mapping[str, Any] = dataclass_field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("key", "text", "url"):
@@ -179,7 +181,7 @@ class Bad:
 
 
 class BadFileError(Exception):
-    """Damage in a file; the message says what and where."""
+    """Damage in a file. The message names what and where."""
 
 
 def replace_surrogates(text: str) -> str:
@@ -226,15 +228,18 @@ def get_nested(record: Any, name: str) -> Any:
 def record_from_dict(
     key: str, record: Any, config: ReadConfig, field_names: Sequence[str] | None = None
 ) -> Record | Bad:
-    """Make a Record from a dictionary. known: names of all fields, if `record` has only the requested ones."""
+    """Return the Record of a dictionary, or why it is unusable.
+
+    field_names: all fields of the file, if `record` has only the requested ones.
+    """
     text_field = config.text_key
     text, url = get_nested(record, text_field), get_nested(record, config.url_key)
     if not isinstance(text, str):
-        kind = "no" if text is None else f"{type(text).__name__}, not text, as"
+        problem = "no" if text is None else f"{type(text).__name__}, not text, as"
         names = field_names or (list(record) if isinstance(record, dict) else [])
-        field_list = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
-        way_out = "; name the one that holds the text: read.text_key" if names and text is None else ""
-        return Bad(key, f"has {kind} field {text_field!r}{field_list}{way_out}")
+        field_list = f": its fields are {', '.join(map(str, names[:MAX_LISTED_NAMES]))}" if names else ""
+        remedy = "; name the one that holds the text: read.text_key" if names and text is None else ""
+        return Bad(key, f"has {problem} field {text_field!r}{field_list}{remedy}")
     return Record(key, text, url if isinstance(url, str) else "", select_metadata(record, config))
 
 

@@ -43,7 +43,7 @@ def _batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
     source.seek(0)
     if is_file:
         file = pyarrow.ipc.open_file(source)
-        yield from (file.get_batch(number) for number in range(file.num_record_batches))
+        yield from (file.get_batch(index) for index in range(file.num_record_batches))
     else:
         yield from pyarrow.ipc.open_stream(source)
 

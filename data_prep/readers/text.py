@@ -19,9 +19,9 @@ from megatfm.errors import MegatfmError
 
 
 def read_text(path: Path, limit: int) -> Iterator[str]:
-    """Yield the text in pieces of at most `limit` bytes. Raises BadFileError at the first byte that isn't UTF-8."""
+    """Yield the text in parts of at most `limit` bytes. Raises BadFileError at the first byte that isn't UTF-8."""
     offset = 0
-    for data in read_pieces(path, limit):
+    for data in read_blocks(path, limit):
         if offset == 0 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise BadFileError("is UTF-16, not UTF-8 (convert it with: iconv -f UTF-16 -t UTF-8)")
         if (zero := data.find(b"\0")) >= 0:
@@ -33,9 +33,8 @@ def read_text(path: Path, limit: int) -> Iterator[str]:
         offset += len(data)
 
 
-def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file in pieces of at most `limit`, cut after a blank line, a line or a
-    character."""
+def read_blocks(path: Path, limit: int) -> Iterator[bytes]:
+    """Yield a file's decompressed bytes in blocks of at most `limit`, cut after a blank line, a line or a character."""
     with open_decompressed(path) as file:
         data = file.read(limit)
         while block := file.read(limit):
@@ -48,7 +47,7 @@ def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
 
 
 def cut_text(text: str, limit: int) -> Iterator[str]:
-    """Yield a text in pieces of at most `limit` bytes, cut like `read_pieces`."""
+    """Yield a text in parts of at most `limit` bytes, cut like `read_blocks`."""
     data = text.encode() if len(text) > limit // 4 else b""
     while len(data) > limit:
         cut = _cut(data, limit)
@@ -128,8 +127,10 @@ def read_json(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
 
 
 def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """Read a CSV file: a record a row after the first, numbered from 1. Cells are separated by tabs in a `.tsv`, else
-    by commas (RFC 4180)."""
+    """Read a CSV file: a record for each row after the header, numbered from 1.
+
+    Cells are separated by tabs in a `.tsv`, else by commas (RFC 4180).
+    """
     csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
     delimiter = "\t" if ".tsv" in path.name.lower() else ","
     with open_decompressed(path) as file:

@@ -1,4 +1,4 @@
-"""Files of token ids: Megatron-LM's `.bin` with `.idx`, and plain ones with an id that ends each document."""
+"""Files of token ids: Megatron-LM's `.bin` with `.idx`, and plain files with an id that ends each document."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,13 +15,13 @@ Ids = NDArray[Any]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
-# The codes of Megatron-LM's indexed_dataset.py; those that are left out are no integers.
+# The integer types among the codes of Megatron-LM's indexed_dataset.py.
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CHUNK = 2**22
 
 
 def read_token_ids(path: Path, config: ReadConfig) -> Iterator[Ids]:
-    """The ids of each document of a file. Raises BadFileError."""
+    """Yield the ids [n] of each document of a file. Raises BadFileError at damage."""
     try:
         if config.format == "megatron":
             yield from _megatron(path, config.tokens.eos_id)
@@ -33,70 +33,75 @@ def read_token_ids(path: Path, config: ReadConfig) -> Iterator[Ids]:
         raise BadFileError(f"can't be read ({error.strerror})") from None
 
 
-def _megatron(path: Path, end: int | None) -> Iterator[Ids]:
+def _megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
     index = path.with_suffix(".idx")
     if not index.is_file():
         raise BadFileError(f"has no {index.name} beside it")
     dtype, sizes, pointers, edges = _index(index, index.read_bytes())
-    width, length = dtype.itemsize, path.stat().st_size
+    item_bytes, length = dtype.itemsize, path.stat().st_size
     if len(sizes) and (
         sizes.min() < 0
         or pointers.min() < 0
-        or (pointers % width).any()
+        or (pointers % item_bytes).any()
         or pointers.max() > length  # so that the sum below can't overflow
-        or (pointers + sizes * width).max() > length
+        or (pointers + sizes * item_bytes).max() > length
     ):
         raise BadFileError(f"does not fit {index.name}: it has {length:,} bytes, and a sequence lies outside")
     data = (
-        np.memmap(path, dtype, mode="r", shape=(length // width,)) if length >= width else np.empty(0, dtype)
+        np.memmap(path, dtype, mode="r", shape=(length // item_bytes,))
+        if length >= item_bytes
+        else np.empty(0, dtype)
     )
     for first, last in pairwise(edges):
         parts = [
-            data[pointers[at] // width : pointers[at] // width + sizes[at]]
-            for at in range(int(first), int(last))
+            data[pointers[sequence] // item_bytes : pointers[sequence] // item_bytes + sizes[sequence]]
+            for sequence in range(int(first), int(last))
         ]
         ids = np.concatenate(parts) if len(parts) != 1 else np.array(parts[0])
-        yield ids[:-1] if end is not None and len(ids) and ids[-1] == end else ids
+        yield ids[:-1] if eos_id is not None and len(ids) and ids[-1] == eos_id else ids
 
 
 def _index(
     path: Path, data: bytes
 ) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Read a `.idx`: the type of ids, of each sequence its length and place, where documents begin and end."""
-    at = len(_MAGIC)
-    if not data.startswith(_MAGIC) or len(data) < at + _HEADER.itemsize:
+    """Parse a `.idx`; return the ids' type, length and byte offset of each sequence, and edges of documents.
+
+    The edges [documents + 1] are sequence indices. path: for errors. Raises BadFileError at damage.
+    """
+    offset = len(_MAGIC)
+    if not data.startswith(_MAGIC) or len(data) < offset + _HEADER.itemsize:
         raise BadFileError(f"{path.name} is no index of Megatron-LM")
-    header = np.frombuffer(data, _HEADER, 1, at)[0]
-    count, edges = int(header["sequences"]), int(header["documents"])
-    at += _HEADER.itemsize
+    header = np.frombuffer(data, _HEADER, 1, offset)[0]
+    count, n_edges = int(header["sequences"]), int(header["documents"])
+    offset += _HEADER.itemsize
     if int(header["version"]) != 1 or int(header["dtype"]) not in _DTYPES:
         raise BadFileError(
             f"{path.name} is of version {header['version']}, with ids of type {header['dtype']}"
         )
     # A field of modes may follow, in data of more than one kind.
-    if len(data) - at not in (12 * count + 8 * edges, 13 * count + 8 * edges):
+    if len(data) - offset not in (12 * count + 8 * n_edges, 13 * count + 8 * n_edges):
         raise BadFileError(
             f"{path.name} is cut off or damaged: it has {len(data):,} bytes for {count:,} sequences"
         )
-    sizes = np.frombuffer(data, "<i4", count, at).astype(np.int64)
-    pointers = np.frombuffer(data, "<i8", count, at + 4 * count)
-    documents = np.frombuffer(data, "<i8", edges, at + 12 * count)
-    if edges < 1 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
+    sizes = np.frombuffer(data, "<i4", count, offset).astype(np.int64)
+    pointers = np.frombuffer(data, "<i8", count, offset + 4 * count)
+    documents = np.frombuffer(data, "<i8", n_edges, offset + 12 * count)
+    if n_edges < 1 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
         raise BadFileError(
             f"{path.name} is damaged: its documents are not all of its sequences in their order"
         )
     return np.dtype(_DTYPES[int(header["dtype"])]), sizes, pointers, documents
 
 
-def _plain(path: Path, dtype: np.dtype[Any], end: int) -> Iterator[Ids]:
+def _plain(path: Path, dtype: np.dtype[Any], eos_id: int) -> Iterator[Ids]:
     length = path.stat().st_size
     if length % dtype.itemsize:
         raise BadFileError(f"has {length:,} bytes, which is no whole number of {dtype.name} ids")
     data = np.memmap(path, dtype, mode="r") if length else np.empty(0, dtype)
-    begin = 0
-    for at in range(0, len(data), _CHUNK):
-        for stop in np.flatnonzero(data[at : at + _CHUNK] == end) + at:
-            yield np.array(data[begin:stop])
-            begin = int(stop) + 1
-    if begin < len(data):
-        yield np.array(data[begin:])
+    start = 0
+    for chunk_start in range(0, len(data), _CHUNK):
+        for stop in np.flatnonzero(data[chunk_start : chunk_start + _CHUNK] == eos_id) + chunk_start:
+            yield np.array(data[start:stop])
+            start = int(stop) + 1
+    if start < len(data):
+        yield np.array(data[start:])

@@ -1,4 +1,4 @@
-"""Pages: WARC files of crawlers, and dumps of MediaWiki (Wikipedia and its kin)."""
+"""Web pages: WARC files of crawlers, and dumps of MediaWiki (Wikipedia and others)."""
 
 import io
 import re
@@ -28,9 +28,11 @@ _MAX_HEADER_LINES = 200
 
 
 def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The pages of an archive, by the numbers of their records from 1, as they were sent: `html` in `steps` takes
-    the text out of them. Bodies are unpacked (chunks, gzip, …), and text is decoded as it says, or as it looks.
-    Requests and metadata are passed over."""
+    """Yield the pages of an archive, keyed by the number of their record from 1. The step `html` extracts their text.
+
+    Bodies are unpacked (chunks, gzip, …), and text is decoded by the stated or else the detected encoding. Requests and
+    metadata are skipped. Raises BadFileError at damage.
+    """
     with open_decompressed(path) as file:
         number = 0
         for number, data in enumerate(_frames(file), 1):
@@ -71,8 +73,10 @@ def _page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig)
 
 
 def _frames(file: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of each record (ISO 28500, section 4). The library would pass over one that is cut off or whose
-    length is wrong, so the frames are checked here."""
+    """Yield the bytes of each record (ISO 28500, section 4).
+
+    The library skips truncated records and those of a wrong length, so they are checked here.
+    """
     number = 1
     while line := file.readline(2**16):
         if not line.strip():
@@ -105,8 +109,10 @@ _NO_PROSE_TAGS = ("ref", "table", "gallery", "math", "timeline")
 
 
 def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The articles (pages of name space 0 that are no redirects), by the numbers of their pages: the title, a blank
-    line, the text without its markup."""
+    """Yield the articles (pages of namespace 0 that are no redirects), keyed by page id.
+
+    A text is the title, a blank line, and the article without markup. Raises BadFileError at damage.
+    """
     title = "the first page"
     try:
         with open_decompressed(path) as file:
@@ -121,15 +127,15 @@ def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                     yield Bad(str(page.id), "has no text")
                 else:
                     metadata = select_metadata({"title": page.title, "id": page.id}, config)
-                    yield Record(str(page.id), f"{page.title}\n\n{plain(text)}", fields=metadata)
+                    yield Record(str(page.id), f"{page.title}\n\n{strip_wikitext(text)}", fields=metadata)
     except BadFileError:
         raise
     except Exception as error:  # the library raises several kinds, down to failed assertions
         raise BadFileError(f"is no whole MediaWiki dump, at {title} ({error})") from None
 
 
-def plain(wikitext: str) -> str:
-    """Wikitext without templates, tables, references, files and other markup."""
+def strip_wikitext(wikitext: str) -> str:
+    """Return wikitext without templates, tables, references, files and other markup."""
     code = mwparserfromhell.parse(wikitext)
     for link in code.filter_wikilinks(
         matches=lambda link: str(link.title).strip().lower().startswith(_NO_PROSE)
@@ -141,5 +147,5 @@ def plain(wikitext: str) -> str:
 
 
 def _remove(code: mwparserfromhell.wikicode.Wikicode, node: mwparserfromhell.nodes.Node) -> None:
-    with suppress(ValueError):  # it lay inside one that is gone already
+    with suppress(ValueError):  # its parent node was removed already
         code.remove(node)

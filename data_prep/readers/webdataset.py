@@ -45,14 +45,14 @@ class TarMember(NamedTuple):
 def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """Yield the texts of a tar's samples. Captions of images are read like any text; images themselves need the format
     `images`."""
-    for key, parts in read_samples(path, (*_TEXTS, "json")):
+    for key, members in read_samples(path, (*_TEXTS, "json")):
         record: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.text_key!r}")
-        for part in parts:
-            usable = _text_of(part, key, config)
-            if usable is not None and not isinstance(record, Record):
-                record = usable
+        for member in members:
+            candidate = _read_text(member, key, config)
+            if candidate is not None and not isinstance(record, Record):
+                record = candidate
         if isinstance(record, Record) and config.metadata_keys and not record.fields:
-            record = replace(record, fields=_metadata_beside(parts, config))
+            record = replace(record, fields=_read_metadata(members, config))
         yield record
 
 
@@ -120,14 +120,14 @@ def _read_members(
     tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], extensions: Sequence[str]
 ) -> list[TarMember]:
     """Read the members of a sample, together at most MAX_RECORD_BYTES."""
-    parts: list[TarMember] = []
+    tar_members: list[TarMember] = []
     bytes_left = MAX_RECORD_BYTES
     for member in members:
-        if len(parts) == _MAX_MEMBERS:
+        if len(tar_members) == _MAX_MEMBERS:
             raise tarfile.ReadError(f"a sample of over {_MAX_MEMBERS:,} members")
-        parts.append(_read_member(tar, member, extensions, bytes_left))
-        bytes_left -= len(parts[-1].data or b"")
-    return parts
+        tar_members.append(_read_member(tar, member, extensions, bytes_left))
+        bytes_left -= len(tar_members[-1].data or b"")
+    return tar_members
 
 
 def _read_member(
@@ -146,30 +146,30 @@ def _read_member(
     return TarMember(member.name, extension, file.read() if file is not None else b"", None)
 
 
-def _text_of(part: TarMember, key: str, config: ReadConfig) -> Record | Bad | None:
+def _read_text(member: TarMember, key: str, config: ReadConfig) -> Record | Bad | None:
     """Return the record of a member, the reason why it is unusable, or None if it has no text."""
-    if part.fault is not None:
-        return Bad(key, part.fault)
-    if part.data is None:
+    if member.fault is not None:
+        return Bad(key, member.fault)
+    if member.data is None:
         return None
     try:
-        text = part.data.decode("utf-8")
-        if part.extension in _TEXTS:
+        text = member.data.decode("utf-8")
+        if member.extension in _TEXTS:
             return Record(key, text)
         record = record_from_dict(key, json.loads(text), config)
     except UnicodeDecodeError as error:
-        return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {part.name}")
+        return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {member.name}")
     except (ValueError, RecursionError):
-        return Bad(key, f"has a member that is not JSON: {part.name}")
+        return Bad(key, f"has a member that is not JSON: {member.name}")
     return record if isinstance(record, Record) else None
 
 
-def _metadata_beside(parts: Sequence[TarMember], config: ReadConfig) -> dict[str, Any]:
+def _read_metadata(members: Sequence[TarMember], config: ReadConfig) -> dict[str, Any]:
     """Return the fields of the .json beside a text."""
-    for part in parts:
-        if part.extension == "json" and part.data is not None:
+    for member in members:
+        if member.extension == "json" and member.data is not None:
             with suppress(ValueError, RecursionError):
-                return select_metadata(json.loads(part.data), config)
+                return select_metadata(json.loads(member.data), config)
     return {}
 
 

@@ -94,13 +94,13 @@ def data_command(args: argparse.Namespace) -> int:
     elif args.images:
         print(_draw_images(args))
     else:
-        from megatfm.tasks.answers import spell_trained
+        from megatfm.tasks.answers import describe_example
 
         task = Corpus.open(args.dir).manifest.provenance.get("task") or {}
         labels = task.get("labels", []) if isinstance(task, dict) else []
         colour = sys.stdout.isatty()
         spell = (
-            partial(spell_trained, tokenizer=text_tokenizer, colour=colour, labels=labels)
+            partial(describe_example, tokenizer=text_tokenizer, colour=colour, labels=labels)
             if text_tokenizer
             else None
         )

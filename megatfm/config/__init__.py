@@ -1,4 +1,4 @@
-"""Typed, frozen configs: TOML in, one clear line for each mistake, resolved TOML out. No torch here."""
+"""Typed, frozen configs: TOML in, one-line errors, resolved TOML out. Nothing here imports torch."""
 
 from megatfm.config.attention import (
     BigBirdPatternConfig,

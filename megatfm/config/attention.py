@@ -1,4 +1,4 @@
-"""The `[model.attention]` section: a variant for each attention layer, and for each pattern of what a query sees."""
+"""The `[model.attention]` section: a variant for each attention layer, and for each attention pattern."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from megatfm.config.section import MAX_LENGTH, MAX_WIDTH, ByName, DropProbabilit
 
 
 class FullPatternConfig(Section):
-    """All tokens of the document, in decoders those up to the query itself."""
+    """All tokens of the document; in decoders, those up to the query."""
 
     name: Literal["full"] = "full"
 
@@ -18,15 +18,15 @@ class WindowPatternConfig(Section):
 
     name: Literal["window"] = "window"
     width: PositiveInt = Field(examples=[4096], le=MAX_LENGTH)
-    """In decoders, the number of tokens up to the query itself; in encoders, the query and half of it on each side."""
+    """In decoders, the number of tokens up to and with the query; in encoders, half of it on each side of the query."""
     dilation: PositiveInt = Field(default=1, le=MAX_LENGTH)
-    """Stride between attended tokens: every `dilation`-th one, over a window that many times as wide."""
+    """Stride between attended tokens, which widens the window by this factor."""
     initial_tokens: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
-    """Number of first tokens of the document that are seen as well, in decoders (StreamingLLM: 4; Xiao et al. 2023)."""
+    """In decoders, number of first tokens of the document that all see (StreamingLLM: 4; Xiao et al. 2023)."""
 
 
 class ChunkedPatternConfig(Section):
-    """Tokens of the same chunk of the document, in decoders those up to the query itself (Llama 4)."""
+    """Tokens of the same chunk of the document; in decoders, those up to the query (Llama 4)."""
 
     name: Literal["chunked"] = "chunked"
     size: PositiveInt = Field(examples=[8192], le=MAX_LENGTH)
@@ -38,17 +38,17 @@ class StridedPatternConfig(Section):
 
     name: Literal["strided"] = "strided"
     stride: PositiveInt = Field(examples=[128], le=MAX_LENGTH)
-    """Tokens between those that are seen."""
+    """Width of the local part, and distance between the other tokens that are seen."""
 
 
 class FixedPatternConfig(Section):
-    """The query's own stretch of the document, and the ends of the others (Child et al. 2019, merged heads)."""
+    """The query's block of the document, and the ends of the other blocks (Child et al. 2019, merged heads)."""
 
     name: Literal["fixed"] = "fixed"
     stride: PositiveInt = Field(examples=[128], le=MAX_LENGTH)
-    """Tokens of a stretch."""
+    """Tokens of a block."""
     n_summary_tokens: PositiveInt = Field(default=8, le=MAX_LENGTH)
-    """Tokens at the end of a stretch that all see, in decoders all later ones."""
+    """Tokens at the end of a block that all queries see; in decoders, all later queries."""
 
 
 class BigBirdPatternConfig(Section):
@@ -58,21 +58,21 @@ class BigBirdPatternConfig(Section):
     block_size: PositiveInt = Field(default=64, le=MAX_LENGTH)
     """Tokens of a block."""
     n_random_blocks: NonNegativeInt = Field(default=3, le=MAX_WIDTH)
-    """Random blocks that each block sees, others in each head and layer."""
+    """Random blocks that each block sees, drawn for each head and layer."""
     n_global_tokens: NonNegativeInt = Field(default=0, le=MAX_LENGTH)
-    """Number of first tokens of the document that see all and are seen by all, instead of its first and last block
+    """Number of first tokens of the document that see all and are seen by all, in place of its first and last block
     (ETC)."""
 
 
 class LongformerPatternConfig(Section):
-    """A window on both sides, and tokens that see all and are seen by all (Beltagy et al. 2020); attention of that name
-    has projections of their own for those."""
+    """A window on both sides, and global tokens that see all and are seen by all (Beltagy et al. 2020). Attention of
+    the same name has separate projections for global tokens."""
 
     name: Literal["longformer"] = "longformer"
     width: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
-    """Tokens that are seen beside the query, half of them on each side."""
+    """Number of tokens that are seen around the query, half of them on each side."""
     global_tokens: tuple[NonNegativeInt, ...] = (0,)
-    """Places in the document of the tokens that see all and are seen by all."""
+    """Positions in the document of the global tokens."""
 
 
 class Windows2dPatternConfig(Section):
@@ -80,7 +80,7 @@ class Windows2dPatternConfig(Section):
 
     name: Literal["windows_2d"] = "windows_2d"
     window: PositiveInt = Field(default=7, le=MAX_WIDTH)
-    """Side of a window in tokens; a map that is no larger is one window."""
+    """Side of a window in tokens; a map up to this size is one window."""
 
 
 class PluginPatternConfig(Section):
@@ -122,13 +122,13 @@ class AttentionSection(Section):
     """Dropout of attention probabilities."""
 
     head_dim_key: ClassVar[str] = "head_dim"
-    """The key that holds the width of a head; left out, that is `d_model / n_heads`."""
-    queries_together: ClassVar[int] = 1
-    """Number of queries in a group, which ranks that share a sequence can't split."""
+    """Key of a head's width; left out, the width is `d_model / n_heads`."""
+    query_multiple: ClassVar[int] = 1
+    """Number of queries on each rank that shares a sequence is a multiple of this."""
 
     @property
     def head_dim_or_none(self) -> int | None:
-        """Width of a head where it is set."""
+        """Width of a head, if set."""
         width: int | None = getattr(self, self.head_dim_key)
         return width
 
@@ -166,11 +166,11 @@ class GQAAttentionConfig(ScaledAttention, HeadAttention):
     n_kv_heads: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
     qk_norm: bool | Literal["all_heads"] = False
-    """RMSNorm on each head's queries and keys; or `"all_heads"`, on those of all heads together (OLMoE)."""
+    """RMSNorm on each head's queries and keys; `"all_heads"`: over all heads together (OLMoE)."""
     bias: bool = False
     """Biases in the projections."""
     key_bias: bool | None = None
-    """A bias in the projection of keys; left out, as `bias` says."""
+    """A bias in the projection of keys; left out, the value of `bias`."""
     sinks: bool = False
     """A learned score for each head that takes part in the softmax without a key (gpt-oss)."""
 
@@ -181,11 +181,11 @@ class GQAAttentionConfig(ScaledAttention, HeadAttention):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by key: key heads that are normalised together, once each."""
-        together = (
+        """Sizes that tensor parallelism divides, by key; also the key heads that are normalised together."""
+        normalised_heads = (
             {"n_kv_heads (qk_norm = 'all_heads')": self.kv_heads} if self.qk_norm == "all_heads" else {}
         )
-        return {**super().tp_dims, **together}
+        return {**super().tp_dims, **normalised_heads}
 
 
 class MLAAttentionConfig(ScaledAttention):
@@ -207,7 +207,7 @@ class MLAAttentionConfig(ScaledAttention):
 
 
 class LongformerAttentionConfig(GQAAttentionConfig):
-    """Tokens that see all of the document have projections of their own (Beltagy et al. 2020, section 3.1)."""
+    """Grouped-query attention with separate projections for global tokens (Beltagy et al. 2020, section 3.1)."""
 
     name: Literal["longformer"] = "longformer"  # type: ignore[assignment]
 
@@ -217,12 +217,11 @@ class LinformerAttentionConfig(HeadAttention):
 
     name: Literal["linformer"] = "linformer"
     max_length: PositiveInt = Field(examples=[512], le=MAX_LENGTH)
-    """Places that are projected: no row may be longer."""
+    """Number of positions that are projected; no row may be longer."""
     projected_length: PositiveInt = Field(default=128, le=MAX_WIDTH)
-    """Keys and values that a document has."""
+    """Number of keys and values of a document."""
     share: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
-    """Sharing of a projection: by no one, all heads of a layer, besides them its keys and values, or besides those
-    all layers."""
+    """Sharing of a projection: none; by all heads of a layer; also by its keys and values; also by all layers."""
     scale: PositiveFloat | None = None
     """Factor on the scores; left out, head_dim^-1/2."""
     bias: bool = False
@@ -230,11 +229,11 @@ class LinformerAttentionConfig(HeadAttention):
 
 
 class CompressedAttentionConfig(ScaledAttention, HeadAttention):
-    """Keys and values of neighbouring tokens are made one by a convolution, in decoders (Liu et al. 2018)."""
+    """Keys and values of neighbouring tokens are merged by a convolution, in decoders (Liu et al. 2018)."""
 
     name: Literal["compressed"] = "compressed"
     factor: PositiveInt = Field(default=3, le=MAX_WIDTH)
-    """Tokens that become one key and one value."""
+    """Number of tokens that become one key and one value."""
     bias: bool = False
     """Biases in the projections of tokens."""
 
@@ -244,13 +243,13 @@ class WindowedAttentionConfig(ScaledAttention, HeadAttention):
 
     name: Literal["windowed"] = "windowed"
     n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Number of heads of the first stage; left out, as `model.stages` says."""
+    """Number of heads of the first stage; left out, the first of `model.stages.heads`."""
     pattern: PatternConfig = Windows2dPatternConfig()
     """The windows."""
     bias: bool = True
     """Biases in the projections."""
     cosine: bool = False
-    """Cosines of queries and keys, times a factor that each head learns, as scores (Swin-V2; keys have no bias)."""
+    """Scores are cosines of queries and keys, times a learned factor of each head (Swin-V2; keys have no bias)."""
 
 
 class PooledAttentionConfig(ScaledAttention, HeadAttention):
@@ -258,33 +257,33 @@ class PooledAttentionConfig(ScaledAttention, HeadAttention):
 
     name: Literal["pooled"] = "pooled"
     n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Number of heads of the first stage; left out, as `model.stages` says."""
+    """Number of heads of the first stage; left out, the first of `model.stages.heads`."""
     bias: bool = True
     """Biases in the projections."""
     kv_stride: PositiveInt = Field(default=4, le=MAX_WIDTH)
-    """Stride of keys' and values' pooling in the first stage; half of it in each further one, at least 1."""
+    """Stride of the pooling of keys and values in the first stage; halved in each further stage, at least 1."""
     widening: Literal["attention", "ffn"] = "attention"
     """Layer that widens vectors between stages: the first attention of a stage, or the last feed-forward network
-    before."""
+    before it."""
 
 
 class DebertaAttentionConfig(HeadAttention):
-    """DeBERTa's attention (He et al. 2021); it reads the positions of that name."""
+    """DeBERTa's attention (He et al. 2021); it reads `position.name = "deberta"`."""
 
     name: Literal["deberta"] = "deberta"
 
 
 class DebertaV2AttentionConfig(HeadAttention):
-    """DeBERTa's attention from version 2 on; it reads the positions of that name."""
+    """DeBERTa's attention from version 2 on; it reads `position.name = "deberta_v2"`."""
 
     name: Literal["deberta_v2"] = "deberta_v2"
 
 
 class TwoStreamAttentionConfig(HeadAttention):
-    """XLNet's attention (Yang et al. 2019); it reads `transformer_xl`."""
+    """XLNet's attention (Yang et al. 2019); it reads `position.name = "transformer_xl"`."""
 
     name: Literal["two_stream"] = "two_stream"
-    queries_together: ClassVar[int] = 16
+    query_multiple: ClassVar[int] = 16
 
 
 class PluginAttentionConfig(GQAAttentionConfig):

@@ -1,4 +1,4 @@
-"""The `[deepspeed]` section, and what DeepSpeed can't carry. `deepspeed_json.py` makes the JSON that it gets."""
+"""The `[deepspeed]` section, and the settings that DeepSpeed doesn't support. `deepspeed_json.py` derives its JSON."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal, Self
@@ -14,41 +14,41 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class DeepSpeedConfig(Section):
-    """Settings of parallel.engine = "deepspeed" alone."""
+    """Settings of parallel.engine = "deepspeed"."""
 
     offload_optimizer: OffloadDevice = "none"
-    """Place of the optimizer's state and its master weights, with zero = 1, 2 or 3: "none" is the device."""
+    """Where the optimizer's state and master weights are kept, with zero = 1, 2 or 3; "none": on the device."""
     offload_parameters: OffloadDevice = "none"
-    """Place of weights that are not in use, with zero = 3: "none" is the device."""
+    """Where weights that are not in use are kept, with zero = 3; "none": on the device."""
     nvme_path: PathStr | None = None
     """Folder on a local disk for state offloaded to "nvme"."""
     zero_hpz_partition_size: int = Field(default=1, ge=1)
-    """With zero = 3: how many neighbouring ranks, as a rule a node's, keep another copy of the weights between them, in
+    """With zero = 3: number of neighbouring ranks, usually those of a node, that share a second copy of the weights in
     the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
     quantized_weights: bool = False
     """With zero = 3, on GPUs: send weights in 8 bits. Inexact, and never run here (zero_quantized_weights)."""
     quantized_gradients: bool = False
     """With zero = 3, on GPUs: send gradients in 4 bits. Inexact, and never run here (zero_quantized_gradients)."""
     json_file: PathStr | None = None
-    """A DeepSpeed config of your own, whose tuning is taken over; what it says about our keys must agree with them."""
+    """A DeepSpeed config of yours, whose tuning keys are used; keys that repeat ours must agree with them."""
 
     INEXACT: ClassVar[str] = (
         "inexact: what is sent is rounded to 8 bits or 4, so the run is not that of one device"
     )
 
     @property
-    def in_files(self) -> bool:
+    def offloads_to_nvme(self) -> bool:
         """Whether anything is offloaded to files."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
     @property
-    def quantized(self) -> list[str]:
+    def quantized_keys(self) -> list[str]:
         """Keys of inexact communication."""
         return [key for key in ("quantized_weights", "quantized_gradients") if getattr(self, key)]
 
     @model_validator(mode="after")
     def _check_nvme_folder(self) -> Self:
-        if self.in_files and self.nvme_path is None:
+        if self.offloads_to_nvme and self.nvme_path is None:
             raise ValueError("offloading to 'nvme' needs nvme_path, a folder on a local disk")
         return self
 
@@ -66,9 +66,9 @@ WHOLE_TENSOR_OPTIMIZERS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 def check_compatibility(
     parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, deepspeed: DeepSpeedConfig
 ) -> None:
-    """Raise ValueError for what DeepSpeed can't carry, or for an unused `deepspeed` section.
+    """Raise ValueError for settings that DeepSpeed doesn't support, or for an unused `deepspeed` section.
 
-    A JSON of the user's own is not looked at: a config can be read where that file is not.
+    `deepspeed.json_file` is not read here: a config may be loaded where that file is missing.
     """
     if parallel.engine != "deepspeed":
         defaults = DeepSpeedConfig()
@@ -86,6 +86,14 @@ def check_compatibility(
 def _problems(
     parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, offload: DeepSpeedConfig
 ) -> Iterator[str]:
+    """Yield each unsupported setting, and what to set instead."""
+    yield from _parallel_problems(parallel)
+    yield from _train_problems(parallel, train)
+    yield from _optimizer_problems(parallel, optimizer)
+    yield from _offload_problems(parallel, train, offload)
+
+
+def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.pp > 1 and parallel.zero > 1:
         yield (
             f"parallel.pp = {parallel.pp} and parallel.zero = {parallel.zero}, which reduces gradients in each of the "
@@ -111,6 +119,9 @@ def _problems(
             f"parallel.dp_replicate = {parallel.dp_replicate}: its ZeRO shards over all data ranks: set "
             "parallel.dp_replicate = 1"
         )
+
+
+def _train_problems(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     if train.precision == "fp64":
         yield "train.precision = 'fp64': it keeps weights in float32: set 'fp32'"
     if train.precision.startswith("fp8"):
@@ -119,6 +130,9 @@ def _problems(
         yield problem
     if train.compile not in (False, "auto"):
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
+
+
+def _optimizer_problems(parallel: ParallelConfig, optimizer: OptimizerSection) -> Iterator[str]:
     if isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS):
         yield (
             f"optimizer.name = {optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
@@ -134,6 +148,11 @@ def _problems(
             "optimizer.moments_dtype = 'bf16', which are rounded by where an element is in its tensor, while its ZeRO "
             "flattens tensors: set optimizer.moments_dtype = 'param'"
         )
+
+
+def _offload_problems(
+    parallel: ParallelConfig, train: TrainConfig, offload: DeepSpeedConfig
+) -> Iterator[str]:
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
     if offload.offload_optimizer == "nvme" and parallel.zero in (1, 2):
@@ -149,7 +168,7 @@ def _problems(
         problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)
     ):
         yield f"deepspeed.zero_hpz_partition_size = {offload.zero_hpz_partition_size} and {problem}"
-    for key in offload.quantized:
+    for key in offload.quantized_keys:
         if train.device == "cpu":
             yield f"deepspeed.{key} and train.device = 'cpu': its operator is CUDA's alone: leave it out"
         if problem := _zero_plus_plus_problem(parallel):
@@ -157,11 +176,10 @@ def _problems(
 
 
 def _has_unsharded_weights(parallel: ParallelConfig) -> bool:
-    """Whether there are weights, or experts, of which one rank holds all that its tensor parallelism leaves it; not
-    known before the start where dp_shard is −1."""
-    ranks = parallel.dp_shard * parallel.cp
-    experts = ranks * (parallel.tp if parallel.expert_tp == "folded" else 1)
-    return parallel.dp_shard != -1 and (ranks == 1 or parallel.ep == experts)
+    """Whether ZeRO leaves weights or experts unsharded on a rank; false for dp_shard = −1, known only at the start."""
+    n_data_ranks = parallel.dp_shard * parallel.cp
+    n_expert_ranks = n_data_ranks * (parallel.tp if parallel.expert_tp == "folded" else 1)
+    return parallel.dp_shard != -1 and (n_data_ranks == 1 or parallel.ep == n_expert_ranks)
 
 
 def _zero_plus_plus_problem(parallel: ParallelConfig) -> str:
@@ -169,7 +187,7 @@ def _zero_plus_plus_problem(parallel: ParallelConfig) -> str:
         return f"parallel.zero = {parallel.zero}, which keeps whole weights anyway: set parallel.zero = 3"
     for axis in ("tp", "pp", "ep"):
         if (size := getattr(parallel, axis)) > 1:
-            return f"parallel.{axis} = {size}, for it takes all ranks for data ranks: set parallel.{axis} = 1"
+            return f"parallel.{axis} = {size}, for it treats all ranks as data ranks: set parallel.{axis} = 1"
     return ""
 
 
@@ -183,7 +201,7 @@ def _hpz_problem(offload: DeepSpeedConfig) -> str:
 
 
 def precision_problem(parallel: ParallelConfig, precision: str) -> str:
-    """Why a stage doesn't support a precision, and which one does; empty where it can."""
+    """Return why a ZeRO stage doesn't support a precision, and which stage does; "" if it does."""
     if parallel.zero or precision not in ("bf16", "fp16"):
         return ""
     return f"train.precision = {precision!r} and parallel.zero = 0, which adds gradients in that: set parallel.zero = 1"

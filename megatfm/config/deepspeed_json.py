@@ -1,11 +1,11 @@
-"""The JSON that DeepSpeed is configured with, asked for no more than our config says (`derive`).
+"""DeepSpeed's JSON config, derived from ours (`derive`).
 
-A DeepSpeed JSON of the user's own is read when an engine is built or a job is launched. Each of its keys is one of
-ours under another name, and must agree with it (`controlled_keys`), or tunes, and is passed through
-(`PASSED_SECTIONS`, `PASSED_ZERO_KEYS`), or is refused with what to set instead.
+A user's own JSON is read when an engine is built or a job is launched. A key of it repeats one of ours and must agree
+with it (`controlled_keys`), or tunes and is passed through (`PASSED_SECTIONS`, `PASSED_ZERO_KEYS`), or is refused with
+what to set instead.
 
-The file is in `config`, not beside the engine: launchers and `megatfm config` refuse a wrong JSON before a job waits in
-a queue, and neither may import an engine, or torch.
+This module is in `config`, not beside the engine: launchers and `megatfm config` refuse a wrong JSON before a job
+waits in a queue, and neither may import an engine or torch.
 """
 
 import json
@@ -18,12 +18,14 @@ from megatfm.errors import UsageError
 
 Json = dict[str, Any]
 ANY_VALUE = object()
-"""In the place of a value: any value in a JSON is right."""
+"""Stands for a value: any value in a JSON is accepted."""
 
 
 def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
-    """The JSON for DeepSpeed. folder: this rank's own in nvme_path. Raises UsageError where the user's own JSON
-    can't be read, or disagrees with our config, key by key."""
+    """Return the JSON for DeepSpeed. folder: this rank's folder in nvme_path.
+
+    Raises UsageError if the user's JSON can't be read, or disagrees with our config, naming the keys.
+    """
     derived = _base_json(config, precision, str(folder or config.deepspeed.nvme_path))
     if config.deepspeed.json_file is None:
         return derived
@@ -33,7 +35,7 @@ def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
     except (OSError, ValueError) as error:
         raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
     if not isinstance(tuned, dict):
-        raise UsageError(f"deepspeed.json_file = {str(path)!r} holds no table")
+        raise UsageError(f"deepspeed.json_file = {str(path)!r} is no JSON object: give one, key → value")
     return merge(derived, tuned, controlled_keys(config, precision))
 
 
@@ -41,29 +43,29 @@ def _base_json(config: Config, precision: str, folder: str) -> Json:
     parallel, offload = config.parallel, config.deepspeed
     zero: Json = {"stage": parallel.zero}
     if parallel.zero == 3:
-        # Small parameters that stay gathered would be a second kind of weights to keep up to date.
+        # Small parameters would stay gathered, a second kind of weights to keep up to date.
         zero["stage3_param_persistence_threshold"] = 0
-        # It would put a function in the place of torch's `linear` for all that the process does afterwards, which adds
-        # biases in place: to outputs that selective recomputation has kept, twice.
+        # It would replace torch's `linear` for the rest of the process by one that adds biases in place: twice to
+        # outputs that selective recomputation has kept.
         zero["memory_efficient_linear"] = False
         if offload.zero_hpz_partition_size > 1:
             zero["zero_hpz_partition_size"] = offload.zero_hpz_partition_size
-        zero |= {f"zero_{key}": True for key in offload.quantized}
+        zero |= {f"zero_{key}": True for key in offload.quantized_keys}
     elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
-        zero["compute_grad_norm"] = False  # ours is computed before it is known whether the step is taken
-    for key, place in (
+        zero["compute_grad_norm"] = False  # the engine computes the norm before it decides to step
+    for key, device in (
         ("offload_optimizer", offload.offload_optimizer),
         ("offload_param", offload.offload_parameters),
     ):
-        if place != "none":
-            zero[key] = {"device": place} | ({"nvme_path": folder} if place == "nvme" else {})
+        if device != "none":
+            zero[key] = {"device": device} | ({"nvme_path": folder} if device == "nvme" else {})
     if offload.offload_parameters == "nvme":
         zero["offload_param"]["max_in_cpu"] = 0
         zero["stage3_max_reuse_distance"] = 0  # else weights stay in buffers until they are used again
     derived: Json = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
-        "gradient_accumulation_steps": 1,  # the loop counts micro-batches: a step may have fewer than another
-        "gradient_clipping": 0.0,  # the engine clips, by a norm in float64 that it has already
+        "gradient_accumulation_steps": 1,  # the loop counts micro-batches, whose number may change between steps
+        "gradient_clipping": 0.0,  # the engine clips by its norm in float64
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -76,16 +78,14 @@ def _base_json(config: Config, precision: str, folder: str) -> Json:
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
         derived["communication_data_type"] = "fp32"
     if precision == "bf16" and parallel.zero == 1:
-        derived["bf16"]["immediate_grad_update"] = (
-            True  # after each of the passes that pipelines take in turn
-        )
+        derived["bf16"]["immediate_grad_update"] = True  # after each pass, since pipelines interleave passes
     if precision == "fp16":
         derived["fp16"]["loss_scale"] = 1.0  # the engine scales, so that the scale is in every checkpoint
     return derived
 
 
 def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]]:
-    """DeepSpeed's keys that ours decide: → ours, and the value that a JSON must have there if it has the key."""
+    """Return DeepSpeed key → our key that decides it, and the value that a JSON must have if it has the key."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
     overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
     return {
@@ -108,8 +108,7 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
 
 
 def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
-    """Return the conflict in precision, if any. "auto" is not resolved yet; keys of float16's loss scale count under
-    float16 alone."""
+    """Return the controlled keys of precision. precision: "auto" if not resolved; the loss scale's count for fp16."""
     precision_text = f"train.precision = {precision!r}"
     keys: dict[str, tuple[str, Any]] = {
         "data_types.grad_accum_dtype": ("gradients are added up in it", ("fp32", None)),
@@ -124,10 +123,10 @@ def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
         "hysteresis": 1,
         "min_loss_scale": 1,
     }
-    rule = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
+    reason = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
     if precision != "fp16":
         scale = dict.fromkeys(scale, ANY_VALUE)
-    return keys | {f"fp16.{key}": (rule, value) for key, value in scale.items()}
+    return keys | {f"fp16.{key}": (reason, value) for key, value in scale.items()}
 
 
 def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
@@ -153,15 +152,15 @@ def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
         ),
     }
     for key in ("quantized_weights", "quantized_gradients"):
-        keys[f"zero_optimization.zero_{key}"] = f"deepspeed.{key}", key in offload.quantized
-    if offload.offload_parameters == "nvme":  # or more buffers would be in use than there are
+        keys[f"zero_optimization.zero_{key}"] = f"deepspeed.{key}", key in offload.quantized_keys
+    if offload.offload_parameters == "nvme":  # other values would need more buffers than there are
         for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu"):
             keys[f"zero_optimization.{key}"] = "deepspeed.offload_parameters = 'nvme' needs 0", 0
     return keys
 
 
 def _optimizer_types(name: str) -> str | tuple[str, ...]:
-    """DeepSpeed's Adam is AdamW by default."""
+    """Return DeepSpeed's names of our optimizer. Its Adam is AdamW by default."""
     names: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
     return names.get(name, name)
 
@@ -176,7 +175,7 @@ PASSED_SECTIONS = {
     "wall_clock_breakdown": "what is printed",
     "zero_optimization": "buckets, prefetching and pinned memory: TUNES",
 }
-"""DeepSpeed's keys that a JSON may set as it likes: they tune, and change no result."""
+"""DeepSpeed's tuning keys, which a JSON may set freely: they change no result. Key → what it tunes."""
 
 PASSED_ZERO_KEYS = {
     "allgather_bucket_size",
@@ -197,7 +196,7 @@ PASSED_ZERO_KEYS = {
     "stage3_prefetch_bucket_size",
     "sub_group_size",
 }
-"""Keys of zero_optimization of which the same is true."""
+"""Tuning keys of zero_optimization."""
 
 FIXED_VALUES = {
     "prescale_gradients": False,
@@ -207,7 +206,7 @@ FIXED_VALUES = {
     "zero_optimization.offload_optimizer.ratio": 1.0,
     "zero_optimization.stage3_param_persistence_threshold": 0,
 }
-"""Values that are fixed here; others are refused."""
+"""Key → its only accepted value."""
 
 _PROCESS = "Adam's state stays in a process of its own, where no checkpoint reaches it"
 _CUDA = "its operator is compiled for CUDA alone"
@@ -245,36 +244,41 @@ UNSUPPORTED_KEYS = {
     "zero_optimization.zenflow": f"its updates come late, and {_PROCESS}",
     "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept as they were stored",
 }
-"""Keys that are not carried, and why, or what to set instead."""
+"""Refused key → why, or what to set instead."""
 DISABLED_VALUES = (False, None, "auto", -1)
-"""Values of refused keys that turn them off; so does a section with "enabled": false."""
+"""Values that turn a refused key off; a section with "enabled": false is off as well."""
 
 
 def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
-    """Merge a JSON's tuning keys into our JSON. Raises UsageError that names every key that can't be, and why."""
+    """Merge a user's tuning keys into our JSON. Raises UsageError that names every refused key, and why.
+
+    fixed: `controlled_keys`.
+    """
     merged: Json = json.loads(json.dumps(derived))
-    wrong: dict[str, str] = {}
+    conflicts: dict[str, str] = {}
     for key, value in _leaves(tuned):
-        unsupported = next((k for k in UNSUPPORTED_KEYS if key == k or key.startswith(f"{k}.")), None)
-        first, _, inner_key = key.partition(".")
+        unsupported = next((k for k in UNSUPPORTED_KEYS if f"{key}.".startswith(f"{k}.")), None)
+        section, _, inner_key = key.partition(".")
         if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
             continue
         if key in fixed:
             source, expected = fixed[key]
             if not _matches(value, expected):
-                wrong[f"{key} = {json.dumps(value)}"] = _conflict(source, expected)
+                conflicts[f"{key} = {json.dumps(value)}"] = _conflict(source, expected)
         elif unsupported:
             if not (
                 _is_disabled(tuned, key) or (value in DISABLED_VALUES and unsupported not in FIXED_VALUES)
             ):
-                wrong[unsupported] = f": {UNSUPPORTED_KEYS[unsupported]}"
-        elif first in PASSED_SECTIONS and (first != "zero_optimization" or inner_key in PASSED_ZERO_KEYS):
+                conflicts[unsupported] = f": {UNSUPPORTED_KEYS[unsupported]}"
+        elif section in PASSED_SECTIONS and (section != "zero_optimization" or inner_key in PASSED_ZERO_KEYS):
             _set(merged, key, value)
         else:
-            wrong[key] = ": not carried"
-    if wrong:
-        conflicts = "; ".join(key + reason for key, reason in wrong.items())
-        raise UsageError(f"deepspeed.json_file: {conflicts}: leave these out of the file, or change our keys")
+            conflicts[key] = ": not carried"
+    if conflicts:
+        conflict_text = "; ".join(key + reason for key, reason in conflicts.items())
+        raise UsageError(
+            f"deepspeed.json_file: {conflict_text}: leave these out of the file, or change our keys"
+        )
     return merged
 
 
@@ -285,7 +289,7 @@ def _matches(value: Any, expected: Any) -> bool:
 
 
 def _conflict(source: str, expected: Any) -> str:
-    """A megatfm key with its value, or a phrase for it."""
+    """Return the reason of a conflict: our key with its value, or a phrase."""
     value = expected[0] if isinstance(expected, tuple) else expected
     return f", but {source}" if " " in source else f", but {source} = {json.dumps(value)}"
 

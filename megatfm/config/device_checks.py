@@ -1,4 +1,4 @@
-"""Cross-checks of what runs on the device: torch.compile, CUDA graphs and asynchronous tensor parallelism."""
+"""Cross-checks of device features: torch.compile, CUDA graphs and asynchronous tensor parallelism."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def compile_conflict(config: "Config") -> str | None:
-    """Say why blocks can't be compiled, and what to set instead; None where they can."""
+    """Return why blocks can't be compiled, and what to set instead; None if they can."""
     model, parallel, train = config.model, config.parallel, config.train
     patterns = {layer.attention.pattern for layer in model.layer_cycle}
     if any(isinstance(pattern, BigBirdPatternConfig) and pattern.n_random_blocks for pattern in patterns):
@@ -39,7 +39,7 @@ def check_compile(config: "Config") -> None:
 
 
 def check_gpu_only(config: "Config") -> None:
-    """Raise ValueError that names the setting in the way of one that needs a GPU, and the way out."""
+    """Raise ValueError if parallel.async_tp or train.cuda_graphs can't be carried out, and name the conflict."""
     if config.parallel.async_tp:
         _refuse("parallel.async_tp", _async_tp_conflicts(config))
     if config.train.cuda_graphs:
@@ -47,7 +47,7 @@ def check_gpu_only(config: "Config") -> None:
 
 
 def _refuse(key: str, conflicts: Mapping[str, bool]) -> None:
-    """Raise for the first reason that holds."""
+    """Raise ValueError for the first reason that holds. conflicts: reason → whether it holds."""
     for reason, is_conflict in conflicts.items():
         if is_conflict:
             raise ValueError(f"{key} = true: {reason}: set {key} = false")

@@ -8,40 +8,40 @@ from megatfm.config.section import PathStr, Section
 
 
 class EvaluationTaskConfig(Section):
-    """Rows of a file, the prompt that is made of each, and what is asked of the model."""
+    """A file of questions, their prompts, and the kind of answer."""
 
     kind: Literal["choice", "cloze", "generation", "retrieval"] = "choice"
     """choice: which of several answers is the likeliest. cloze: whether the model's likeliest tokens are the answer's.
-    generation: whether the text that the model makes is an answer. retrieval: whether the vector of the answer, of all
-    answers of the file, is the nearest to that of the prompt."""
+    generation: whether the generated text is an answer. retrieval: whether the answer's vector is the nearest to the
+    prompt's, of all answers of the file."""
     data: PathStr = Field(examples=["questions.jsonl"])
     """File with a row for each question: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     prompt: str = Field(examples=["Question: {{ question }}\nAnswer:"])
     """Text before the answer: a Jinja template over the columns of a row."""
     choices: str | list[str] = Field(default_factory=list, examples=[["{{ a }}", "{{ b }}"], "options"])
-    """Answers of `choice`: a template for each, or the name of a column that holds a list of them."""
+    """Answers of `choice`: a template for each, or the name of a column with a list of them."""
     answer: str = "answer"
-    """Column of the right answer: of `choice` its number from 0, its text or its name in `labels`; of the others its
-    text, or a list of texts that are all right."""
+    """Column of the right answer: in `choice` its index from 0, its text or its name in `labels`; in other kinds its
+    text, or a list of accepted texts."""
     labels: list[str] = Field(default_factory=list, examples=[["A", "B", "C", "D"]])
-    """Names that the column `answer` has for the choices, in their order."""
+    """Names of the choices in the column `answer`, in their order."""
     delimiter: str = " "
     """Text between prompt and answer."""
     unconditional_prompt: str | None = Field(default=None, examples=["Answer:"])
-    """A template without the question: then `choice` has accuracy_pmi, by log p(answer | prompt) − log p(answer | this
-    prompt) (Brown et al. 2020, section 2.4)."""
+    """A prompt without the question, which adds accuracy_pmi to `choice`: by log p(answer | prompt) − log p(answer |
+    this prompt) (Brown et al. 2020, section 2.4)."""
     shots: NonNegativeInt = 0
     """Solved examples before each question, with their prompts and right answers."""
     shots_from: PathStr | None = Field(default=None, examples=["train.jsonl"])
-    """File of those examples, with the columns of `data`; left out, the other rows of `data`."""
+    """File of the solved examples, with the columns of `data`; left out, the other rows of `data`."""
     shots_seed: NonNegativeInt = 0
-    """Seed of their choice, which is another for each question and depends on nothing else."""
+    """Seed of the solved examples, which are drawn for each question by its row alone."""
     shots_separator: str = "\n\n"
     """Text after each solved example."""
     max_tokens: PositiveInt = 64
-    """Longest text that `generation` makes, in tokens."""
+    """Maximal tokens of a text in `generation`."""
     stop: list[str] = Field(default_factory=lambda: ["\n"], examples=[["\n"]])
-    """Texts at the first of which a generated text ends."""
+    """Stop texts: a generated text ends before the first of them."""
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> Self:

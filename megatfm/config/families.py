@@ -1,20 +1,19 @@
-"""Families of models: the keys and heads that each one knows. Configs are read without the models themselves."""
+"""Model families and the keys and heads that each supports. Configs are checked without importing the models."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Family:
-    """Keys and heads that one family of models has.
+    """Keys and heads that a model family supports.
 
-    knows: the `FAMILY_KEYS` that it supports. no_heads: why `model.extra_heads` is refused; empty if it is allowed.
-    bare:
-    whether lm_head.name = "none" is allowed. other_names: name prefixes used for suggestions.
+    supported_keys: of `FAMILY_KEYS`. heads_refusal: why `model.extra_heads` is refused; "": it is allowed.
+    allows_no_lm_head: whether lm_head.name = "none" is allowed. other_names: prefixes of names for suggestions.
     """
 
-    knows: frozenset[str]
-    no_heads: str = ""
-    bare: bool = False
+    supported_keys: frozenset[str]
+    heads_refusal: str = ""
+    allows_no_lm_head: bool = False
     other_names: tuple[str, ...] = ()
 
 
@@ -23,7 +22,7 @@ FAMILY_KEYS = (
     "embedding.n_segments", "generator",
     "ffn.name = 'moe'", "mup", "stages", "pixel_decoder", "text_tower", "contrastive", "vision_tower", "connector",
 )  # fmt: skip
-"""Keys of a model, or values of them, that only some families give a meaning."""
+"""Keys of a model, or values of keys, that only some families support."""
 
 FAMILIES = {
     "decoder": Family(
@@ -46,18 +45,25 @@ FAMILIES = {
         frozenset({"n_encoder_layers", "ffn.name = 'moe'", "mup"}),
         other_names=("t5", "bart", "seq2seq", "encoder-decoder"),
     ),
-    "xlnet": Family(frozenset({"mup"}), no_heads="whose query stream ends with what it predicts", bare=True),
+    "xlnet": Family(
+        frozenset({"mup"}),
+        heads_refusal="whose query stream ends with what it predicts",
+        allows_no_lm_head=True,
+    ),
     "electra": Family(
         frozenset({"generator", "embedding.n_segments"}),
-        no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
+        heads_refusal="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
     ),
     "masked_autoencoder": Family(
-        frozenset({"pixel_decoder"}), no_heads="which predicts pixels", bare=True, other_names=("mae",)
+        frozenset({"pixel_decoder"}),
+        heads_refusal="which predicts pixels",
+        allows_no_lm_head=True,
+        other_names=("mae",),
     ),
     "two_towers": Family(
         frozenset({"text_tower", "contrastive"}),
-        no_heads="which compares images and captions",
-        bare=True,
+        heads_refusal="which compares images and captions",
+        allows_no_lm_head=True,
         other_names=("clip", "siglip", "dual"),
     ),
     "vision_language": Family(
@@ -67,16 +73,16 @@ FAMILIES = {
     "discriminator": Family(frozenset({"extra_heads.sentence", "embedding.n_segments", "mup"})),
     "hierarchical": Family(frozenset({"stages"}), other_names=("swin", "mvit", "pyramid")),
 }
-"""Any other family is a plugin's, which may read any field."""
+"""Name → family. Any other family is a plugin's, which may support every key."""
 
 
-def families_supporting(part: str) -> list[str]:
-    """Families that give a key a meaning."""
-    return [name for name, family in FAMILIES.items() if part in family.knows]
+def families_supporting(key: str) -> list[str]:
+    """Return the families that support a key of `FAMILY_KEYS`."""
+    return [name for name, family in FAMILIES.items() if key in family.supported_keys]
 
 
 def suggest_family(name: str) -> str:
-    """Suggest the family that a name begins like, else the name itself."""
+    """Return the family whose `other_names` a name begins with, else the name."""
     lower = name.lower()
     return next(
         (family_name for family_name, family in FAMILIES.items() if lower.startswith(family.other_names)),

@@ -23,15 +23,15 @@ from megatfm.config.section import (
 
 
 class DenseFFNConfig(Section):
-    """One feed-forward network, which all tokens go through."""
+    """One feed-forward network for all tokens."""
 
     name: Literal["dense"] = "dense"
     d_ff: PositiveInt = Field(examples=[1024], le=MAX_WIDTH)
     """Inner width of the network."""
     activation: str = "swiglu"
-    """Activation: gelu, swiglu or another that is registered."""
+    """Activation: gelu, swiglu or another registered one."""
     bias: bool = False
-    """Biases in its projections."""
+    """Biases in the projections."""
     dropout: DropProbability = 0.0
     """Dropout of the inner activations."""
 
@@ -50,7 +50,7 @@ class PluginFFNConfig(DenseFFNConfig):
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """Nothing is known of how it is cut."""
+        """No sizes: a plugin's network is not cut."""
         return {}
 
 
@@ -59,18 +59,18 @@ class RouterSection(Section):
 
     name: str
     aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the loss that evens experts out over the global batch, by the shares that they had a step before."""
+    """Weight of the loss that balances experts over the global batch, by their shares in the step before."""
     seq_aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the loss that evens experts out within each row."""
+    """Weight of the loss that balances experts within each row."""
     z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss that keeps logits small (Zoph et al. 2022)."""
 
-    evens: ClassVar[tuple[str, ...]] = ()
-    """Further keys that are weights of terms of the loss."""
-    without: ClassVar[tuple[str, ...]] = ()
-    """Keys of the section of experts, or of the router, that have no meaning with it."""
-    of_encoders: ClassVar[bool] = False
-    """A token's experts depend on later tokens."""
+    balance_losses: ClassVar[tuple[str, ...]] = ()
+    """Further loss terms: NAME has the weight `NAME_loss_coef`."""
+    unsupported_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of `[model.ffn]` or the router that have no meaning with this router."""
+    is_bidirectional: ClassVar[bool] = False
+    """Whether a token's experts depend on later tokens, so that only encoders can use the router."""
 
 
 class TopKRouterConfig(RouterSection):
@@ -78,7 +78,7 @@ class TopKRouterConfig(RouterSection):
 
     name: Literal["top_k"] = "top_k"
     norm_topk_prob: bool = True
-    """Have the weights of the chosen add up to 1."""
+    """Normalise the weights of the chosen experts to a sum of 1."""
     bias: bool = False
     """A bias for each expert in the router's matrix (gpt-oss)."""
 
@@ -88,18 +88,18 @@ class SwitchRouterConfig(RouterSection):
 
     name: Literal["switch"] = "switch"
     jitter: DropProbability = 0.0
-    """In training, the router's input is multiplied by numbers that differ by up to this much from 1."""
+    """In training, the router's input is multiplied by uniform factors from 1 − jitter to 1 + jitter."""
 
 
 class NoisyTopKRouterConfig(RouterSection):
-    """The highest logits with noise added, whose strength is learned (Shazeer et al. 2017)."""
+    """The highest logits with noise of learned strength (Shazeer et al. 2017)."""
 
     name: Literal["noisy_top_k"] = "noisy_top_k"
-    evens: ClassVar[tuple[str, ...]] = ("importance", "load")
+    balance_losses: ClassVar[tuple[str, ...]] = ("importance", "load")
     importance_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the loss that evens out the weights which experts have over the global batch."""
+    """Weight of the loss that balances the experts' weights over the global batch."""
     load_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the loss that evens out how probably experts are chosen over the global batch."""
+    """Weight of the loss that balances the probabilities of experts to be chosen over the global batch."""
 
 
 class GShardRouterConfig(RouterSection):
@@ -109,32 +109,32 @@ class GShardRouterConfig(RouterSection):
 
 
 class HashRouterConfig(RouterSection):
-    """Experts by the token itself; nothing is learned (Roller et al. 2021)."""
+    """Experts by a hash of the token; nothing is learned (Roller et al. 2021)."""
 
     name: Literal["hash"] = "hash"
-    without: ClassVar[tuple[str, ...]] = ("aux_loss_coef", "seq_aux_loss_coef", "z_loss_coef")
+    unsupported_keys: ClassVar[tuple[str, ...]] = ("aux_loss_coef", "seq_aux_loss_coef", "z_loss_coef")
 
 
 class ExpertChoiceRouterConfig(RouterSection):
-    """Experts choose tokens, in encoders; `top_k` is what a token has on average (Zhou et al. 2022)."""
+    """Experts choose tokens, in encoders; `top_k` is the mean number of a token's experts (Zhou et al. 2022)."""
 
     name: Literal["expert_choice"] = "expert_choice"
-    without: ClassVar[tuple[str, ...]] = (
+    unsupported_keys: ClassVar[tuple[str, ...]] = (
         "aux_loss_coef",
         "seq_aux_loss_coef",
         "capacity_factor",
         "expert_capacity",
     )
-    of_encoders: ClassVar[bool] = True
+    is_bidirectional: ClassVar[bool] = True
 
 
 class GroupedRouterSection(RouterSection):
     """A router that chooses from the best groups of experts."""
 
     n_group: PositiveInt = 1
-    """Groups of neighbouring experts."""
+    """Number of groups of neighbouring experts."""
     topk_group: PositiveInt = 1
-    """Groups from which a token's experts are chosen."""
+    """Number of groups from which a token's experts are chosen."""
     routed_scaling_factor: PositiveFloat = 1.0
     """Factor on the weights."""
 
@@ -146,11 +146,11 @@ class DeepSeekV2RouterConfig(GroupedRouterSection):
 
 
 class DeepSeekV3RouterConfig(GroupedRouterSection):
-    """Sigmoid scores, from the best groups, evened out by a bias without a loss (DeepSeek-AI 2024)."""
+    """Sigmoid scores from the best groups, balanced by a bias without a loss (DeepSeek-AI 2024)."""
 
     name: Literal["deepseek_v3"] = "deepseek_v3"
     norm_topk_prob: bool = True
-    """Have the weights of the chosen add up to `scale`."""
+    """Normalise the weights of the chosen experts to a sum of `routed_scaling_factor`."""
     bias_update_rate: NonNegativeFloat = 0.001
     """Step by which the bias of an expert moves after each training step."""
 
@@ -178,28 +178,28 @@ RouterConfig = Annotated[
 
 
 class MoEConfig(DenseFFNConfig):
-    """Experts, of which a router chooses some for each token; `d_ff` is the inner width of one."""
+    """Experts, some of which a router chooses for each token; `d_ff` is the inner width of one expert."""
 
     name: Literal["moe"] = "moe"  # type: ignore[assignment]
     n_experts: PositiveInt = Field(examples=[8], le=MAX_WIDTH)
-    """Experts to choose from."""
+    """Number of routed experts."""
     top_k: PositiveInt = Field(examples=[2], le=MAX_WIDTH)
-    """Experts that a token goes through."""
+    """Number of routed experts of a token."""
     n_shared_experts: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
-    """Experts that all tokens go through besides: one network so many times as wide."""
+    """Number of shared experts, through which all tokens go: one network that many times as wide."""
     capacity_factor: PositiveFloat | None = None
     """Tokens of a row that an expert takes, as a multiple of its even share; left out, all that choose it. A limit of
     training and evaluation; generation has none."""
     expert_capacity: PositiveInt | None = Field(default=None, le=MAX_LENGTH)
-    """`capacity` as a number of tokens, however long rows are (transformers' Switch); left out, as `capacity` says."""
+    """Tokens of a row that an expert takes, as a number (transformers' Switch); left out, `capacity_factor` decides."""
     drop_policy: Literal["choice", "position"] = "choice"
-    """Choices that are dropped first when an expert is full: "choice", last choices before first ones (GShard), so that
-    with `top_k` of 2 and more a token depends on later ones; "position", those of later tokens."""
+    """Choices that a full expert drops first. "choice": last choices before first ones (GShard), so that with `top_k`
+    of 2 and more a token depends on later ones; "position": those of later tokens."""
     router: RouterConfig = TopKRouterConfig()
     """The router that chooses."""
 
     @property
-    def is_limited(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether the number of a row's tokens that an expert takes is limited."""
         return self.capacity_factor is not None or self.expert_capacity is not None
 
@@ -212,8 +212,8 @@ class MoEConfig(DenseFFNConfig):
         }
 
     @property
-    def shared(self) -> dict[str, object]:
-        """The section of the shared experts."""
+    def shared_ffn(self) -> dict[str, object]:
+        """The `[model.ffn]` section of the shared experts."""
         return {
             "name": "dense",
             "d_ff": self.n_shared_experts * self.d_ff,
@@ -236,7 +236,7 @@ class MoEConfig(DenseFFNConfig):
                 f"capacity_factor = {self.capacity_factor} and expert_capacity = {self.expert_capacity} say "
                 f"the same thing twice: leave one out"
             )
-        if self.drop_policy != "choice" and not self.is_limited:
+        if self.drop_policy != "choice" and not self.has_capacity:
             raise ValueError(
                 f"drop_policy = {self.drop_policy!r} has no meaning where experts take all tokens: leave it out, or "
                 "give capacity"
@@ -253,7 +253,7 @@ class MoEConfig(DenseFFNConfig):
                 f"top_k = {self.top_k} = n_experts leaves router.name = 'noisy_top_k' nothing to choose: set top_k = "
                 f"{self.n_experts - 1} or less"
             )
-        for key in router.without:
+        for key in router.unsupported_keys:
             value = getattr(router, key) if key in type(router).model_fields else getattr(self, key)
             if value:
                 raise ValueError(
@@ -265,23 +265,23 @@ class MoEConfig(DenseFFNConfig):
 
 
 class SoftMoEConfig(MoEConfig):
-    """Experts that get means of tokens, in encoders (Puigcerver et al. 2024)."""
+    """Experts of weighted means of tokens, in encoders (Puigcerver et al. 2024)."""
 
     name: Literal["soft_moe"] = "soft_moe"  # type: ignore[assignment]
     slots: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Means that each expert gets of a document."""
+    """Number of means of a document for each expert."""
     top_k: Literal[1] = 1
     """Experts of a slot."""
 
     @model_validator(mode="after")
     def _refuse_router(self) -> Self:
-        set_keys = {
+        refused = {
             "router",
             "capacity_factor",
             "expert_capacity",
             "n_shared_experts",
         } & self.model_fields_set
-        for key in sorted(set_keys):
+        for key in sorted(refused):
             if getattr(self, key) not in (None, 0, TopKRouterConfig()):
                 raise ValueError(
                     f"{key} has no meaning with name = 'soft_moe', which chooses no experts: leave it out"
@@ -296,18 +296,18 @@ FFNConfig = Annotated[
 
 
 def _check_groups(experts: MoEConfig, router: GroupedRouterSection) -> None:
-    n, groups, best = experts.n_experts, router.n_group, router.topk_group
-    if n % groups:
-        nearest = nearest_divisor(n, groups)
+    n_experts, groups, best = experts.n_experts, router.n_group, router.topk_group
+    if n_experts % groups:
+        nearest = nearest_divisor(n_experts, groups)
         raise ValueError(
-            f"router.n_group = {groups} does not divide n_experts = {n}: the nearest that does is {nearest}"
+            f"router.n_group = {groups} does not divide n_experts = {n_experts}: the nearest that does is {nearest}"
         )
     if best > groups:
         raise ValueError(
             f"router.topk_group = {best} is more than router.n_group = {groups}: choose {groups} or less"
         )
-    if experts.top_k > best * (n // groups):
+    if experts.top_k > best * (n_experts // groups):
         raise ValueError(
-            f"top_k = {experts.top_k}, but router.topk_group = {best} groups have {best * (n // groups)} experts: "
-            f"choose router.topk_group = {-(-experts.top_k * groups // n)} or more"
+            f"top_k = {experts.top_k}, but router.topk_group = {best} groups have {best * (n_experts // groups)} "
+            f"experts: choose router.topk_group = {-(-experts.top_k * groups // n_experts)} or more"
         )

@@ -1,10 +1,10 @@
-"""Config keys that others use: other frameworks, and megatfm before `[model]` had sections. Messages name ours."""
+"""Config keys of other frameworks, and of megatfm before `[model]` had sections, for errors that name today's keys."""
 
 from collections.abc import Mapping
 from typing import Any
 
 SECTIONS = ("attention", "ffn", "norm", "position", "embedding", "init")
-"""Keys of [model] that held a part's name and are its section now."""
+"""Keys of [model] that were a part's name and are its section now."""
 
 FLAT_MODEL_KEYS = {
     "n_heads": "attention.n_heads",
@@ -41,11 +41,11 @@ FLAT_MODEL_KEYS = {
     "sentence_classes": "extra_heads.sentence.classes",
     "boundary_head": "extra_heads.boundary",
 }
-"""A key of `[model]` in versions whose model had one flat section, and its place in the sections of today."""
+"""Key of `[model]` when it was one flat section → today's key."""
 
 
 def reject_renamed_keys(values: Any) -> None:
-    """Raise a ValueError that names every key of an earlier version in `[model]`, and its place now."""
+    """Raise ValueError that names every key of an earlier version in `[model]`, and today's key."""
     if not isinstance(values, Mapping):
         return
     moved_keys = []
@@ -158,4 +158,4 @@ FOREIGN_KEYS = {
     "out_dir": "run_dir",
     "run_name": "name",
 }
-"""Key of another framework, without its section → our key. `docs/reference/glossary.md` says it by framework."""
+"""Key of another framework, without its section → our key. `docs/reference/glossary.md` lists them by framework."""

@@ -1,4 +1,4 @@
-"""Sections of models of images and text: towers, how their features are compared, and the connector to a decoder."""
+"""Sections of models of images and text: towers, the contrastive loss, and the connector to a decoder."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ VISION_LANGUAGE = "vision_language"
 
 
 class TextTowerConfig(Section):
-    """The text encoder beside an image encoder; everything else is as in the image encoder (Radford et al. 2021)."""
+    """The text encoder beside an image encoder; other settings are the image encoder's (Radford et al. 2021)."""
 
     d_model: PositiveInt = Field(default=512, le=MAX_WIDTH)
     """Width of the text tower."""
@@ -27,9 +27,9 @@ class TextTowerConfig(Section):
     d_ff: PositiveInt = Field(default=2048, le=MAX_WIDTH)
     """Inner width of its feed-forward network."""
     max_positions: PositiveInt = Field(default=77, le=MAX_LENGTH)
-    """Learned positions, and the tokens of a caption at most."""
+    """Number of learned positions, the maximal tokens of a caption."""
     causal: bool = True
-    """Whether a token sees those before it alone, as in CLIP; false in SigLIP."""
+    """Causal attention, as in CLIP; false in SigLIP."""
 
     @property
     def tp_dims(self) -> dict[str, int]:
@@ -38,13 +38,13 @@ class TextTowerConfig(Section):
 
 
 class ContrastiveConfig(Section):
-    """Features of images and captions, and the loss that compares all of a global batch."""
+    """Features of images and captions, and the loss over all pairs of a global batch."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Which caption belongs to an image, and which image to a caption (CLIP; Radford et al. 2021); or of each pair
-    whether the two belong together (SigLIP; Zhai et al. 2023)."""
+    """softmax: which caption belongs to an image, and which image to a caption (CLIP; Radford et al. 2021). sigmoid:
+    whether each pair belongs together (SigLIP; Zhai et al. 2023)."""
     width: PositiveInt = Field(default=512, le=MAX_WIDTH)
-    """Numbers of a feature."""
+    """Width of a feature."""
     image_pool: Literal["class", "mean", "attention"] = "class"
     """The class token, the mean of patches, or a learned query that attends to all (SigLIP)."""
     project_image: bool = True
@@ -52,11 +52,11 @@ class ContrastiveConfig(Section):
     projection_bias: bool = False
     """A bias in the projections (SigLIP's text)."""
     scale: PositiveFloat = 1 / 0.07
-    """Factor on cosine similarities at first, the inverse temperature, which is learned (SigLIP: 10)."""
+    """Initial factor on cosine similarities, the learned inverse temperature (SigLIP: 10)."""
     max_scale: PositiveFloat | None = Field(default=None, examples=[100.0])
     """Upper bound of the factor (CLIP: 100); left out, none."""
     bias: float = -10.0
-    """Summand of SigLIP's logits at first, which is learned."""
+    """Initial value of SigLIP's learned logit bias."""
 
 
 class VisionTowerConfig(Section):
@@ -77,7 +77,7 @@ class VisionTowerConfig(Section):
     final_norm: bool = False
     """A norm after the last block (SigLIP)."""
     embedding: PatchEmbeddingConfig = PatchEmbeddingConfig(patch_size=14, bias=False, norm=True)
-    """The embedding of patches. Class and register tokens are seen by patches, and not passed to the decoder."""
+    """The embedding of patches. Patches attend to class and register tokens; the decoder does not get these."""
     grid: tuple[PositiveInt, PositiveInt] = Field(default=(24, 24), examples=[(24, 24)])
     """Rows and columns of the table of learned positions, interpolated to each image's grid."""
 
@@ -88,18 +88,18 @@ class VisionTowerConfig(Section):
 
 
 class ConnectorConfig(Section):
-    """The map from the image encoder's vectors to the decoder's, and where they stand (LLaVA; Liu et al. 2023)."""
+    """The map from the image encoder's vectors to the decoder's, and their token (LLaVA; Liu et al. 2023)."""
 
     name: Literal["mlp", "linear"] = "mlp"
     """Two matrices with GELU between them (LLaVA-1.5), or one (LLaVA)."""
     bias: bool = True
     """Biases of the matrices."""
     image_token_id: NonNegativeInt = Field(examples=[32000])
-    """Id of the token that stands for one vector of an image; the vocabulary has it, and no text needs it."""
+    """Id of the token that one vector of an image replaces: in the vocabulary, but in no text."""
 
 
 def image_tower(model: "ModelConfig") -> "ModelConfig":
-    """Return the config of the image encoder's stack: of two towers, or of a vision-language model."""
+    """Return the config of the image encoder of two towers or of a vision-language model."""
     if model.vision_tower is None:
         return model.with_changes(
             {"family": "encoder", "text_tower": None, "contrastive": None, "vocab_size": None}
@@ -122,7 +122,7 @@ def image_tower(model: "ModelConfig") -> "ModelConfig":
 
 
 def text_tower(model: "ModelConfig") -> "ModelConfig":
-    """Return the config of the text tower's stack."""
+    """Return the config of the text tower."""
     assert model.text_tower is not None  # checked with the family
     text = model.text_tower
     changes: dict[str, Any] = {
@@ -144,7 +144,7 @@ def text_tower(model: "ModelConfig") -> "ModelConfig":
 
 
 def check_two_towers(model: "ModelConfig") -> None:
-    """Raise a ValueError where the parts of a model of two towers don't go together."""
+    """Raise ValueError if the sections of a model of two towers contradict one another."""
     text, contrastive = model.text_tower, model.contrastive
     if text is None or contrastive is None:
         raise ValueError(
@@ -176,7 +176,7 @@ def check_two_towers(model: "ModelConfig") -> None:
 
 
 def check_vision_language(model: "ModelConfig") -> None:
-    """Raise a ValueError where the parts of a vision-language model don't go together."""
+    """Raise ValueError if the sections of a vision-language model contradict one another."""
     tower, connector = model.vision_tower, model.connector
     if tower is None or connector is None:
         raise ValueError(
@@ -203,7 +203,7 @@ def check_vision_language(model: "ModelConfig") -> None:
 
 
 def check_layout(config: "Config") -> None:
-    """Raise a ValueError for layouts that can't compare the features of a global batch, or find a row's images."""
+    """Raise ValueError for layouts in which no rank has all features of a global batch, or all images of a row."""
     if config.model.family == VISION_LANGUAGE and config.parallel.cp > 1:
         raise ValueError(
             f"parallel.cp = {config.parallel.cp}: model.family = {VISION_LANGUAGE!r} puts the images of a row into its "

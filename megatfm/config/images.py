@@ -1,4 +1,4 @@
-"""The `[data.images]` section: how pictures become patches, and how training changes them."""
+"""The `[data.images]` section: sizes, augmentation and mixing of images."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +18,7 @@ Range = tuple[PositiveFloat, PositiveFloat]
 
 
 class TransformSection(Section):
-    """One change of a training image. Each draw is a function of seed, epoch and sample."""
+    """One transform of a training image. Draws are a function of seed, epoch and sample."""
 
     name: str
 
@@ -32,7 +32,7 @@ class ResizeTransform(TransformSection):
 
 
 class RandomResizedCropTransform(TransformSection):
-    """Cut out a random part and resize it to `data.images.size` (Szegedy et al. 2015)."""
+    """Crop a random part and resize it to `data.images.size` (Szegedy et al. 2015)."""
 
     name: Literal["random_resized_crop"] = "random_resized_crop"
     scale: Range = (0.08, 1.0)
@@ -42,7 +42,7 @@ class RandomResizedCropTransform(TransformSection):
 
 
 class RandomCropTransform(TransformSection):
-    """Pad all sides, and cut out a random square of `data.images.size` (the recipe of CIFAR)."""
+    """Pad all sides, and crop a random square of `data.images.size` (the recipe of CIFAR)."""
 
     name: Literal["random_crop"] = "random_crop"
     padding: Annotated[int, Field(ge=0)] = 4
@@ -58,7 +58,7 @@ class HorizontalFlipTransform(TransformSection):
 
 
 class RandAugmentTransform(TransformSection):
-    """Some operations drawn from fourteen, all of one strength (Cubuk et al. 2020)."""
+    """Random operations of fourteen, all of one strength (Cubuk et al. 2020)."""
 
     name: Literal["rand_augment"] = "rand_augment"
     n_ops: PositiveInt = 2
@@ -80,9 +80,9 @@ class ColorJitterTransform(TransformSection):
     saturation: Fraction = 0.4
     """Likewise."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Largest turn of the hue, in circles."""
+    """Largest shift of the hue, in turns of the colour circle."""
     p: Fraction = 1.0
-    """Probability that anything changes."""
+    """Probability of the transform."""
 
 
 class RandomErasingTransform(TransformSection):
@@ -100,7 +100,7 @@ class RandomErasingTransform(TransformSection):
 
 
 class PluginTransform(TransformSection):
-    """A change that a package in `plugins` registers, with its own keys."""
+    """A transform that a package in `plugins` registers, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_transform"])
@@ -108,7 +108,7 @@ class PluginTransform(TransformSection):
 
 
 def _with_name(section: Any) -> Any:
-    """A transform's name alone stands for the transform with its defaults."""
+    """Expand a transform's name to a table."""
     return {"name": str(section)} if isinstance(section, str) else section
 
 
@@ -126,27 +126,27 @@ TransformConfig = Annotated[
 
 
 class ImagesConfig(Section):
-    """Transforms from stored images to rows of patches. The patch's side is `model.embedding.patch_size`."""
+    """Transforms from stored images to rows of patches. The side of a patch is `model.embedding.patch_size`."""
 
     size: PositiveInt = Field(default=224, le=2**14)
-    """Pixels of an image's sides, a multiple of the patch's."""
+    """Side of an image in pixels, a multiple of the patch's."""
     max_patches: PositiveInt | None = Field(default=None, examples=[256], le=2**20)
-    """Native resolution in place of `size`: each image keeps its shape, cut to whole patches, and is made smaller
-    where it has more patches than this. Rows hold as many images as fit."""
+    """Native resolution in place of `size`: each image keeps its shape, cut to complete patches, and shrinks if it has
+    more patches than this. Rows hold as many images as fit."""
     transforms: list[Annotated[TransformConfig, BeforeValidator(_with_name)]] = Field(
         default_factory=list, examples=[["random_resized_crop", "horizontal_flip"]]
     )
-    """Changes of training images in this order: names, or tables with a `name`. An image that they leave at another
-    size is resized and cropped as in evaluation."""
+    """Transforms of training images in this order: names, or tables with a `name`. An image of another size is then
+    resized and cropped as in evaluation."""
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """In evaluation the shorter side is resized to size / crop_pct, and the centre is cut out."""
+    """In evaluation, the shorter side is resized to size / crop_pct, and the centre is cropped."""
     mixup: NonNegativeFloat = 0.0
     """α of mixup: images are averaged with weights from Beta(α, α), and so are their labels; 0: never."""
     cutmix: NonNegativeFloat = 0.0
     """α of cutmix: a rectangle of the other image, of 1 − λ of the area with λ from Beta(α, α); 0: never. With both,
-    each image gets one of the two, by a coin."""
+    each image gets one of the two with equal probability."""
     mix_probability: Fraction = 1.0
-    """Share of images that are mixed, where mixup or cutmix are on."""
+    """Share of images that are mixed, if mixup or cutmix is on."""
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
     """Filter of every resize."""
 

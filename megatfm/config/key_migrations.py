@@ -1,12 +1,12 @@
-"""Config keys and values of earlier versions, from which stored configs are translated.
+"""Config keys and values of earlier versions, and their translation in stored configs.
 
-Checkpoints, run directories and prep.json hold configs with every key spelled out, and outlive a version. To rename a
-key, add a row here in the same commit. For a new key whose default computes something else than the versions before,
-add to `VALUES_BEFORE` what those computed. A user's own file is not translated: it is refused, with the new name. An
-old name is never given a new meaning, so that a stored config needs no version to be read by.
+Checkpoints, run directories and prep.json store configs with every key, and outlive a version. To rename a key, add a
+row here in the same commit. If a new key's default changes what earlier versions computed, add their value to
+`VALUES_BEFORE`. A user's own file is not translated but refused, with the new name. An old name never gets a new
+meaning, so a stored config needs no version.
 
-A key is a path such as "optimizer.clip". `section[NAME].key` means the section where its `name` is NAME, and `*` every
-key of a table. A list of tables means each of them. Rows of "model." hold in the kinds of blocks as well.
+A key is a path such as "optimizer.clip". `section[NAME].key` means the section whose `name` is NAME, and `*` every key
+of a table. A path through a list of tables means each of them. Rows of "model." hold in the kinds of blocks as well.
 """
 
 import copy
@@ -95,7 +95,7 @@ RENAMED_KEYS: tuple[tuple[str, str], ...] = (
     ("objective[denoisers].sequential", "objective.s_denoiser_weight"),
     ("deepspeed.hpz", "deepspeed.zero_hpz_partition_size"),
 )
-"""Old key, new key, of training configs; in the order in which they were renamed."""
+"""(Old key, new key) of training configs, in the order of their renaming."""
 RENAMED_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("parallel.cp_method", "heads", "ulysses"),
     ("parallel.grad_accumulation", "whole", "unsharded"),
@@ -115,9 +115,9 @@ RENAMED_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("model.position.name", "disentangled_buckets", "deberta_v2"),
     ("objective.name", "denoisers", "ul2"),
 )
-"""Key (its name now), old value, new value."""
+"""(Key, old value, new value), by the key's new name."""
 VALUES_BEFORE: tuple[tuple[str, Any], ...] = ()
-"""Key (its name now), and the value that says what versions without it computed, where that isn't the default."""
+"""(Key, value that versions without the key implied), if that is not the default."""
 RENAMED_PREP_KEYS: tuple[tuple[str, str], ...] = (
     ("read.source", "read.builtin"),
     ("read.on_bad", "read.on_error"),
@@ -196,7 +196,7 @@ RENAMED_PREP_KEYS: tuple[tuple[str, str], ...] = (
     ("dedup[near].bands", "dedup[near].num_buckets"),
     ("dedup[near].rows", "dedup[near].hashes_per_bucket"),
 )
-"""Old key, new key, of configs of `megatfm prep`; as `RENAMED_KEYS`."""
+"""(Old key, new key) of configs of `megatfm prep`."""
 RENAMED_PREP_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("steps.name", "blocked_urls", "url_filter"),
     ("steps.name", "blocked_words", "c4_badwords"),
@@ -206,12 +206,12 @@ RENAMED_PREP_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("dedup.name", "near", "minhash"),
     ("dedup.name", "substrings", "exact_substrings"),
 )
-"""Key (its name now), old value, new value; after all keys. A file that still has the old one is refused, too."""
+"""(Key, old value, new value), by the key's new name. A file with an old value is refused, too."""
 INVERTED_PREP_KEYS = ("plain_tars", "steps[c4].curly_brackets")
-"""Old keys whose new ones say the opposite: true is false now."""
+"""Old boolean keys whose new keys mean the opposite."""
 
 BLOCK_KINDS = ("model.block.*", "model.layer_type.*")
-"""Sections that hold sections of [model] for some blocks, under each name that they have had."""
+"""Sections of [model] for some blocks, under their old and new name."""
 
 Renames = Sequence[tuple[str, str]]
 
@@ -222,9 +222,9 @@ def migrate(
     new_values: Sequence[tuple[str, Any, Any]] | None = None,
     replacements: Sequence[tuple[str, Any]] | None = None,
 ) -> Any:
-    """Translate a stored training config into today's keys and values; anything else than a table is returned as it is.
+    """Return a stored training config with today's keys and values; anything but a table is returned unchanged.
 
-    renamed, new_values, before: other tables than those of this module.
+    renamed, new_values, replacements: in place of RENAMED_KEYS, RENAMED_VALUES and VALUES_BEFORE.
     """
     if not isinstance(values, Mapping):
         return values
@@ -246,7 +246,7 @@ def migrate(
 
 
 def _tag_all_tokens(tables: Mapping[str, Any]) -> None:
-    """Translate the head of a tagging task, which named the first token before it could name all."""
+    """Set token = "all" in the head of a tagging task, which older versions stored as "first"."""
     task, model = tables.get("task"), tables.get("model")
     if isinstance(task, Mapping) and isinstance(model, Mapping) and task.get("form") == "tagging":
         for head in (model.get("extra_heads") or {}).values():
@@ -255,7 +255,7 @@ def _tag_all_tokens(tables: Mapping[str, Any]) -> None:
 
 
 def migrate_prep(values: Any, renamed: Renames | None = None) -> Any:
-    """Translate the config in a prep.json into today's keys and values."""
+    """Return the config of a prep.json with today's keys and values."""
     if renamed is not None or not isinstance(values, Mapping):
         return migrate(values, renamed or (), (), ())
     tables = copy.deepcopy(dict(values))
@@ -266,13 +266,13 @@ def migrate_prep(values: Any, renamed: Renames | None = None) -> Any:
                 table[last] = not table[last]
     tables = migrate(tables, RENAMED_PREP_KEYS, RENAMED_PREP_VALUES, ())
     for parent, section in ((tables, "near_duplicates"), (tables.get("read"), "fields")):
-        if isinstance(parent, dict) and parent.get(section) == {}:  # all of its keys have moved
+        if isinstance(parent, dict) and parent.get(section) == {}:  # all of its keys were renamed
             del parent[section]
     return tables
 
 
 def find_renamed_prep_words(values: Any) -> list[str]:
-    """Return what a config of `megatfm prep` still has of old keys and values, each with what to write instead."""
+    """Return a message for each old key or value of a config of `megatfm prep`, with the new one."""
     if not isinstance(values, Mapping):
         return []
     messages, tables = [], copy.deepcopy(dict(values))
@@ -290,7 +290,7 @@ def find_renamed_prep_words(values: Any) -> list[str]:
 
 
 def find_renamed_keys(values: Any, renamed: Renames | None = None) -> list[tuple[str, str]]:
-    """Return the old keys that a config still has, each with its name now."""
+    """Return (old key, new key) of the old keys that a config has."""
     renamed_keys = []
     for old, new in _for_blocks(RENAMED_KEYS if renamed is None else renamed):
         *parents, last = old.split(".")
@@ -300,7 +300,7 @@ def find_renamed_keys(values: Any, renamed: Renames | None = None) -> list[tuple
 
 
 def _for_blocks(renamed: Renames) -> Iterator[tuple[str, str]]:
-    """The rows, and those of [model] for each kind of block, too."""
+    """Yield the rows, and those of [model] also for each section of a kind of block."""
     for old, new in renamed:
         yield old, new
         if old.startswith("model.") and new.startswith("model."):
@@ -309,19 +309,19 @@ def _for_blocks(renamed: Renames) -> Iterator[tuple[str, str]]:
 
 
 def _rename(tables: dict[str, Any], old: list[str], new: list[str]) -> None:
-    """Move what stands under the old path to the new one, below the deepest table that both paths share."""
+    """Move the value of an old path to the new one, below the deepest table that both paths share."""
     shared = 0
     while shared < min(len(old), len(new)) - 1 and _names_same_table(old[shared], new[shared]):
         shared += 1
     for root in _tables_at(tables, old[:shared]):
         *parents, last = old[shared:]
-        *places, name = (part.partition("[")[0] for part in new[shared:])
+        *new_parents, name = (part.partition("[")[0] for part in new[shared:])
         for table in _tables_at(root, parents):
             if last not in table:
                 continue
             value, target = table.pop(last), root
-            for place in places:
-                target = target.setdefault(place, {})
+            for parent in new_parents:
+                target = target.setdefault(parent, {})
             target.setdefault(name, value)
 
 
@@ -330,7 +330,7 @@ def _names_same_table(old: str, new: str) -> bool:
 
 
 def _tables_at(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Every table that a path leads to."""
+    """Yield every table at a path."""
     if isinstance(values, list | tuple):
         for element in values:
             yield from _tables_at(element, path)
@@ -349,5 +349,5 @@ def _tables_at(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(path: str) -> str:
-    """A path as a user would write it."""
+    """Return a path as users write it."""
     return ".".join(part.partition("[")[0].replace("*", "KIND") for part in path.split("."))

@@ -1,6 +1,6 @@
 """Cross-checks of the layout: tensor-parallel sizes, lengths of rows, experts, context and pipeline parallelism.
 
-Each raises a ValueError, with a value that would work, for what doesn't go together in a validated config.
+Each check raises ValueError, with a value that would work, for settings of a validated config that contradict.
 """
 
 from math import gcd
@@ -34,10 +34,10 @@ def check_tensor_parallel(config: "Config") -> None:
 
 
 def check_row_lengths(config: "Config") -> None:
-    """Check that rows of every length suit the model, and divide over tensor- and context-parallel ranks."""
+    """Check that rows of every length fit the model, and divide over tensor- and context-parallel ranks."""
     parallel, data, model = config.parallel, config.data, config.model
     tp = parallel.tp if parallel.sequence_parallel else 1
-    longest, limiting = model.longest_row
+    max_length, limiting_key = model.max_row_length
     lengths = {
         "data.sequence_length": data.sequence_length,
         "data.target_length": data.target_length or 0,
@@ -47,10 +47,10 @@ def check_row_lengths(config: "Config") -> None:
         },
     }
     for key, length in lengths.items():
-        if longest is not None and length > longest:
+        if max_length is not None and length > max_length:
             raise ValueError(
-                f"{key} = {length}: model.{limiting} = {longest}, and a document as long as the row would have "
-                f"tokens beyond: choose {key} = {longest}, or model.{limiting} = {length}"
+                f"{key} = {length}: model.{limiting_key} = {max_length}, and a document as long as the row would have "
+                f"tokens beyond: choose {key} = {max_length}, or model.{limiting_key} = {length}"
             )
         if length % tp:
             raise ValueError(
@@ -62,7 +62,7 @@ def check_row_lengths(config: "Config") -> None:
                 f"{key} = {length} is too short for parallel.cp = {parallel.cp}, which cuts rows into "
                 f"{2 * parallel.cp} runs of at least {tp}: choose at least {2 * parallel.cp * tp}"
             )
-    group = model.attention.queries_together
+    group = model.attention.query_multiple
     if group > 1 and group % tp:
         raise ValueError(
             f"parallel.tp = {tp}: model.attention.name = {model.attention.name!r} cuts its queries in groups "
@@ -72,7 +72,7 @@ def check_row_lengths(config: "Config") -> None:
 
 
 def check_expert_parallel(config: "Config") -> None:
-    """Check that `ep` divides the experts, with an engine and a recomputation that can."""
+    """Check that `ep` divides the experts, and that recomputation supports them."""
     parallel = config.parallel
     ep, tp = parallel.ep, parallel.tp if parallel.expert_tp == "by_expert" else 1
     experts = {key: n // tp for key, n in config.model.tp_dims.items() if key.endswith("n_experts")}
@@ -96,7 +96,7 @@ def check_expert_parallel(config: "Config") -> None:
 
 
 def check_context_parallel(config: "Config") -> None:
-    """Check that engine, heads and recomputation suit rows that are cut over `cp` ranks."""
+    """Check that heads and recomputation support rows that are cut over `cp` ranks."""
     parallel, model = config.parallel, config.model
     if parallel.cp == 1:
         return
@@ -105,11 +105,11 @@ def check_context_parallel(config: "Config") -> None:
         if model.generator is not None:
             heads.append((model.generator.n_heads, model.generator.n_heads))
         for n_heads, n_kv_heads in heads:
-            n, k = n_heads // parallel.tp, max(1, n_kv_heads // parallel.tp)
-            if n % parallel.cp or (k % parallel.cp and parallel.cp % k):
+            n_q, n_kv = n_heads // parallel.tp, max(1, n_kv_heads // parallel.tp)
+            if n_q % parallel.cp or (n_kv % parallel.cp and parallel.cp % n_kv):
                 raise ValueError(
-                    f"parallel.cp_method = 'ulysses': {n} query and {k} key heads of a tensor-parallel rank can't be "
-                    f"dealt to parallel.cp = {parallel.cp} ranks: choose cp_method = 'ring'"
+                    f"parallel.cp_method = 'ulysses': {n_q} query and {n_kv} key heads of a tensor-parallel rank can't "
+                    f"be dealt to parallel.cp = {parallel.cp} ranks: choose cp_method = 'ring'"
                 )
     if config.train.recompute.endswith("B"):
         raise ValueError(
@@ -120,7 +120,7 @@ def check_context_parallel(config: "Config") -> None:
 
 
 def check_global_tokens(config: "Config") -> None:
-    """Check that Longformer's global tokens lie within a row."""
+    """Check that Longformer's global tokens are within a row."""
     length = config.data.sequence_length
     for layer in config.model.layer_cycle:
         pattern = layer.attention.pattern
@@ -132,7 +132,7 @@ def check_global_tokens(config: "Config") -> None:
 
 
 def check_soft_moe(config: "Config") -> None:
-    """Check that soft mixtures of experts are not cut over tensor-parallel ranks."""
+    """Check that models with soft mixtures of experts have tp = 1."""
     if config.parallel.tp > 1 and any(
         isinstance(kind.ffn, SoftMoEConfig) for kind in config.model.layer_kinds
     ):
@@ -143,7 +143,7 @@ def check_soft_moe(config: "Config") -> None:
 
 
 def check_sample_prompts(config: "Config") -> None:
-    """Check that every rank has all tokens and layers of the prompts that are continued at evaluations."""
+    """Check that every rank has all tokens and layers, which evaluate.sample_prompts needs."""
     parallel, n_prompts = config.parallel, len(config.evaluate.sample_prompts)
     if not n_prompts:
         return
@@ -160,16 +160,16 @@ def check_sample_prompts(config: "Config") -> None:
             "train.precision = 'bf16'",
         ),
     }
-    for setting, (is_set, instead) in unsupported.items():
+    for setting, (is_set, remedy) in unsupported.items():
         if is_set:
             raise ValueError(
                 f"evaluate.sample_prompts has {n_prompts}, and with {setting} no rank can continue a text token by "
-                f"token: set {instead}, or leave the prompts out and use `megatfm generate` on a checkpoint"
+                f"token: set {remedy}, or leave the prompts out and use `megatfm generate` on a checkpoint"
             )
 
 
 def check_pipeline(config: "Config") -> None:
-    """Check that recomputation and gradient accumulation go with the pipeline schedule."""
+    """Check that recomputation, heads and gradient accumulation support the pipeline schedule."""
     parallel, train = config.parallel, config.train
     if parallel.pp == 1:
         return
@@ -191,7 +191,7 @@ def check_pipeline(config: "Config") -> None:
 
 
 def split_backward_conflict(schedule: str, key: str, value: object, other_value: object) -> str:
-    """Explain why a setting doesn't work under a schedule that splits backward passes, and what to set."""
+    """Return why a setting doesn't work under a schedule that splits backward passes, and what to set."""
     return (
         f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
         f"would repeat: "

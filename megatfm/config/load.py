@@ -1,4 +1,4 @@
-"""Reading a config: its files and presets, then `key=value` overrides, then types and ranges; errors are one line."""
+"""Load a config: files and presets, then `key=value` overrides, then validation. Errors are one line."""
 
 import json
 import tomllib
@@ -28,9 +28,9 @@ from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
 CORPUS = "data.corpus"
-"""Shorthand for three keys: the parts of a corpus as `megatfm prep` makes it."""
+"""Shorthand for data.train, data.validation and data.tokenizer of a corpus of `megatfm prep`."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
-"""The command that takes a config of each kind."""
+"""Config class → the command that takes it."""
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -40,7 +40,7 @@ def load_config(
     overrides: Sequence[str] = (),
     replaced_sections: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The training config in a file or preset, with `key=value` overrides. Raises UsageError."""
+    """Load the training config of a file or preset, with `key=value` overrides. Raises UsageError."""
     return load(Config, path_or_preset, overrides, replaced_sections)
 
 
@@ -50,11 +50,11 @@ def load(
     overrides: Sequence[str] = (),
     replaced_sections: Mapping[str, Any] | None = None,
 ) -> AnySection:
-    """Read, override and validate a config. replaced_sections: sections that stand in place of the file's.
+    """Read, override and validate a config. replaced_sections: sections in place of the file's.
 
-    A file with `extends` changes the preset or file that it names. Relative paths in a file are relative to the file;
-    in a preset that ships with megatfm, and in overrides, to the current directory. Raises UsageError: one line with
-    key, value, reason and a way out.
+    A file with `extends` changes the preset or file that it names. Paths in a file are relative to the file; in presets
+    of megatfm and in overrides, to the current directory. Raises UsageError: one line with key, value, reason and a way
+    out.
     """
     if config_class is PrepConfig and Path(path_or_preset).is_dir():
         raise UsageError(
@@ -81,38 +81,38 @@ def load(
         raise UsageError(f"{subject}: {_format_error(error, config_class, values)}") from None
     if isinstance(config, Config | PrepConfig):
         folders = [file.path.resolve().parent for file in files]
-        # A run may come from another user: code in it must not become importable by reading its config.
+        # A run directory may come from another user: reading its config must not make its code importable.
         trusted = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
         add_plugin_folders(config.plugins, [*trusted, Path.cwd()])
     return config
 
 
-def _with_adapters(replaced: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return sections in place of the file's, a model with the file's adapters: these are how it is to be trained."""
-    model, own_model = replaced.get("model"), values.get("model")
-    if not isinstance(model, Mapping) or not isinstance(own_model, Mapping) or "lora" not in own_model:
-        return replaced
-    return {**replaced, "model": {**model, "lora": own_model["lora"]}}
+def _with_adapters(replaced_sections: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the replaced sections; a replaced model keeps the file's `[model.lora]`."""
+    model, file_model = replaced_sections.get("model"), values.get("model")
+    if not isinstance(model, Mapping) or not isinstance(file_model, Mapping) or "lora" not in file_model:
+        return replaced_sections
+    return {**replaced_sections, "model": {**model, "lora": file_model["lora"]}}
 
 
 def _check_command(
     path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]
 ) -> None:
-    """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
-    matching_class = next(candidate for candidate in COMMAND_OF if candidate is not config_class)
+    """Raise UsageError with the right command if a config's sections are all those of the other config class."""
+    other_class = next(candidate for candidate in COMMAND_OF if candidate is not config_class)
     unknown = [key for key in values if key not in config_class.model_fields]
-    if unknown and all(key in matching_class.model_fields for key in values):
-        command, right_command = COMMAND_OF[config_class], COMMAND_OF[matching_class]
+    if unknown and all(key in other_class.model_fields for key in values):
+        command, other_command = COMMAND_OF[config_class], COMMAND_OF[other_class]
         required = [key for key, field in config_class.model_fields.items() if field.is_required()]
         raise UsageError(
-            f"{path_or_preset}: is a config of `megatfm {right_command}`, with {', '.join(unknown)}; "
+            f"{path_or_preset}: is a config of `megatfm {other_command}`, with {', '.join(unknown)}; "
             f"`megatfm {command}` takes one with {', '.join(required)}: use "
-            f"`megatfm {right_command} {path_or_preset}`"
+            f"`megatfm {other_command} {path_or_preset}`"
         )
 
 
 def to_toml(config: Section) -> str:
-    """A config as TOML, every default spelled out; what is not set (None) is left out."""
+    """Return a config as TOML with every default; keys that are None are left out."""
     return tomli_w.dumps(_to_builtin(config.model_dump(exclude_none=True)))
 
 
@@ -127,9 +127,9 @@ def _to_builtin(value: Any) -> Any:
 def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply overrides to the nested tables of a config, in their order. Raises UsageError.
 
-    `key=value` sets; the value is TOML, or a plain string. `key=` and `~key` take a key or a section out, so that its
-    default holds. Another `name` of a section takes out what the file says there and only the section of the old name
-    knows. `data.corpus=DIR` sets the training and validation corpus and the tokenizer.
+    `key=value` sets a key; the value is TOML, or a plain string. `key=` and `~key` remove a key or section, so that its
+    default applies. A new `name` of a section removes the keys that only the old variant has. `data.corpus=DIR` sets
+    the training and validation corpus and the tokenizer.
     """
     overridden = {override.partition("=")[0].strip() for override in overrides}
     for override in overrides:
@@ -156,13 +156,17 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
             value = FromCommandLine(text)
         if parts[-1] == "name" and len(parts) > 1:
             section = ".".join(parts[:-1])
-            keep = {key.removeprefix(f"{section}.") for key in overridden if key.startswith(f"{section}.")}
-            drop_stale_keys(variants_of(type_of(config_class, values, parts[:-1])), table, value, keep)
+            overridden_keys = {
+                key.removeprefix(f"{section}.") for key in overridden if key.startswith(f"{section}.")
+            }
+            drop_stale_keys(
+                variants_of(type_of(config_class, values, parts[:-1])), table, value, overridden_keys
+            )
         table[parts[-1]] = value
 
 
 def drop_preset_vocab_size(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Leave a preset's vocab_size out where overrides bring another tokenizer and don't set `model.vocab_size`."""
+    """Remove a preset's vocab_size if overrides set another tokenizer and not `model.vocab_size`."""
     overridden = {override.partition("=")[0].strip() for override in overrides}
     model = values.get("model")
     if (
@@ -177,7 +181,7 @@ def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
     data = _table(values, ["data"], override)
     for key in ("mixture", "mixture_schedule"):
         data.pop(key, None)
-    parent = folder.rstrip("/")  # S3 takes c//train for another key than c/train
+    parent = folder.rstrip("/")  # on S3, c//train is another key than c/train
     data["train"] = FromCommandLine(f"{parent}/train")
     data["validation"] = {"validation": FromCommandLine(f"{parent}/validation")}
     data["tokenizer"] = FromCommandLine(folder)
@@ -203,7 +207,7 @@ def _parse(override: str, text: str) -> Any:
 
 
 def _from_command_line(value: Any) -> Any:
-    """Mark the strings of a value, those inside tables and lists too."""
+    """Mark the strings of a value, also inside tables and lists, as from the command line."""
     if isinstance(value, Mapping):
         return {key: _from_command_line(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -212,105 +216,105 @@ def _from_command_line(value: Any) -> Any:
 
 
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """The first of a config's mistakes: key = value: reason; way out."""
+    """Return the first of a config's errors as `key = value: reason; way out`."""
     first = error.errors(include_url=False)[0]
-    place, section, value = _locate(first["loc"], config_class, values)
+    path, section, value = _locate(first["loc"], config_class, values)
     message = first["msg"].removeprefix("Value error, ")
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    key = ".".join(place) or "config"
+    n_more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    key = ".".join(path) or "config"
     if first["type"] == "extra_forbidden":
         known_keys = list(section.model_fields) if section else []
-        key_here = FOREIGN_KEYS.get(place[-1].lower()) if config_class is Config else None
+        our_key = FOREIGN_KEYS.get(path[-1].lower()) if config_class is Config else None
         hint = (
-            f" (did you mean {key_here}?)"
-            if key_here and key_here != key
-            else did_you_mean(place[-1], known_keys)
+            f" (did you mean {our_key}?)"
+            if our_key and our_key != key
+            else did_you_mean(path[-1], known_keys)
         )
-        known_here = f"known here: {', '.join(known_keys)}" if known_keys else ""
-        return f"{key}: unknown key{hint}; {known_here}{more}"
+        known_text = f"known here: {', '.join(known_keys)}" if known_keys else ""
+        return f"{key}: unknown key{hint}; {known_text}{n_more}"
     if first["type"] == "missing" and value is None:
-        return f"{key}: is required{_by_name(values, place)}{_example(section, place)}{_also(error) or more}"
+        return f"{key}: is required{_by_name(values, path)}{_example(section, path)}{_also(error) or n_more}"
     if first["type"] == "value_error":
-        return f"{key + ': ' if place else ''}{message}{more}"
+        return f"{key + ': ' if path else ''}{message}{n_more}"
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
-        return f"{key}.name: unknown or missing; choose one of {choices}{more}"
-    text = repr(value)
-    text = f"{text[:80]}…" if len(text) > 100 else text
-    if sections_of(section, place[-1]):
+        return f"{key}.name: unknown or missing; choose one of {choices}{n_more}"
+    shown = repr(value)
+    shown = f"{shown[:80]}…" if len(shown) > 100 else shown
+    if sections_of(section, path[-1]):
         message = "this is a section"
     elif first["type"] in ("list_type", "tuple_type"):
         message = "this is a list"
     elif first["type"] == "missing":
         message = "has too few elements"
-    return f"{key} = {text}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
+    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, path)}{n_more}"
 
 
 def _locate(
     loc: tuple[int | str, ...], config_class: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[list[str], type[BaseModel] | None, Any]:
-    """Follow an error's location; the tags that pydantic inserts for unions are not keys, so they go."""
-    place: list[str] = []
+    """Return key path, section class and value at an error's location, without pydantic's tags of unions."""
+    path: list[str] = []
     section: type[BaseModel] | None = config_class
     value: Any = values
     for index, part in enumerate(loc):
-        options = sections_of(section, place[-1]) if section and place else []
+        options = sections_of(section, path[-1]) if section and path else []
         tagged = [option for option in options if name_of(option) == part]
         if tagged:
             section = tagged[0]
             continue
         if options:
             variant = value.get("name") if isinstance(value, Mapping) else value
-            section = next((o for o in options if name_of(o) == variant), options[0])
-        place.append(str(part))
+            section = next((option for option in options if name_of(option) == variant), options[0])
+        path.append(str(part))
         if isinstance(value, Mapping) or (isinstance(value, str) and options):
-            # A name stands in place of a section.
+            # A section may be given by its name alone.
             value = value.get(str(part)) if isinstance(value, Mapping) else None
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
-        if index < len(loc) - 1 and section and not sections_of(section, place[-1]):
+        if index < len(loc) - 1 and section and not sections_of(section, path[-1]):
             break
-    return place, section, value
+    return path, section, value
 
 
-def _by_name(values: Mapping[str, Any], place: Sequence[str]) -> str:
-    """The name that a config gives a section, and by which a key of that is required."""
+def _by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:
+    """Return the section's name, if the config sets one: the reason why the key is required."""
     value: Any = values
-    for key in place[:-1]:
+    for key in path[:-1]:
         value = value.get(key) if isinstance(value, Mapping) else None
-    name = value.get("name") if isinstance(value, Mapping) and len(place) > 1 else value
+    name = value.get("name") if isinstance(value, Mapping) and len(path) > 1 else value
     return f" by name = {str(name)!r}" if isinstance(name, str) else ""
 
 
 def _also(error: ValidationError) -> str:
-    """The other keys that are missing in the same section, if these are all other mistakes."""
+    """Return the other missing keys of the same section, if there are no other errors."""
     first, *later_errors = error.errors(include_url=False)
-    if not all(e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1] for e in later_errors):
+    if not all(item["type"] == "missing" and item["loc"][:-1] == first["loc"][:-1] for item in later_errors):
         return ""
-    return f" (and {', '.join(str(e['loc'][-1]) for e in later_errors)})" if later_errors else ""
+    return f" (and {', '.join(str(item['loc'][-1]) for item in later_errors)})" if later_errors else ""
 
 
-def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
-    key = place[-1]
+def _example(section: type[BaseModel] | None, path: Sequence[str]) -> str:
+    key = path[-1]
     field = section.model_fields.get(key) if section else None
     if field is None:
         return ""
     if field.examples:
         return f"; for example {field.examples[0]!r}"
-    if parts := sections_of(section, key):
-        return f"; for example {'.'.join(place)} = {_inline(parts[0])}"
+    if sections := sections_of(section, key):
+        return f"; for example {'.'.join(path)} = {_inline(sections[0])}"
     default = field.get_default(call_default_factory=True, validated_data={})
     value = list(default) if isinstance(default, tuple) else default
     return "" if field.is_required() or default is None else f"; the default is {value!r}"
 
 
 def _inline(section: type[BaseModel]) -> str:
-    """Required keys of a section, with examples, as a table in one line of TOML."""
+    """Return the required keys of a section, with examples, as an inline TOML table."""
     keys = []
     for key, field in section.model_fields.items():
         example = next(iter(field.examples or ()), None)
-        if field.is_required() and (parts := sections_of(section, key)):
-            keys.append(f"{key} = {_inline(parts[0])}")
+        if field.is_required() and (sections := sections_of(section, key)):
+            keys.append(f"{key} = {_inline(sections[0])}")
         elif example is not None and (
             field.is_required() or (field.default is None and isinstance(example, str))
         ):

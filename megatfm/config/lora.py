@@ -1,4 +1,4 @@
-"""The `[model.lora]` section: low-rank adapters beside a model's matrices, which are frozen."""
+"""The `[model.lora]` section: low-rank adapters of a model's frozen matrices."""
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -11,11 +11,11 @@ class LoRAConfig(Section):
     rank: PositiveInt = Field(default=16, le=MAX_WIDTH)
     """Rows of A, and columns of B."""
     alpha: PositiveFloat = 32.0
-    """The product's factor is alpha / rank."""
+    """Scale: the factor on B A x is alpha / rank."""
     dropout: DropProbability = 0.0
     """Dropout of A's input."""
     targets: list[str] = Field(default_factory=list, examples=[["wq", "wv"], ["decoder.layers.*.ffn.w_*"]])
-    """Patterns over names of the matrices that get adapters, or over the ends of these names; left out, all linear
-    layers of the blocks."""
+    """Patterns of the names, or ends of names, of the matrices with adapters; left out, all linear layers of the
+    blocks."""
     trained: list[str] = Field(default_factory=list, examples=[["head.*"]])
-    """Patterns over names of other weights that are trained, too; `megatfm finetune` adds the task's head."""
+    """Patterns of the names of further trained weights; `megatfm finetune` adds the task's head."""

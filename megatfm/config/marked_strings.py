@@ -1,15 +1,15 @@
-"""Strings of a config that know where they come from, so that paths among them resolve from there."""
+"""Strings of a config with their origin, relative to which paths resolve."""
 
 from pathlib import Path
 from typing import Self
 
 
 class FromCommandLine(str):
-    """A value given as `key=value`: when it turns out to be a path, it is relative to the current directory."""
+    """A value of a `key=value` override. As a path, it is relative to the current directory."""
 
 
 class FromFile(str):
-    """A value of a file that another one extends: when it turns out to be a path, it is relative to its own file."""
+    """A value of a file that another one extends. As a path, it is relative to the folder of its file."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""The `[model]` section: sizes, a section for each part, kinds of blocks, and the keys that each family knows."""
+"""The `[model]` section: sizes, a section for each part, kinds of blocks, and checks by family."""
 
 from typing import Any, Self
 
@@ -48,7 +48,7 @@ from megatfm.registry import did_you_mean
 
 
 class ModelConfig(Section):
-    """The architecture: its sizes, and a section for each part, whose name chooses one by its registry name."""
+    """The architecture: sizes, and a section for each part, whose `name` chooses a registered one."""
 
     model_config = ConfigDict(json_schema_extra=without_layers)
 
@@ -60,33 +60,33 @@ class ModelConfig(Section):
     d_model: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """Width of the residual stream."""
     n_layers: PositiveInt = Field(examples=[4], le=MAX_LAYERS)
-    """Number of blocks, of the decoder in an encoder-decoder."""
+    """Number of blocks; in an encoder-decoder, of the decoder."""
     n_encoder_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
     """Number of blocks of an encoder-decoder's encoder; left out, `n_layers`."""
     distinct_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
-    """Blocks with weights of their own, each used for a run of neighbouring layers (ALBERT: 1); left out, all."""
+    """Number of distinct blocks, each used for several neighbouring layers (ALBERT: 1); left out, `n_layers`."""
     dropout: DropProbability = 0.0
-    """Dropout of the embeddings and of what sublayers add to the residual stream."""
+    """Dropout of the embeddings and of the sublayers' outputs."""
     drop_path: DropProbability = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
     layer_scale: PositiveFloat | None = None
-    """Learned factors on the channels of each sublayer's output, at first this number (Touvron et al. 2021); left out,
+    """Initial value of learned factors on the channels of each sublayer's output (Touvron et al. 2021); left out,
     none."""
     n_mtp_heads: NonNegativeInt = Field(default=0, le=MAX_LAYERS)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 
     layer_types: tuple[str, ...] = ()
-    """Kinds of blocks, a cycle over depth, e.g. `["local", "local", "global"]`; left out, all are of one kind."""
+    """Kinds of blocks, repeated over depth, e.g. `["local", "local", "global"]`; left out, all blocks are equal."""
     layer_type: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Keys by which blocks of a kind differ: `[model.layer_type.local]` with keys of the sections `attention`, `ffn`,
-    `norm` and `position`, and `dropout`."""
+    """Settings of a kind of blocks: `[model.layer_type.local]` with keys of the sections `attention`, `ffn`, `norm` and
+    `position`, and `dropout`."""
 
     attention: AttentionConfig
     """The attention layer."""
     ffn: FFNConfig
     """The feed-forward network."""
     norm: NormConfig = RMSNormConfig()
-    """The normalisation layer, and where it stands."""
+    """The normalisation layer, and its placement."""
     position: PositionConfig = RopeConfig()
     """The position encoding."""
     embedding: EmbeddingConfig = TokenEmbeddingConfig()
@@ -94,7 +94,7 @@ class ModelConfig(Section):
     lm_head: HeadConfig = HeadConfig()
     """The output head."""
     extra_heads: HeadsConfig = Field(default_factory=dict)
-    """Heads besides that, e.g. `[model.extra_heads.sentence]` with `classes = 2`."""
+    """Further heads, e.g. `[model.extra_heads.sentence]` with `classes = 2`."""
     init: InitConfig = GPT2InitConfig()
     """The initial weights."""
     generator: GeneratorConfig | None = None
@@ -104,17 +104,17 @@ class ModelConfig(Section):
     text_tower: TextTowerConfig | None = None
     """The text encoder of `family = "two_towers"`; the other keys are the image encoder's."""
     contrastive: ContrastiveConfig | None = None
-    """How `family = "two_towers"` compares images and captions."""
+    """Features and loss of `family = "two_towers"`."""
     vision_tower: VisionTowerConfig | None = None
     """The image encoder of `family = "vision_language"`; the other keys are the decoder's."""
     connector: ConnectorConfig | None = None
-    """How the decoder of `family = "vision_language"` gets the image encoder's vectors."""
+    """The map from the image encoder to the decoder of `family = "vision_language"`."""
     stages: StagesConfig | None = None
     """The stages of `family = "hierarchical"`."""
     mup: MuPConfig | None = None
     """Maximal update parametrisation; left out, the standard one."""
     lora: LoRAConfig | None = None
-    """Low-rank adapters, which are trained in place of the model's own weights; left out, none."""
+    """Low-rank adapters, trained in place of the model's weights; left out, none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -136,11 +136,11 @@ class ModelConfig(Section):
                 f"n_kv_heads = {nearest_divisor(attention.n_heads, attention.kv_heads)}"
             )
         if isinstance(self.position, RopeConfig):
-            latent = isinstance(attention, MLAAttentionConfig)
+            is_mla = isinstance(attention, MLAAttentionConfig)
             width = (
                 attention.qk_rope_head_dim if isinstance(attention, MLAAttentionConfig) else self.head_width
             )
-            self.position.check_width("qk_rope_head_dim" if latent else "head_dim", width)
+            self.position.check_width("qk_rope_head_dim" if is_mla else "head_dim", width)
         if self.distinct_layers and self.distinct_layers > self.n_layers:
             raise ValueError(
                 f"distinct_layers = {self.distinct_layers} is more than n_layers = {self.n_layers}: leave it out"
@@ -159,20 +159,22 @@ class ModelConfig(Section):
                 self.stages, self.pixel_decoder, self.text_tower, self.contrastive, self.vision_tower, self.connector,
             )  # fmt: skip
             for part, value in zip(FAMILY_KEYS, values, strict=True):
-                if value and part not in family.knows:
+                if value and part not in family.supported_keys:
                     raise ValueError(
                         f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
                         + " or ".join(map(repr, families_supporting(part)))
                     )
-            if family.no_heads and (self.extra_heads or (self.lm_head.name == "none" and not family.bare)):
+            if family.heads_refusal and (
+                self.extra_heads or (self.lm_head.name == "none" and not family.allows_no_lm_head)
+            ):
                 key = (
                     f"extra_heads.{next(iter(self.extra_heads))}"
                     if self.extra_heads
                     else "lm_head.name = 'none'"
                 )
                 raise ValueError(
-                    f"{key} has no meaning with family = {self.family!r}, {family.no_heads}: leave it out, or choose "
-                    "another family"
+                    f"{key} has no meaning with family = {self.family!r}, {family.heads_refusal}: leave it out, or "
+                    "choose another family"
                 )
         xlnet = {
             self.family == "xlnet",
@@ -203,7 +205,7 @@ class ModelConfig(Section):
         ffn, key = self.ffn, ""
         if isinstance(ffn, SoftMoEConfig):
             key = "ffn.name = 'soft_moe'"
-        elif isinstance(ffn, MoEConfig) and ffn.router.of_encoders:
+        elif isinstance(ffn, MoEConfig) and ffn.router.is_bidirectional:
             key = f"ffn.router.name = {ffn.router.name!r}"
         if key and self.family in ("decoder", "encoder_decoder", "vision_language"):
             raise ValueError(
@@ -237,8 +239,8 @@ class ModelConfig(Section):
                 self.type_config(kind)
             except ValidationError as error:
                 first = error.errors()[0]
-                place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
-                raise ValueError(f"layer_type.{kind}{place and '.'}{place}: {first['msg']}") from None
+                path = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
+                raise ValueError(f"layer_type.{kind}{path and '.'}{path}: {first['msg']}") from None
         if self.layer_types and self.distinct_layers:
             raise ValueError(
                 "distinct_layers uses a block's weights in several layers, and blocks says that layers differ: leave "
@@ -247,44 +249,46 @@ class ModelConfig(Section):
         return self
 
     def layer_type_at(self, depth: int) -> str | None:
-        """Kind of the block at a depth, from 0; None where all blocks are of one kind."""
+        """Return the kind of the block at a depth, from 0; None if all blocks are equal."""
         return self.layer_types[depth % len(self.layer_types)] if self.layer_types else None
 
     def layer_config(self, depth: int) -> "ModelConfig":
-        """The config of the block at a depth: this one, with what its kind has otherwise."""
+        """Return this config with the settings of the block at a depth, from 0."""
         if self.stages is not None:
             return self.stage_config(self.stages.stage_at(depth))
         kind = self.layer_type_at(depth)
         return self if kind is None else self.type_config(kind)
 
     def stage_config(self, stage: int) -> "ModelConfig":
-        """The config of the blocks of a stage: this one, with their heads and widths."""
+        """Return this config with the heads and widths of a stage, from 0."""
         return self.with_changes(self.stages.changes_at(stage, self)) if self.stages else self
 
     def type_config(self, kind: str) -> "ModelConfig":
-        """The config of the blocks of a kind."""
+        """Return this config with the settings of a kind of blocks."""
         return self.with_changes({**self.layer_type[kind], "layer_types": (), "layer_type": {}})
 
     @property
     def layer_cycle(self) -> list["ModelConfig"]:
-        """The configs of the blocks at the first depths, until their kinds begin anew."""
+        """Configs of the blocks at the first depths, one for each entry of `layer_types`."""
         return [self.layer_config(depth) for depth in range(max(1, len(self.layer_types)))]
 
     @property
     def layer_kinds(self) -> list["ModelConfig"]:
-        """This config, and that of every kind of blocks."""
+        """This config, and the config of every kind of blocks."""
         return [self, *(self.type_config(kind) for kind in self.layer_type)]
 
     @property
     def tp_dims(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by key, of all kinds of blocks."""
-        smaller = {
+        """Key → size that tensor parallelism divides, of all kinds of blocks."""
+        small_stacks = {
             "generator": self.generator,
             "pixel_decoder": self.pixel_decoder,
             "text_tower": self.text_tower,
             "vision_tower": self.vision_tower,
         }
-        parts = {"attention": self.attention, "ffn": self.ffn} | {k: v for k, v in smaller.items() if v}
+        parts = {"attention": self.attention, "ffn": self.ffn} | {
+            name: section for name, section in small_stacks.items() if section
+        }
         sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
         for kind in self.layer_type:
             kind_config = self.type_config(kind)
@@ -301,50 +305,50 @@ class ModelConfig(Section):
         return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(stage_heads)}
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
-        """`tp_dims` where tensor-parallel ranks take experts in that way (see `parallel.expert_tp`)."""
+        """Return `tp_dims` under a division of experts, `parallel.expert_tp`."""
         if expert_tp == "by_expert":
             return self.tp_dims
         sizes = {key: n for key, n in self.tp_dims.items() if not key.endswith("n_experts")}
         kinds = {"": self, **{f"layer_type.{kind}.": self.type_config(kind) for kind in self.layer_type}}
-        for place, kind_config in kinds.items() if expert_tp == "by_channel" else ():
+        for prefix, kind_config in kinds.items() if expert_tp == "by_channel" else ():
             if "n_experts" in kind_config.ffn.tp_dims:
-                sizes[f"{place}ffn.d_ff"] = kind_config.ffn.d_ff
+                sizes[f"{prefix}ffn.d_ff"] = kind_config.ffn.d_ff
         return sizes
 
     @property
     def head_width(self) -> int:
-        """Width of a head; in multi-head latent attention, of its channels without position."""
+        """Width of a head; in multi-head latent attention, of the channels without position."""
         return self.attention.head_dim_or_none or self.d_model // self.attention.n_heads
 
     @property
     def patch_embedding(self) -> PatchEmbeddingConfig | None:
-        """The embedding of patches, of an image encoder or of the vision tower; None where a model reads no images."""
+        """Patch embedding of an image encoder or the vision tower; None if the model reads no images."""
         if self.vision_tower is not None:
             return self.vision_tower.embedding
         return self.embedding if isinstance(self.embedding, PatchEmbeddingConfig) else None
 
     @property
     def embedding_width(self) -> int:
-        """Width of the embeddings, and of what the output head multiplies."""
+        """Width of the embeddings and of the output head's input."""
         return self.embedding.dim or self.d_model
 
     @property
     def embedding_scale(self) -> float:
-        """Factor on the token embeddings, at this width."""
+        """Factor on the token embeddings at this width."""
         return factor_at(self.embedding.scale, self.d_model)
 
     @property
     def head_scale(self) -> float:
-        """Factor on the hidden vectors before the output matrix, at this width."""
+        """Factor on the hidden vectors before the output matrix at this width."""
         return factor_at(self.lm_head.scale, self.d_model)
 
-    def with_numbers(self) -> "ModelConfig":
-        """Return a copy with numbers in place of factors that follow the width."""
+    def with_resolved_factors(self) -> "ModelConfig":
+        """Return a copy with numbers in place of width-dependent factors such as `d_model^-1/2`."""
         return self.with_changes({"embedding.scale": self.embedding_scale, "lm_head.scale": self.head_scale})
 
     @property
-    def longest_row(self) -> tuple[int | None, str]:
-        """Tokens that a row may have for each part of the model, and the key that limits it; None: any number."""
+    def max_row_length(self) -> tuple[int | None, str]:
+        """Maximal tokens of a row, and the key that limits it; None: unlimited."""
         limits: list[tuple[int, str]] = []
         for kind in self.layer_kinds:
             if (limit := kind.position.limit) is not None:
@@ -355,12 +359,12 @@ class ModelConfig(Section):
 
     @property
     def encoder_layers(self) -> int:
-        """Blocks of the encoder."""
+        """Number of blocks of the encoder."""
         return self.n_encoder_layers or self.n_layers
 
     @property
-    def drops(self) -> list[str]:
-        """The keys that drop something in training."""
+    def dropout_keys(self) -> list[str]:
+        """Keys with a positive drop probability."""
         rates = {
             "dropout": self.dropout,
             "attention.dropout": self.attention.dropout,
@@ -371,7 +375,7 @@ class ModelConfig(Section):
 
 
 def factor_at(factor: float | str, width: int) -> float:
-    """A factor that may be a word such as `d_model^-1/2`, at a width."""
+    """Return a factor at a width. factor: a number, or a word such as `d_model^-1/2`."""
     return float(width ** WIDTH_POWERS[factor]) if isinstance(factor, str) else factor
 
 

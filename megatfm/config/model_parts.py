@@ -21,12 +21,12 @@ from megatfm.config.task_heads import (
 )
 
 POST_NORM_PLACEMENTS = ("post", "deepnorm")
-"""Placements whose blocks end in a norm, so that a stack needs none at its end."""
+"""Placements whose blocks end in a norm, so that a stack needs no final norm."""
 
 
 WIDTH_POWERS = {"d_model^-1/2": -0.5, "d_model^1/2": 0.5}
-"""Factors that follow the width: in their words, powers of `d_model`. A config keeps the word, so that they follow it
-in every copy with another width; `ModelConfig.embedding_scale` and `head_scale` are the numbers."""
+"""Width-dependent factors: word → power of `d_model`. A config keeps the word, so a copy with another width has the
+right factor; `ModelConfig.embedding_scale` and `head_scale` are the numbers."""
 WidthFactor = PositiveFloat | Literal["d_model^-1/2", "d_model^1/2"]
 
 
@@ -39,13 +39,13 @@ class NormSection(Section):
     placement: str = "pre"
     """Position of the norms around a sublayer: pre, post, res_post (on its output), sandwich or deepnorm."""
     final_norm: bool | None = None
-    """A norm at the end of each stack; left out, only where blocks don't end in one."""
+    """A norm at the end of each stack; left out, if blocks don't end in one."""
     first_attention_norm: bool = True
-    """The norms of the first block's attention; false where the embedding's serves instead (ModernBERT)."""
+    """The norms of the first block's attention; false if the embedding's norm replaces them (ModernBERT)."""
 
     @property
     def has_final_norm(self) -> bool:
-        """Whether a norm stands at the end of each stack."""
+        """Whether each stack ends in a norm."""
         return self.placement not in POST_NORM_PLACEMENTS if self.final_norm is None else self.final_norm
 
     @property
@@ -59,7 +59,7 @@ class RMSNormConfig(NormSection):
 
     name: Literal["rms_norm"] = "rms_norm"
     zero_centered: bool = False
-    """Weights are stored as their distance from 1 (Gemma)."""
+    """Store weights as their difference from 1 (Gemma)."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class RMSNormConfig(NormSection):
 
 
 class LayerNormConfig(NormSection):
-    """Mean and variance (Ba et al. 2016)."""
+    """Normalisation by mean and variance (Ba et al. 2016)."""
 
     name: Literal["layer_norm"] = "layer_norm"
     bias: bool = True
@@ -101,13 +101,13 @@ class EmbeddingSection(Section):
     dim: PositiveInt | None = Field(default=None, le=MAX_WIDTH)
     """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
     scale: WidthFactor = 1.0
-    """Factor on the token embeddings; `"d_model^1/2"` is that number at any width."""
+    """Factor on the token embeddings; `"d_model^1/2"` follows the width."""
     n_segments: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
     """Rows of the segment embedding; 0: none."""
     norm: bool = False
     """A norm on the sum of the embeddings."""
     tied: bool = True
-    """Share the token embedding with the output head. Encoder and decoder always share theirs."""
+    """Share the token embedding with the output head. Encoder and decoder always share their embedding."""
 
 
 class TokenEmbeddingConfig(EmbeddingSection):
@@ -128,13 +128,13 @@ class PatchEmbeddingConfig(EmbeddingSection):
     channels: PositiveInt = Field(default=3, le=MAX_WIDTH)
     """Channels of a pixel."""
     n_class_tokens: NonNegativeInt = Field(default=1, le=MAX_WIDTH)
-    """Class tokens before each image's patches, with positions of their own (DeiT's distillation: 2)."""
+    """Class tokens before each image's patches, with learned positions (DeiT's distillation: 2)."""
     n_register_tokens: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
-    """Register tokens after these, without positions (Darcet et al. 2024)."""
+    """Register tokens after the class tokens, without positions (Darcet et al. 2024)."""
     mean: tuple[float, ...] = IMAGENET_MEAN
-    """Mean of each channel, of pixels from 0 to 1, that is subtracted; left out, ImageNet's."""
+    """Mean of each channel that is subtracted from pixels in [0, 1]; left out, ImageNet's."""
     std: tuple[PositiveFloat, ...] = IMAGENET_STD
-    """Standard deviation of each channel, by which pixels are divided then."""
+    """Standard deviation of each channel, by which pixels are then divided."""
     bias: bool = True
     """A bias in the projection of patches."""
     mask_token: bool = False
@@ -142,12 +142,12 @@ class PatchEmbeddingConfig(EmbeddingSection):
 
     @property
     def n_special_tokens(self) -> int:
-        """Tokens before an image's patches."""
+        """Number of class and register tokens."""
         return self.n_class_tokens + self.n_register_tokens
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch."""
+        """Number of values of a patch."""
         return self.channels * self.patch_size**2
 
     @model_validator(mode="after")
@@ -165,15 +165,15 @@ class PatchEmbeddingConfig(EmbeddingSection):
 
 
 class OverlappingPatchesConfig(PatchEmbeddingConfig):
-    """Square patches of images, each embedded together with a margin of its neighbours (Li et al. 2022)."""
+    """Square patches of images, each embedded with a margin of its neighbours (Li et al. 2022)."""
 
     name: Literal["overlapping_patches"] = "overlapping_patches"  # type: ignore[assignment]
     margin: PositiveInt = Field(default=3, le=MAX_WIDTH)
-    """Pixels before a patch that its vector sees; the convolution's side is 2 · margin + 1."""
+    """Pixels of the margin; the convolution's side is 2 · margin + 1."""
 
 
 class PluginEmbeddingConfig(EmbeddingSection):
-    """An embedding that a package in `plugins` registers, for other inputs than tokens, with its own keys."""
+    """An embedding that a package in `plugins` registers, for inputs other than tokens, with its own keys."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_vectors"])
@@ -190,13 +190,13 @@ class HeadConfig(Section):
     """The output head over the vocabulary, and the loss on its logits."""
 
     name: Literal["linear", "transform", "none"] = "linear"
-    """A matrix; BERT's dense layer, activation and norm before it; or none, where other heads are all there is."""
+    """linear: a matrix. transform: BERT's dense layer, activation and norm before it. none: other heads only."""
     bias: bool = False
     """A bias for each token of the vocabulary."""
     transform_bias: bool = True
     """A bias in the dense layer of `transform` (ModernBERT: none)."""
     scale: WidthFactor = 1.0
-    """Factor on the hidden vectors before the output matrix; `"d_model^-1/2"` is that number at any width."""
+    """Factor on the hidden vectors before the output matrix; `"d_model^-1/2"` follows the width."""
     softcap: PositiveFloat | None = None
     """Logits l become c tanh(l / c) with this c."""
     label_smoothing: DropProbability = 0.0
@@ -210,14 +210,14 @@ class InitSection(Section):
 
 
 class NormalInitSection(InitSection):
-    """Initial weights of a chosen size."""
+    """Keys of normally distributed initial weights."""
 
     std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
 
 
 class GPT2InitConfig(NormalInitSection):
-    """GPT-2's: projections back to the residual stream are smaller with depth."""
+    """GPT-2's initialisation: projections to the residual stream shrink with the number of layers."""
 
     name: Literal["gpt2"] = "gpt2"
 
@@ -229,25 +229,25 @@ class NormalInitConfig(NormalInitSection):
 
 
 class BertInitConfig(NormalInitSection):
-    """BERT's truncated normal distribution."""
+    """BERT's initialisation: a truncated normal distribution."""
 
     name: Literal["bert"] = "bert"
 
 
 class T5InitConfig(InitSection):
-    """T5's, scaled by fan-in."""
+    """T5's initialisation, scaled by fan-in."""
 
     name: Literal["t5"] = "t5"
 
 
 class XavierInitConfig(InitSection):
-    """Glorot & Bengio 2010, scaled by fan-in and fan-out."""
+    """Xavier initialisation, scaled by fan-in and fan-out (Glorot & Bengio 2010)."""
 
     name: Literal["xavier"] = "xavier"
 
 
 class DeepnormInitConfig(InitSection):
-    """DeepNorm's (Wang et al. 2022), which goes with the norms' placement of that name."""
+    """DeepNorm's initialisation (Wang et al. 2022), for `norm.placement = "deepnorm"`."""
 
     name: Literal["deepnorm"] = "deepnorm"
 
@@ -273,7 +273,7 @@ InitConfig = Annotated[
 
 
 class GeneratorConfig(Section):
-    """The generator of an ELECTRA pair; everything else is as in the discriminator."""
+    """The generator of an ELECTRA pair; other settings are the discriminator's."""
 
     d_model: PositiveInt = Field(examples=[64], le=MAX_WIDTH)
     """Width of the generator."""
@@ -282,7 +282,7 @@ class GeneratorConfig(Section):
     d_ff: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """Inner width of the generator's feed-forward network."""
     n_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
-    """Blocks of the generator; left out, as many as in the discriminator."""
+    """Number of blocks of the generator; left out, the discriminator's."""
 
     @property
     def tp_dims(self) -> dict[str, int]:
@@ -291,7 +291,7 @@ class GeneratorConfig(Section):
 
 
 class PixelDecoderConfig(Section):
-    """The decoder of a masked autoencoder; everything else is as in the encoder (He et al. 2022, section 3)."""
+    """The decoder of a masked autoencoder; other settings are the encoder's (He et al. 2022, section 3)."""
 
     d_model: PositiveInt = Field(default=512, le=MAX_WIDTH)
     """Width of the decoder."""
@@ -302,7 +302,7 @@ class PixelDecoderConfig(Section):
     d_ff: PositiveInt = Field(default=2048, le=MAX_WIDTH)
     """Inner width of the decoder's feed-forward network."""
     normalize_targets: bool = True
-    """Each patch's pixels are predicted relative to their mean and deviation."""
+    """Predict each patch's pixels relative to their mean and deviation."""
 
     @property
     def tp_dims(self) -> dict[str, int]:
@@ -316,11 +316,11 @@ class MuPConfig(Section):
     base_width: PositiveInt = Field(examples=[256], le=MAX_WIDTH)
     """The d_model at which learning rate and init.std were chosen."""
     latent_ranks: Literal["fixed", "scaled"] = "fixed"
-    """Whether q_lora_rank and kv_lora_rank of latent attention are the same at every width, or grow with it."""
+    """Whether q_lora_rank and kv_lora_rank of latent attention are fixed, or scale with the width."""
 
 
 class SentenceHeadConfig(Section):
-    """Classes of whole sequences, told from the first token through a tanh pooler (BERT, ALBERT)."""
+    """Classes of sequences, from the first token through a tanh pooler (BERT, ALBERT)."""
 
     name: Literal["sentence"] = "sentence"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
@@ -328,13 +328,13 @@ class SentenceHeadConfig(Section):
 
 
 class BoundaryHeadConfig(Section):
-    """SpanBERT's, which predicts a span from the tokens around it."""
+    """SpanBERT's head, which predicts a span from the tokens around it."""
 
     name: Literal["boundary"] = "boundary"
 
 
 class ClassifierHeadConfig(Section):
-    """Classes of images, told from a class token or a pool over the image's tokens."""
+    """Classes of images, from a class token or a pool over the image's tokens."""
 
     name: Literal["classifier"] = "classifier"
     n_classes: PositiveInt = Field(examples=[1000], le=MAX_WIDTH)
@@ -355,7 +355,7 @@ class PixelsHeadConfig(Section):
 
     name: Literal["pixels"] = "pixels"
     stride: PositiveInt = Field(default=32, le=MAX_WIDTH)
-    """Side of the square that a token stands for, in pixels: the patch's, twice as long with each further stage."""
+    """Side in pixels of the square that a token predicts: the patch's, doubled with each further stage."""
 
 
 class PluginHeadConfig(Section):
@@ -367,7 +367,7 @@ class PluginHeadConfig(Section):
 
 
 def _with_table_name(heads: Any) -> Any:
-    """A table's own name is the head's, unless it says another."""
+    """Use a table's key as the head's name, unless the table has a `name`."""
     if not isinstance(heads, Mapping):
         return heads
     return {

@@ -1,4 +1,4 @@
-"""The `[objective]` section: a variant for each objective of `megatfm/objectives`, where their sources are."""
+"""The `[objective]` section: a variant for each objective. `megatfm/objectives` has the papers."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from megatfm.config.section import ByName, Fraction, Section
 
 
 class CausalObjective(Section):
-    """Predict the next token. In an encoder-decoder, the encoder reads nothing but the end mark."""
+    """Predict the next token. In an encoder-decoder, the encoder reads only the end token."""
 
     name: Literal["causal"] = "causal"
     mtp_loss_weight: NonNegativeFloat = 1.0
@@ -28,17 +28,17 @@ class MaskedObjective(Section):
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that is predicted."""
     mask_replace_prob: Fraction = 0.8
-    """Share of these that is replaced by the mask token."""
+    """Share of the predicted tokens that is replaced by the mask token."""
     random_replace_prob: Fraction = 0.1
-    """And the share that is replaced by a random token; the rest is left as it is."""
+    """Share of the predicted tokens that is replaced by a random token; the others are kept."""
     whole_words: bool = False
     """Choose all tokens of a word, or none."""
     static: bool = False
-    """Mask a text alike in every epoch."""
+    """Use the same mask in every epoch."""
 
     @property
     def target_fraction(self) -> float:
-        """Share of the tokens for which the model predicts something."""
+        """Share of the tokens with a target."""
         return self.mask_rate
 
     @model_validator(mode="after")
@@ -53,13 +53,13 @@ class MaskedObjective(Section):
 
 
 class NextSentenceObjective(MaskedObjective):
-    """Masked tokens, and whether the second segment follows the first or comes from another document (BERT)."""
+    """Predict masked tokens, and whether the second segment follows the first or is from another document (BERT)."""
 
     name: Literal["next_sentence"] = "next_sentence"  # type: ignore[assignment]
 
 
 class SentenceOrderObjective(MaskedObjective):
-    """Masked tokens, and whether two segments of a text were swapped (ALBERT)."""
+    """Predict masked tokens, and whether two segments of a text were swapped (ALBERT)."""
 
     name: Literal["sentence_order"] = "sentence_order"  # type: ignore[assignment]
 
@@ -73,7 +73,7 @@ class SpanBoundaryObjective(Section):
     mask_replace_prob: Fraction = 0.8
     """Share of the spans whose tokens are replaced by the mask token."""
     random_replace_prob: Fraction = 0.1
-    """And the share whose tokens are replaced by random ones; the rest is left as it is."""
+    """Share of the spans whose tokens are replaced by random ones; the others are kept."""
     geometric_p: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """p of the geometric distribution of a span's length in words."""
     max_span_words: PositiveInt = 10
@@ -92,7 +92,7 @@ class PermutationObjective(Section):
     tokens_per_prediction: Annotated[int, Field(ge=2)] = 6
     """One token in this many is predicted (the paper's K)."""
     max_span: PositiveInt = 5
-    """Longest span, in tokens; shorter ones are as frequent."""
+    """Longest span, in tokens; all lengths are equally frequent."""
 
     @property
     def target_fraction(self) -> float:
@@ -101,17 +101,17 @@ class PermutationObjective(Section):
 
 
 class SpanCorruptionObjective(Section):
-    """Put sentinels in place of spans, and predict what they stand for (T5)."""
+    """Replace spans by sentinels, and predict the spans (T5)."""
 
     name: Literal["span_corruption"] = "span_corruption"
     noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the tokens that is taken out."""
+    """Share of the tokens in these spans."""
     mean_noise_span_length: Annotated[float, Field(ge=1)] = 3.0
     """Mean length of a span, in tokens."""
 
 
 class UL2Objective(Section):
-    """UL2's mixture of regular, extreme and sequential denoising; an ordinary mixture of its seven by default."""
+    """UL2's mixture of regular, extreme and sequential denoisers; by default, its seven with equal weights."""
 
     name: Literal["ul2"] = "ul2"
     r_denoiser_weight: NonNegativeFloat = 2.0
@@ -131,13 +131,13 @@ class UL2Objective(Section):
 
 
 class ReplacedTokenObjective(Section):
-    """A generator fills in masked tokens, and the model tells which tokens were replaced (ELECTRA)."""
+    """A generator fills in masked tokens, and the model predicts which tokens were replaced (ELECTRA)."""
 
     name: Literal["replaced_token"] = "replaced_token"
     mask_rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens that the generator predicts."""
     mask_replace_prob: Fraction = 0.85
-    """Share of these that it sees as the mask token; the others it sees as they are."""
+    """Share of these tokens that it sees as the mask token; it sees the others unchanged."""
     discriminator_weight: PositiveFloat = 50.0
     """Weight of the discriminator's loss; the generator's has 1."""
 
@@ -152,11 +152,11 @@ class TextClassificationObjective(Section):
 
     name: Literal["text_classification"] = "text_classification"
     lm_weight: NonNegativeFloat = 0.0
-    """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
+    """Weight of an auxiliary next-token loss, in decoders (Radford et al. 2018: 0.5)."""
 
 
 class SpanExtractionObjective(Section):
-    """Predict where the answer to a question stands in a text; `megatfm finetune` sets it."""
+    """Predict the span of a question's answer in a text; `megatfm finetune` sets it."""
 
     name: Literal["span_extraction"] = "span_extraction"
 
@@ -166,31 +166,31 @@ class MultipleChoiceObjective(Section):
 
     name: Literal["multiple_choice"] = "multiple_choice"
     lm_weight: NonNegativeFloat = 0.0
-    """Weight of the next tokens' loss besides, in decoders (Radford et al. 2018: 0.5)."""
+    """Weight of an auxiliary next-token loss, in decoders (Radford et al. 2018: 0.5)."""
 
 
 class AnswersObjective(Section):
-    """Predict the answers to prompts, and nothing of the prompts; `megatfm finetune` sets it."""
+    """Predict the answers to prompts; `megatfm finetune` sets it."""
 
     name: Literal["answers"] = "answers"
 
 
 class PreferenceObjective(Section):
-    """Prefer one of two answers, compared with the model at the start (DPO; Rafailov et al. 2023); `megatfm finetune`
-    sets it."""
+    """Prefer one of two answers, relative to the initial model (DPO; Rafailov et al. 2023); `megatfm finetune` sets
+    it."""
 
     name: Literal["preference"] = "preference"
     beta: PositiveFloat = 0.1
-    """How much a log-ratio counts: more holds the model closer to what it was at the start."""
+    """Factor on log-ratios; a larger one keeps the model closer to the initial model."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that are taken to be labelled the wrong way round (conservative DPO)."""
+    """Assumed share of pairs with swapped labels (conservative DPO)."""
 
 
 class ImageObjective(Section):
     """An objective whose inputs are images."""
 
     reads_text: ClassVar[bool] = False
-    """Whether it reads captions as well, and so needs a tokenizer."""
+    """Whether it also reads captions, and so needs a tokenizer."""
 
 
 class ImageClassificationObjective(ImageObjective):
@@ -208,25 +208,25 @@ class MaskedImageObjective(ImageObjective):
 
 
 class ContrastiveObjective(ImageObjective):
-    """Tell which caption of the global batch belongs to which image (CLIP; Radford et al. 2021. SigLIP; Zhai et al.
-    2023); `model.contrastive` names the loss."""
+    """Match images and captions of the global batch (CLIP, Radford et al. 2021; SigLIP, Zhai et al. 2023);
+    `model.contrastive` names the loss."""
 
     reads_text: ClassVar[bool] = True
     name: Literal["contrastive"] = "contrastive"
     begin_token: bool = True
     """Whether captions begin with the tokenizer's begin token (CLIP); all end with its end token."""
     pad_captions: bool = False
-    """Fill captions up to `model.text_tower.max_positions` with padding tokens, which are seen (SigLIP). Otherwise
-    rows hold as many captions as fit."""
+    """Pad captions to `model.text_tower.max_positions` by tokens that are attended to (SigLIP). Otherwise rows hold as
+    many captions as fit."""
 
 
 class ImageToTextObjective(ImageObjective):
-    """Predict the text that belongs to an image, token by token (LLaVA; Liu et al. 2023)."""
+    """Predict an image's text, token by token (LLaVA; Liu et al. 2023)."""
 
     reads_text: ClassVar[bool] = True
     name: Literal["image_to_text"] = "image_to_text"
     image_placement: Literal["before_text", "in_text"] = "before_text"
-    """Where the image stands: before the text, or where the text has `model.connector.image_token_id`, once."""
+    """Position of the image: before the text, or at its only `model.connector.image_token_id`."""
     begin_token: bool = True
     """Whether a text begins with the tokenizer's begin token; all end with its end token."""
 

@@ -1,4 +1,4 @@
-"""The `[optimizer]` and `[lr_schedule]` sections, a variant for each. Learning rates are factors on `optimizer.lr`."""
+"""The `[optimizer]` and `[lr_schedule]` sections. Schedules are factors on `optimizer.lr`."""
 
 from typing import Annotated, Literal
 
@@ -20,14 +20,14 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices and embeddings; norms, biases and other vectors never decay."""
     decay_embeddings: bool = True
-    """Let embedding tables decay, too."""
+    """Apply weight decay to embedding tables, too."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Factor on the rate from each block to the one below it, down to the embeddings; 1: the same rate for all."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Highest global gradient norm; 0: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights with this decay, which is evaluated and saved instead of them;
-    left out, none."""
+    """Decay of an exponential moving average of the weights, which is evaluated and saved in their place; left out,
+    none."""
 
 
 class AdamWConfig(OptimizerSection):
@@ -39,32 +39,32 @@ class AdamWConfig(OptimizerSection):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     moments_dtype: Literal["param", "bf16"] = "param"
-    """Precision of AdamW's moments; param: the weights' own. bf16: half the memory, rounded up or down by chance."""
+    """Precision of AdamW's moments. param: the weights'. bf16: half the memory, with stochastic rounding."""
 
 
 class MuonConfig(AdamWConfig):
-    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for all the rest."""
+    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for all other weights."""
 
     name: Literal["muon"] = "muon"  # type: ignore[assignment]
     matrix_lr: PositiveFloat = Field(default=0.02, examples=[0.02])
-    """Highest learning rate of the matrices that Muon moves."""
+    """Highest learning rate of Muon's matrices."""
     momentum: Decay = 0.95
     """Decay of Muon's momentum."""
     newton_schulz_dtype: Literal["bf16", "param"] = "bf16"
-    """Precision of the iteration that orthogonalises; param: the weights' own. bf16 takes less time and is the
-    authors', but makes much of rounding, so that losses of two layouts differ by up to 1e-4."""
+    """Precision of the orthogonalisation. param: the weights'. bf16 is faster and the authors' choice, but amplifies
+    rounding: losses of two layouts differ by up to 1e-4."""
 
 
 class SoapConfig(AdamWConfig):
-    """SOAP (Vyas et al. 2024) for the blocks' matrices, AdamW with the same rate and moments for all the rest."""
+    """SOAP (Vyas et al. 2024) for the blocks' matrices, AdamW with the same rate and betas for all other weights."""
 
     name: Literal["soap"] = "soap"  # type: ignore[assignment]
     betas: Moments = (0.95, 0.95)
-    """Decay of the first and second moment; the second is that of the covariances, too."""
+    """Decay of the first and second moment; the second is also that of the covariances."""
     precondition_frequency: PositiveInt = 10
     """Steps between updates of the eigenbases."""
     max_precond_dim: PositiveInt = 10_000
-    """A longer dim of a matrix is left unrotated."""
+    """Longest dim of a matrix that is rotated."""
 
 
 class AdafactorConfig(OptimizerSection):
@@ -76,15 +76,15 @@ class AdafactorConfig(OptimizerSection):
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices and embeddings; norms, biases and other vectors never decay."""
     beta2_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """At step s the second moment keeps 1 - s^-beta2_decay of its past."""
+    """Decay of the second moment at step s: 1 − s^-beta2_decay."""
     eps2: PositiveFloat = 1e-3
-    """Tensors with a smaller root mean square move as if they had this one."""
+    """Smallest root mean square that scales a tensor's rate."""
     clip_threshold: Annotated[float, Field(ge=1)] = 1.0
     """Highest root mean square of an update, before the rate."""
 
 
 class LambConfig(OptimizerSection):
-    """LAMB (You et al. 2020): Adam's update, scaled to the norm of each tensor; what doesn't decay isn't scaled."""
+    """LAMB (You et al. 2020): Adam's update, scaled to each tensor's norm; tensors without decay are not scaled."""
 
     name: Literal["lamb"] = "lamb"
     weight_decay: NonNegativeFloat = 0.01
@@ -96,7 +96,7 @@ class LambConfig(OptimizerSection):
 
 
 class LionConfig(OptimizerSection):
-    """Lion (Chen et al. 2023): the sign of a momentum; wants about a fifth of AdamW's rate and five times its decay."""
+    """Lion (Chen et al. 2023): the sign of a momentum. Use about a fifth of AdamW's rate and five times its decay."""
 
     name: Literal["lion"] = "lion"
     betas: Moments = (0.9, 0.99)
@@ -169,17 +169,17 @@ class InverseSqrtSchedule(ScheduleSection):
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
     warmup_steps: PositiveInt = Field(examples=[4000])
-    """Steps over which the rate rises linearly from 0, and the unit of its fall."""
+    """Steps over which the rate rises linearly from 0, and the time unit of its decay."""
 
 
 class WSDSchedule(ScheduleSection):
-    """Warm-up, the highest rate, and a fall at the end (Hu et al. 2024; Hägele et al. 2024)."""
+    """Warm-up, the highest rate, and a decay at the end (Hu et al. 2024; Hägele et al. 2024)."""
 
     name: Literal["wsd"] = "wsd"
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Part of the run, at its end, over which the rate falls."""
+    """Fraction of the run, at its end, over which the rate decays."""
     decay_type: Literal["linear", "1-sqrt"] = "1-sqrt"
-    """Shape of the decay over the part t of that time: 1 - t, or 1 - t^1/2."""
+    """Shape of the decay over the fraction t of that time: 1 − t, or 1 − t^1/2."""
     min_lr_factor: Fraction = 0.0
     """The rate at the last step, as a part of the highest."""
 

@@ -1,4 +1,4 @@
-"""The `[parallel]` section: the layout, on which axes and with which schedule."""
+"""The `[parallel]` section: the layout, its mesh axes and pipeline schedule."""
 
 from math import prod
 from typing import Literal, Self
@@ -12,55 +12,55 @@ class ParallelConfig(Section):
     """The layout: the product of all axes is the number of processes."""
 
     engine: str = Field(default="native", min_length=1)
-    """Engine that carries out the steps: "native", "deepspeed", or the name of a plugin's engine."""
+    """Engine that runs the steps: "native", "deepspeed", or the name of a plugin's engine."""
     dp_replicate: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
+    """Data-parallel replicas, each with a copy of all shards (with dp_shard > 1: HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1, le=MAX_WIDTH)
-    """Data-parallel ranks over which a ZeRO stage shards; -1: all that are left."""
+    """Data-parallel ranks over which a ZeRO stage shards; -1: all remaining ranks."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage, sharded over dp_shard: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
     grad_accumulation: Literal["unsharded", "sharded"] = "unsharded"
-    """With several micro-batches a step: keep whole gradients, reduced once, or with zero = 2 or 3 only shards of them,
-    reduced after each micro-batch: less memory, more traffic."""
+    """Gradients over several micro-batches. unsharded: kept in full and reduced once. sharded, with zero = 2 or 3:
+    reduced to shards after each micro-batch, with less memory and more traffic."""
     reduce_dtype: Literal["param", "bf16"] = "param"
-    """Type in which gradients are summed over data ranks; param: the weights' own. bf16 sends half of it, and each rank
-    rounds what it has added up over its micro-batches."""
+    """Type in which gradients are summed over data ranks. param: the weights'. bf16: half the traffic; each rank rounds
+    the sum of its micro-batches."""
     fsdp_prefetch: NonNegativeInt | None = None
-    """With zero = 2 or 3: number of blocks whose weights are prefetched ahead of the running one; 0: torch asks
-    when a block's turn comes, and one ahead in the backward pass; left out: 1 on GPUs, else 0. Each takes its gathered
-    weights of memory."""
+    """With zero = 2 or 3: number of blocks whose weights are gathered ahead of the running one, each in extra memory.
+    0: torch gathers a block's weights in its turn, and one block ahead in the backward pass. Left out: 1 on GPUs, else
+    0."""
     comm_buffers: Literal["torch", "process_group"] = "torch"
-    """With zero = 2 or 3: allocator of the buffers of all-gathers and reduce-scatters; "process_group": the process
-    group itself, where it can (NCCL on a switch that computes), so that the network takes it without a copy."""
+    """With zero = 2 or 3: allocator of the buffers of all-gathers and reduce-scatters. "process_group": the process
+    group, if it supports that (NCCL on a switch that computes), so that the network needs no copy."""
     tp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
     """With tp > 1, keep norms and residuals on shards of the sequence."""
     async_tp: bool = False
-    """With sequence_parallel and train.compile, on the GPUs of one machine: what tensor-parallel ranks send goes in
-    pieces, each under way while products of the piece before are made."""
+    """With sequence_parallel and train.compile, on the GPUs of one machine: overlap the traffic of tensor-parallel
+    ranks with matrix multiplications, chunk by chunk."""
     pp: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Pipeline ranks, each with its share of the layers."""
+    """Pipeline ranks, each with a share of the layers."""
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = (
         "1f1b"
     )
-    """Order in which pipeline ranks take micro-batches forward and backward."""
+    """Order of the forward and backward passes of micro-batches on pipeline ranks."""
     virtual_stages: PositiveInt | None = None
     """Stages on each pipeline rank of an interleaved schedule; left out: 2."""
     pp_split_points: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
-    """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
+    """First split point of each pipeline stage but the first; left out: stages of about equal cost."""
     cp: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Context-parallel ranks, each with its part of every row."""
+    """Context-parallel ranks, each with a part of every row."""
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """Communication of full attention across the parts of a row: "ring": keys and values go round, or are fetched where
-    documents leave less than half to send; "ulysses": ranks exchange tokens for heads, each has all tokens of some;
-    auto: ulysses where it can and sends less."""
+    """Communication of full attention. ring: keys and values circulate, or are fetched if documents need less than half
+    of them. ulysses: ranks exchange tokens for heads, so that each has all tokens of some heads. auto: ulysses if it is
+    possible and sends less."""
     ep: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
-    """
+    """Ranks of dp_shard × cp over which experts are divided, and which exchange tokens; a divisor of that product."""
     expert_tp: Literal["by_expert", "by_channel", "folded"] = "by_expert"
-    """Division of experts among tensor-parallel ranks: "by_expert": each has some; "by_channel": each has a part
-    of every one's inner channels; "folded": they are among the ranks that `ep` divides, each with its own tokens."""
+    """Division of experts over tensor-parallel ranks. by_expert: each has some experts. by_channel: each has a part of
+    every expert's inner channels. folded: tensor-parallel ranks are among those that `ep` divides, each with its own
+    tokens."""
 
     @model_validator(mode="after")
     def _pipeline(self) -> Self:
@@ -77,14 +77,14 @@ class ParallelConfig(Section):
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages on each rank."""
+        """Number of pipeline stages on each rank."""
         if self.pp_schedule in ("gpipe", "1f1b"):
             return 1
         return self.virtual_stages or 2
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of inputs."""
+        """Whether the schedule computes gradients of weights apart from those of inputs."""
         return self.pp_schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
 
     @model_validator(mode="after")
@@ -146,5 +146,5 @@ class ParallelConfig(Section):
 
     @property
     def expert_mesh_size(self) -> int:
-        """Number of ranks that `ep` divides; negative if dp_shard is left open."""
+        """Number of ranks that `ep` divides; negative if dp_shard = −1."""
         return self.dp_shard * self.cp * (self.tp if self.expert_tp == "folded" else 1)

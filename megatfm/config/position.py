@@ -1,4 +1,4 @@
-"""The `[model.position]` section: one for each position encoding, its name says which."""
+"""The `[model.position]` section: a variant for each position encoding."""
 
 from typing import Annotated, Literal, Self
 
@@ -23,7 +23,7 @@ class LinearScaling(Section):
 
     name: Literal["linear"] = "linear"
     factor: PositiveFloat = Field(examples=[8.0])
-    """Longer by so much than the original context."""
+    """Ratio of the longer context to the original one."""
 
 
 class NtkScaling(Section):
@@ -31,7 +31,7 @@ class NtkScaling(Section):
 
     name: Literal["ntk"] = "ntk"
     factor: PositiveFloat = Field(examples=[8.0])
-    """Longer by so much than the original context."""
+    """Ratio of the longer context to the original one."""
 
 
 class YarnScaling(Section):
@@ -39,17 +39,17 @@ class YarnScaling(Section):
 
     name: Literal["yarn"] = "yarn"
     factor: PositiveFloat = Field(examples=[8.0])
-    """Longer by so much than the original context."""
+    """Ratio of the longer context to the original one."""
     original_length: PositiveInt = Field(examples=[4096], le=MAX_LENGTH)
-    """The context that the model was first trained on, in tokens."""
+    """The original context, in tokens."""
     beta_fast: PositiveFloat = 32.0
-    """Channels that turn at least so often within the original context are kept."""
+    """Channels with at least this many turns within the original context are kept."""
     beta_slow: PositiveFloat = 1.0
-    """Channels that turn at most so often within it are interpolated."""
+    """Channels with at most this many turns within the original context are interpolated."""
     attention_factor: PositiveFloat | None = None
     """Factor on rotated queries and keys; left out, 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """The ramp begins and ends at whole channels (gpt-oss: false)."""
+    """Round the ends of the ramp to channel indices (gpt-oss: false)."""
 
     @model_validator(mode="after")
     def _check_ramp(self) -> Self:
@@ -68,7 +68,7 @@ class Llama3Scaling(Section):
     factor: PositiveFloat = Field(examples=[8.0])
     """Factor by which slow channels are slowed."""
     original_length: PositiveInt = Field(default=8192, examples=[8192], le=MAX_LENGTH)
-    """The context that the model was first trained on, in tokens."""
+    """The original context, in tokens."""
     low_freq_factor: PositiveFloat = 1.0
     """Channels with wavelengths above original_length / low_freq_factor are slowed by `factor`."""
     high_freq_factor: PositiveFloat = 4.0
@@ -89,7 +89,7 @@ RopeScaling = Annotated[LinearScaling | NtkScaling | YarnScaling | Llama3Scaling
 
 
 class RopeConfig(PositionSection):
-    """Queries and keys turned by their positions (Su et al. 2021)."""
+    """Queries and keys rotated by their positions (Su et al. 2021)."""
 
     name: Literal["rope"] = "rope"
     theta: PositiveFloat = 10_000.0
@@ -107,7 +107,7 @@ class RopeConfig(PositionSection):
         return self
 
     def check_width(self, key: str, width: int) -> None:
-        """Raise a ValueError for a width of heads that can't be turned so."""
+        """Raise ValueError for a head width that can't be rotated. key: its key in `[model.attention]`."""
         if width % 2:
             raise ValueError(
                 f"rope turns pairs of channels, so attention.{key} = {width} must be even: choose {key} = {width + 1}"
@@ -124,9 +124,9 @@ class LearnedPositionConfig(PositionSection):
 
     name: Literal["learned"] = "learned"
     max_positions: PositiveInt = Field(examples=[1024], le=MAX_LENGTH)
-    """Rows that can be used."""
+    """Number of positions."""
     offset: NonNegativeInt = Field(default=0, le=MAX_WIDTH)
-    """Rows before that of position 0 (RoBERTa: 2)."""
+    """Unused rows of the table before position 0 (RoBERTa: 2)."""
 
     @property
     def limit(self) -> int | None:
@@ -141,7 +141,7 @@ class SinusoidalConfig(PositionSection):
 
 
 class AlibiConfig(PositionSection):
-    """A slope for each head on the distance of query and key (Press et al. 2022)."""
+    """A bias of scores proportional to the distance, with a slope for each head (Press et al. 2022)."""
 
     name: Literal["alibi"] = "alibi"
 
@@ -162,7 +162,7 @@ class T5PositionConfig(PositionSection):
     """Distance from which all positions are taken as equally far."""
 
     def check_buckets(self, *, causal: bool, bidirectional: bool) -> None:
-        """Raise a ValueError unless some buckets stand for one distance each, and others for ranges beyond."""
+        """Raise ValueError unless some buckets hold single distances, and others ranges of larger ones."""
         min_buckets = 4 if bidirectional else 2
         if self.buckets < min_buckets:
             raise ValueError(
@@ -185,7 +185,7 @@ class ShawConfig(PositionSection):
 
 
 class DebertaPositionConfig(PositionSection):
-    """The table of relative positions that attention of that name reads (He et al. 2021)."""
+    """The table of relative positions of `attention.name = "deberta"` (He et al. 2021)."""
 
     name: Literal["deberta"] = "deberta"
     max_distance: PositiveInt = Field(default=128, le=MAX_LENGTH)
@@ -193,7 +193,7 @@ class DebertaPositionConfig(PositionSection):
 
 
 class DebertaV2PositionConfig(PositionSection):
-    """Disentangled positions in buckets that grow with the distance; `disentangled_shared` reads it."""
+    """Relative positions of `attention.name = "deberta_v2"`, in buckets that grow with the distance."""
 
     name: Literal["deberta_v2"] = "deberta_v2"
     buckets: PositiveInt = Field(default=32, le=MAX_WIDTH)
@@ -214,7 +214,7 @@ class DebertaV2PositionConfig(PositionSection):
 
 
 class TransformerXLPositionConfig(PositionSection):
-    """Sines and cosines of relative positions (Dai et al. 2019), which `two_stream` reads."""
+    """Sines and cosines of relative positions (Dai et al. 2019), for `attention.name = "two_stream"`."""
 
     name: Literal["transformer_xl"] = "transformer_xl"
 
@@ -230,24 +230,24 @@ class LogRelative2dConfig(PositionSection):
 
     name: Literal["log_relative_2d"] = "log_relative_2d"
     pretrained_windows: tuple[PositiveInt, ...] | None = Field(default=None, examples=[(12, 12, 12, 6)])
-    """Side of the windows of each stage by which offsets are scaled, where weights were trained with smaller ones; left
-    out, the windows' own."""
+    """Side of each stage's windows in pretraining, by which offsets are scaled; left out, the side of today's
+    windows."""
 
 
 class RelativeAxesConfig(PositionSection):
-    """Learned vectors of offsets of rows and of columns, times the query, in every block (MViTv2); for `pooled`."""
+    """Learned vectors of offsets of rows and of columns, times the query (MViTv2); for `attention.name = "pooled"`."""
 
     name: Literal["relative_axes"] = "relative_axes"
 
 
 class LearnedPosition2dConfig(PositionSection):
-    """A learned vector for each place of a grid of patches, interpolated to each image's grid."""
+    """A learned vector for each cell of a grid of patches, interpolated to each image's grid."""
 
     name: Literal["learned_2d"] = "learned_2d"
     grid: tuple[PositiveInt, PositiveInt] = Field(default=(14, 14), examples=[(14, 14)])
     """Rows and columns of the table."""
     antialias: bool = False
-    """Antialiasing where the table is interpolated to fewer patches (DINOv2 with registers)."""
+    """Antialias the interpolation to fewer patches (DINOv2 with registers)."""
 
 
 class Sinusoidal2dConfig(PositionSection):
@@ -257,13 +257,13 @@ class Sinusoidal2dConfig(PositionSection):
 
 
 class Rope2dConfig(PositionSection):
-    """Queries and keys turned by a patch's row in one half of the channels, by its column in the other."""
+    """Queries and keys rotated by a patch's row in one half of the channels, by its column in the other."""
 
     name: Literal["rope_2d"] = "rope_2d"
     theta: PositiveFloat = 100.0
     """Base of the rotary frequencies."""
     normalized: bool = False
-    """Rows and columns are measured from −1 to 1 in each image, and turn by 2π (DINOv3); else in patches."""
+    """Measure rows and columns from −1 to 1 in each image, times 2π (DINOv3); false: in patches."""
 
 
 GRID_POSITIONS = ("learned_2d", "sinusoidal_2d", "rope_2d")

@@ -1,4 +1,4 @@
-"""Steps of `megatfm prep` that have a model say something of a document."""
+"""Steps of `megatfm prep` that score documents by a model."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ class FastTextConfig(Section):
 
     name: Literal["fasttext"]
     file: PathStr = Field(examples=["quality.bin"])
-    """The model, as fastText saves it."""
+    """The model in fastText's binary format."""
     label: str = Field(examples=["__label__hq"])
     """The label whose probability counts."""
     min_score: Fraction = 0.0
@@ -24,16 +24,16 @@ class FastTextConfig(Section):
 
 
 class LinearConfig(Section):
-    """Keeps documents by a linear classifier of your own: logistic regression over hashed runs of words."""
+    """Keeps documents by your own linear classifier: logistic regression over hashed n-grams of words."""
 
     name: Literal["linear_classifier"]
     file: PathStr = Field(examples=["quality.npz"])
-    """Its weights, as `megatfm.data_prep.filters.classifiers.LinearClassifier` saves them: `.npz` or `.safetensors`
-    with "weight" [2^k], "bias" [1] and "ngrams" [1]."""
+    """The weights of a `megatfm.data_prep.filters.classifiers.LinearClassifier`: `.npz` or `.safetensors` with "weight"
+    [2^k], "bias" [1] and "ngrams" [1]."""
     min_score: Fraction = 0.0
-    """Drop a document that is less probable."""
+    """Drop a document with a lower probability."""
     max_score: Fraction = 1.0
-    """Drop a document that is more probable."""
+    """Drop a document with a higher probability."""
     save_as: str | None = Field(None, examples=["quality"])
     """Keep the probability under this name, as a field of the document."""
 
@@ -43,31 +43,31 @@ class ClassifierConfig(Section):
 
     name: Literal["classifier"]
     folder: PathStr = Field(examples=["edu-classifier"])
-    """The folder of the model and its tokenizer, on this machine; nothing is downloaded, and no code in it is run."""
+    """Local folder of the model and its tokenizer; nothing is downloaded, and none of its code is run."""
     label: str | None = Field(None, examples=["LABEL_1"])
-    """The label whose probability counts; left out for a model of one output, whose number counts as it is."""
+    """The label whose probability is the score; left out for a model of one output, which is the score."""
     max_tokens: PositiveInt = 512
-    """Length of the excerpt that is scored, from the document's beginning."""
+    """Number of first tokens of a document that are scored."""
     min_score: float | None = Field(None, examples=[3.0])
-    """Drop a document that has less."""
+    """Drop a document with a lower score."""
     max_score: float | None = None
-    """Drop a document that has more."""
+    """Drop a document with a higher score."""
     save_as: str | None = Field(None, examples=["quality"])
-    """Keep the number under this name, as a field of the document."""
+    """Store the score under this name, as a field of the document."""
     device: str = "cpu"
     """Device of the model, for example "cuda"."""
 
 
 class PerplexityConfig(Section):
-    """Keeps documents by their perplexity under a causal model of yours (Wenzek et al. 2020, section 3.4)."""
+    """Keeps documents by their perplexity under your own causal model (Wenzek et al. 2020, section 3.4)."""
 
     name: Literal["perplexity"]
     run: PathStr = Field(examples=["runs/small"])
-    """A checkpoint, or a run directory, of which the newest counts."""
+    """A checkpoint, or a run directory, whose newest checkpoint is used."""
     max_tokens: PositiveInt = 1024
-    """Length of the excerpt that is scored, from the document's beginning."""
+    """Number of first tokens of a document that are scored."""
     min_score: Annotated[float, Field(ge=1)] = 1.0
-    """Drop a document whose perplexity of a token is lower, as that of boilerplate is."""
+    """Drop a document whose perplexity per token is lower, such as boilerplate."""
     max_score: Annotated[float, Field(gt=1)] | None = Field(None, examples=[1000.0])
     """Drop a document whose perplexity is higher."""
     save_as: str | None = Field(None, examples=["perplexity"])
@@ -77,8 +77,8 @@ class PerplexityConfig(Section):
 
 
 class PresidioConfig(Section):
-    """Replaces what the recognisers of Microsoft Presidio find by form and checksum: numbers of many countries' IDs,
-    bank accounts, passports, … Those that need a language model (names of people) are not used."""
+    """Replaces matches of Microsoft Presidio's recognisers by form and checksum: numbers of many countries' IDs, bank
+    accounts, passports, … Recognisers that need a language model (names of people) are not used."""
 
     name: Literal["presidio"]
     entities: tuple[str, ...] = Field(examples=[["US_SSN", "UK_NHS"]], min_length=1)
@@ -86,4 +86,4 @@ class PresidioConfig(Section):
     language: str = "en"
     """The language of its recognisers."""
     min_score: Fraction = 0.5
-    """Leave what is less certain: a form that other numbers have, too, is certain only where a checksum fits."""
+    """Keep matches with a lower score. A form that other numbers share scores high only if a checksum fits."""

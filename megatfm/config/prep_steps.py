@@ -1,4 +1,4 @@
-"""The steps of `megatfm prep` that a config asks for: `[[steps]]` see one document, `[[dedup]]` the corpus."""
+"""The steps of `megatfm prep`: `[[steps]]` on single documents, `[[dedup]]` on the corpus."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -16,7 +16,7 @@ from megatfm.config.section import Fraction, PathStr, Section
 
 
 class NormalizeConfig(Section):
-    """Brings text into a Unicode normal form."""
+    """Converts text to a Unicode normal form."""
 
     name: Literal["normalize"]
     form: Literal["NFC", "NFD", "NFKC", "NFKD"] = "NFC"
@@ -24,7 +24,7 @@ class NormalizeConfig(Section):
 
 
 class HtmlConfig(Section):
-    """Takes the text out of HTML; a document that has no tag in it is left as it is."""
+    """Extracts the text of HTML; a document without a tag is unchanged."""
 
     name: Literal["html"]
     main_content: bool = True
@@ -36,11 +36,11 @@ class LanguageConfig(Section):
 
     name: Literal["language"]
     languages: tuple[str, ...] = Field((), examples=[["en", "de"]])
-    """ISO 639-1 codes of the languages to keep; left out, all, only to be counted."""
+    """ISO 639-1 codes of the languages to keep; left out, all, which are only counted."""
     language_threshold: Fraction = 0.0
-    """Drop a document whose language is less probable than this."""
+    """Drop a document whose language has a lower probability."""
     max_characters: PositiveInt = 1000
-    """Length of the excerpt that is examined, taken at five places evenly over a document."""
+    """Characters of the examined excerpt, from five evenly spaced positions of a document."""
 
 
 class GopherQualityConfig(Section):
@@ -53,25 +53,25 @@ class GopherQualityConfig(Section):
     language: str = "en"
     """The language of spaCy's tokenizer."""
     min_doc_words: NonNegativeInt = 50
-    """Words in a document, at least; a word is what stands between white space."""
+    """Minimal words of a document."""
     max_doc_words: PositiveInt = 100_000
-    """Words in a document, at most."""
+    """Maximal words of a document."""
     min_avg_word_length: float = 3.0
-    """Characters in a word, on the average, at least."""
+    """Minimal mean characters of a word."""
     max_avg_word_length: float = 10.0
-    """Characters in a word, on the average, at most."""
+    """Maximal mean characters of a word."""
     max_symbol_word_ratio: float = 0.1
-    """Hash signs for a word, and ellipses for a word."""
+    """Maximal hash signs per word, and ellipses per word."""
     max_bullet_lines_ratio: Fraction = 0.9
-    """Share of the lines that begin with a bullet."""
+    """Maximal share of the lines that begin with a bullet."""
     max_ellipsis_lines_ratio: Fraction = 0.3
-    """Share of the lines that end with an ellipsis."""
+    """Maximal share of the lines that end with an ellipsis."""
     min_alpha_words_ratio: Fraction = 0.8
-    """Share of the words that have a letter."""
+    """Minimal share of the words with a letter."""
     min_stop_words: NonNegativeInt = 2
-    """Number of `stop_words` that must occur."""
+    """Minimal number of `stop_words` that occur."""
     stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
-    """Words that any text of the language has."""
+    """Frequent words of the language."""
 
 
 class GopherRepetitionConfig(Section):
@@ -84,33 +84,33 @@ class GopherRepetitionConfig(Section):
     language: str = "en"
     """The language of spaCy's tokenizer."""
     dup_line_frac: Fraction = 0.3
-    """Share of the lines, from which on repeated lines are too many."""
+    """Maximal share of the lines that are repeated."""
     dup_para_frac: Fraction = 0.3
-    """Share of the paragraphs, from which on repeated paragraphs are too many; blank lines separate paragraphs."""
+    """Maximal share of the paragraphs, separated by blank lines, that are repeated."""
     dup_line_char_frac: Fraction = 0.2
-    """Share of the characters that lie in repeated lines."""
+    """Maximal share of the characters in repeated lines."""
     dup_para_char_frac: Fraction = 0.2
-    """Share of the characters that lie in repeated paragraphs."""
+    """Maximal share of the characters in repeated paragraphs."""
     top_n_grams: tuple[Fraction, ...] = (0.2, 0.18, 0.16)
-    """Share of the characters that lie in the most frequent run of 2, 3, 4 words."""
+    """Maximal shares of the characters in the most frequent 2-, 3- and 4-gram of words."""
     dup_n_grams: tuple[Fraction, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
-    """Share of the characters that lie in repeated runs of 5, 6, 7, 8, 9, 10 words."""
+    """Maximal shares of the characters in repeated 5-, 6-, 7-, 8-, 9- and 10-grams of words."""
 
 
 class C4Config(Section):
-    """The rules of C4 (Raffel et al. 2020, section 2.2), line by line, but for its word list: see c4_badwords."""
+    """The rules of C4 (Raffel et al. 2020, section 2.2), except its word list: see c4_badwords."""
 
     name: Literal["c4"]
     filter_no_terminal_punct: bool = True
     """Remove lines that don't end like a sentence."""
     min_words_per_line: NonNegativeInt = 5
-    """Remove lines of fewer words."""
+    """Remove lines with fewer words."""
     max_word_length: PositiveInt = 1000
-    """Remove lines with a longer word."""
+    """Remove lines with a longer word, in characters."""
     min_num_sentences: NonNegativeInt = 3
-    """Drop documents that have fewer left."""
+    """Drop documents with fewer sentences left."""
     filter_curly_bracket: bool = True
-    """Drop documents that have one, as C4 does."""
+    """Drop documents with a curly bracket."""
 
 
 class FineWebConfig(Section):
@@ -123,41 +123,41 @@ class FineWebConfig(Section):
     language: str = "en"
     """The language of spaCy's tokenizer."""
     line_punct_thr: Fraction = 0.12
-    """Share of the lines that must end with a punctuation mark."""
+    """Minimal share of the lines that end with a punctuation mark."""
     char_duplicates_ratio: Fraction = 0.1
-    """Share of the characters that lie in repeated lines; the code of datatrove has 0.01."""
+    """Maximal share of the characters in repeated lines; datatrove's code has 0.01."""
     short_line_thr: Fraction = 0.67
-    """Share of the lines that are short."""
+    """Maximal share of the lines that are short."""
     short_line_length: PositiveInt = 30
-    """Characters up to which a line is short."""
+    """Maximal characters of a short line."""
     new_line_ratio: float = 0.3
-    """Line breaks for a word; a list has many."""
+    """Maximal line breaks per word; lists have many."""
 
 
 class UrlFilterConfig(Section):
-    """Drops documents by where they come from, as far as their format says so (a WARC file, a `url` field)."""
+    """Drops documents by their URL, if their format has one (a WARC file, a `url` field)."""
 
     name: Literal["url_filter"]
     file: PathStr = Field(examples=["blocked.txt"])
-    """A domain (with all below it) or the beginning of a URL in each line; `#` begins a remark."""
+    """File with a domain (with its subdomains) or a URL prefix in each line; `#` begins a comment."""
 
 
 class C4BadWordsConfig(Section):
-    """Drops documents that hold a word of a list."""
+    """Drops documents that contain a word of a list."""
 
     name: Literal["c4_badwords"]
     file: PathStr = Field(examples=["words.txt"])
-    """A word or phrase in each line, in any case; found only between characters that are no part of a word."""
+    """File with a word or phrase in each line, in any case."""
     whole_words: bool = True
-    """Set it to false for languages that put no space between words."""
+    """Match complete words only; false for languages without spaces between words."""
 
 
 class PIIConfig(Section):
-    """Replaces what may point to a person."""
+    """Replaces personally identifiable information."""
 
     name: Literal["pii"]
     email: str = "<EMAIL>"
-    """Replacement for an e-mail address; with an empty text they stay, here and below."""
+    """Replacement for an e-mail address. An empty text keeps it, here and below."""
     ip: str = "<IP>"
     """Replacement for a public IP address, v4 or v6."""
     phone: str = "<PHONE>"
@@ -175,45 +175,45 @@ class PIIConfig(Section):
 
 
 class DecontaminateConfig(Section):
-    """Drops documents that share a run of words with an evaluation set (Brown et al. 2020, appendix C)."""
+    """Drops documents that share an n-gram of words with an evaluation set (Brown et al. 2020, appendix C)."""
 
     name: Literal["decontaminate"]
     files: tuple[PathStr, ...] = Field(examples=[["evaluation/questions.jsonl"]], min_length=1)
     """Files of the evaluation sets: `.jsonl` (every text in a record), also as `.gz` or `.zst`, or plain text."""
     n_grams: Annotated[int, Field(ge=2, le=100)] = 13
-    """Words in a run, without case and punctuation."""
+    """Words of an n-gram, compared without case and punctuation."""
     min_words: PositiveInt = 8
-    """An evaluation text shorter than `n_grams` is looked for as a whole if it has at least so many."""
+    """Minimal words of an evaluation text shorter than `n_grams`, which is searched in full."""
 
 
 class MetadataFilterConfig(Section):
-    """Keeps documents by the value of a field: one of `read.metadata_keys`, "domain", or what an earlier step found."""
+    """Keeps documents by the value of a field: one of `read.metadata_keys`, "domain", or an earlier step's."""
 
     name: Literal["metadata_filter"]
     field: Annotated[str, Field(min_length=1)]
-    """The field; `a.b` is one that was kept under that name."""
+    """The field; `a.b` is one that was stored under that name."""
     allowed: tuple[str | int | float | bool, ...] = ()
     """Values to keep; left out, all."""
     denied: tuple[str | int | float | bool, ...] = ()
     """Values to drop."""
     min: float | str | None = None
-    """Drop documents below: numbers by their size, dates and other text by the alphabet."""
+    """Drop documents with a lower value: numbers by size, dates and other texts by alphabetical order."""
     max: float | str | None = None
-    """Drop documents above."""
+    """Drop documents with a higher value."""
     missing: Literal["drop", "keep"] = "drop"
     """Handling of documents without the field."""
 
 
 class SampleConfig(Section):
-    """Keeps a fixed random part of the documents: the way to mix sources in given shares."""
+    """Keeps a fixed random sample of the documents, for example to mix sources."""
 
     name: Literal["sample"]
     rate: Fraction = 1.0
-    """The part to keep of what no pattern of `rate_by_path` fits."""
+    """Share to keep of documents that match no pattern of `rate_by_path`."""
     rate_by_path: dict[str, Fraction] = Field({}, examples=[{"web/*": 0.2}])
-    """Path patterns, below the corpus folder, and the part to keep of each; the first that fits counts."""
+    """Pattern of paths below the corpus folder → share to keep; the first match counts."""
     seed: NonNegativeInt = 0
-    """Another seed keeps other documents."""
+    """Seed of the sample."""
 
 
 class PluginStepConfig(Section):
@@ -265,27 +265,27 @@ StepConfig = Annotated[KnownStep | PluginStepConfig, BeforeValidator(_by_its_nam
 
 
 class RepeatedLinesConfig(Section):
-    """Removes lines that an earlier document, or an earlier place of the same one, already had."""
+    """Removes lines that occurred earlier in the corpus or the document."""
 
     name: Literal["lines"]
     min_characters: NonNegativeInt = 20
-    """Shorter lines stay, however often they come."""
+    """Shorter lines are kept, even if repeated."""
     normalize: bool = True
     """Compare without case, digits, punctuation and space, as CCNet (Wenzek et al. 2020, section 3.1)."""
 
 
 class RepeatedParagraphsConfig(Section):
-    """Removes paragraphs (what stands between blank lines) that the corpus already had."""
+    """Removes paragraphs, separated by blank lines, that occurred earlier in the corpus."""
 
     name: Literal["paragraphs"]
     min_characters: NonNegativeInt = 50
-    """Shorter paragraphs stay, however often they come."""
+    """Shorter paragraphs are kept, even if repeated."""
     normalize: bool = True
     """Compare without case, digits, punctuation and space."""
 
 
 class MinHashConfig(Section):
-    """Keeps the first of documents that are nearly the same: MinHash and locality-sensitive hashing (Broder 1997)."""
+    """Keeps the first of near-duplicate documents: MinHash and locality-sensitive hashing (Broder 1997)."""
 
     name: Literal["minhash"]
     similarity: Annotated[float, Field(ge=0.5, le=1.0)] = 0.75
@@ -293,19 +293,19 @@ class MinHashConfig(Section):
     n_grams: PositiveInt = 5
     """Words in a shingle, an n-gram of words."""
     num_buckets: Annotated[int, Field(ge=1, le=64)] = 14
-    """Bands of the signature; documents that agree in all hashes of a band are compared. 14 bands of 8 hashes are those
-    of FineWeb: similarity 0.75 meets with probability 0.77, 0.8 with 0.92, 0.85 with 0.99."""
+    """Bands of the signature; documents that agree in all hashes of a band are compared. FineWeb has 14 bands of 8
+    hashes: documents of similarity 0.75 are compared with probability 0.77, 0.8 with 0.92, 0.85 with 0.99."""
     hashes_per_bucket: PositiveInt = 8
-    """Hashes in a band."""
+    """Hashes of a band."""
 
 
 class RepeatedSubstringsConfig(Section):
-    """Removes runs of bytes that the corpus already had, as a suffix array finds them (Lee et al. 2022, section 4.1),
-    by an index on disk that takes eight times the text."""
+    """Removes substrings that occurred earlier in the corpus, as by a suffix array (Lee et al. 2022, section 4.1); its
+    index on disk takes eight times the text."""
 
     name: Literal["exact_substrings"]
     min_bytes: Annotated[int, Field(ge=20)] = 200
-    """Bytes from which on a run counts; 50 tokens of English are about 200."""
+    """Minimal bytes of a substring; 50 tokens of English are about 200."""
 
 
 DedupConfig = Annotated[
@@ -318,6 +318,6 @@ class TokensConfig(Section):
     """Format of files of token ids."""
 
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
-    """The type of the ids in files of format `tokens`, little-endian; Megatron's index files say it themselves."""
+    """Type of the ids in files of format `tokens`, little-endian; Megatron's index files have their own."""
     eos_id: NonNegativeInt | None = None
-    """The id after each document, which is left out: a shard knows where its documents end."""
+    """Id after each document, which is not stored: shards record where documents end."""

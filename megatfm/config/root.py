@@ -34,14 +34,14 @@ from megatfm.registry import did_you_mean
 
 
 class Config(Section):
-    """Everything that decides a run. `megatfm config show CONFIG` prints it resolved."""
+    """All settings of a run. `megatfm config show CONFIG` prints them resolved."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, examples=["my-run"])
     """Name of the run: letters, digits, '.', '_' and '-'."""
     run_dir: PathStr | None = None
     """The run directory; left out, `runs/NAME` under the current directory."""
     plugins: list[str] = Field(default_factory=list)
-    """Importable packages that register parts of their own."""
+    """Importable packages that register further parts."""
     model: ModelConfig
     objective: ObjectiveConfig = CausalObjective()
     data: DataConfig
@@ -73,12 +73,12 @@ class Config(Section):
         parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "lr_schedule")]
         kinds = ("attention", "ffn", "norm", "position", "embedding", "init")
         parts += [("model.", self.model, part) for part in kinds]
-        for place, holder, key in parts:
-            section = getattr(holder, key)
+        for prefix, parent, key in parts:
+            section = getattr(parent, key)
             if type(section).__name__.startswith("Plugin") and not self.plugins:
-                name, known_names = section.name, variant_names(type(holder).model_fields[key])
+                name, known_names = section.name, variant_names(type(parent).model_fields[key])
                 raise ValueError(
-                    f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known_names)}; "
+                    f"{prefix}{key}.name = {name!r}: unknown{did_you_mean(name, known_names)}; "
                     f"there are: {', '.join(known_names)}; others need the package that registers them in plugins"
                 )
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
@@ -148,13 +148,13 @@ class Config(Section):
                 f"train.micro_batch = {micro_batch}: the nearest that is one is {nearest}"
             )
 
-    def refuses_compile(self) -> str | None:
-        """Say why blocks can't be compiled, and what to set instead; None where they can."""
+    def compile_conflict(self) -> str | None:
+        """Return why blocks can't be compiled, and what to set instead; None if they can."""
         return device_checks.compile_conflict(self)
 
 
 def global_batches(config: Config) -> dict[int, str]:
-    """Rows of every step that there is in a run → the key that asks for it, `train.global_batch` first."""
+    """Return rows of a step → the key that sets it, `train.global_batch` first."""
     batches = {config.train.global_batch: "train.global_batch"}
     for number, stage in enumerate(config.data.rampup):
         if stage.global_batch:
@@ -163,6 +163,6 @@ def global_batches(config: Config) -> dict[int, str]:
 
 
 def variant_names(field: FieldInfo) -> list[str]:
-    """The names among which a field's section is chosen, without a plugin's."""
+    """Return the names of a field's section classes, without plugins'."""
     defaults = [section.model_fields["name"].default for section in variants_of(field.annotation)]
     return [name for name in defaults if isinstance(name, str)]

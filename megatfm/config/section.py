@@ -1,4 +1,4 @@
-"""The base of every config section: frozen, typed, no unknown keys; unions by name; paths relative to their file."""
+"""The base class of config sections: frozen, typed, no unknown keys; unions by name; paths relative to their file."""
 
 import ast
 import inspect
@@ -32,7 +32,7 @@ from megatfm.errors import UsageError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DropProbability = Annotated[float, Field(ge=0, le=1 - 2**-16)]
-"""A probability of dropping something, in steps of 1/65,536 (`megatfm.ops.keyed_random`); at least one step is kept."""
+"""A drop probability, in steps of 1/65,536 (`megatfm.ops.keyed_random`), below 1."""
 
 
 MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
@@ -40,14 +40,14 @@ MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 
 
 def divisors(number: int) -> list[int]:
-    """All of a number's divisors, rising."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    """Return the divisors of a number, in ascending order."""
+    small_divisors = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small_divisors, *(number // divisor for divisor in small_divisors)})
 
 
 def nearest_divisor(number: int, target: int) -> int:
-    """The divisor of a number that is nearest to another; of two, the smaller."""
-    return min(divisors(number), key=lambda d: (abs(d - target), d))
+    """Return the divisor of a number nearest to `target`; the smaller of two."""
+    return min(divisors(number), key=lambda divisor: (abs(divisor - target), divisor))
 
 
 class LacksOptionError(UsageError, AttributeError):
@@ -61,19 +61,19 @@ class Section(BaseModel):
 
     @classmethod
     def field_docs(cls) -> dict[str, str]:
-        """Strings below the keys, by key. Read from the source on demand, not, as pydantic would, at every start."""
+        """Return key → the docstring below it. Read from the source on demand; pydantic would do so at every start."""
         docs: dict[str, str] = {}
         for section in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
             try:
                 (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-            except (OSError, TypeError):  # of a plugin that is no file
+            except (OSError, TypeError):  # a plugin without a source file
                 continue
             for key, text in pairwise(getattr(body, "body", ())):
                 match key, text:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                        value=ast.Constant(value=str(says))
+                        value=ast.Constant(value=str(doc))
                     ):
-                        docs[name] = inspect.cleandoc(says)
+                        docs[name] = inspect.cleandoc(doc)
         return docs
 
     @classmethod
@@ -87,7 +87,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_bool_as_number(cls, values: Any) -> Any:
-        """Python takes true for the number 1; `checkpoint.every = true` is a mistake."""
+        """Refuse a bool for a number, as in `checkpoint.every = true`: to Python, true is 1."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
             if field and (type_name := _number_in_place_of_bool(value, field.annotation)):
@@ -97,7 +97,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _split_word_list(cls, values: Any) -> Any:
-        """`log.sinks=wandb,tensorboard` and `[wandb]`, of which a shell has taken the quotes, mean lists of words."""
+        """Split `wandb,tensorboard`, and `[wandb]` whose quotes a shell removed, into lists of words."""
         if not isinstance(values, dict):
             return values
         words = {
@@ -107,10 +107,10 @@ class Section(BaseModel):
         }
         return {**values, **words}
 
-    if not TYPE_CHECKING:  # or mypy would take every name for a key
+    if not TYPE_CHECKING:  # else mypy accepts every attribute
 
         def __getattr__(self, key: str) -> Any:
-            """Keys of a plugin's own. Raises LacksOptionError for one that the section of a part has not."""
+            """Return a plugin's key. Raises LacksOptionError for a key that a part's section lacks."""
             try:
                 return super().__getattr__(key)
             except AttributeError:
@@ -128,19 +128,18 @@ class Section(BaseModel):
         return cls.model_validate(unflatten({**(keys or {}), **more}))
 
     def with_changes(self, keys: Mapping[str, Any]) -> Self:
-        """A copy with other values of such keys, checked like any config.
+        """Return a validated copy with new values of dotted keys.
 
-        Keys with dots change what they name and leave its neighbours: `data.validation.code` adds a corpus, while
-        `data.validation` replaces all of them. Under a new `name`, a section keeps the options that the new variant
-        has as well.
+        A dotted key changes that key alone: `data.validation.code` adds a corpus, while `data.validation` replaces all
+        of them. Under a new `name`, a section keeps the options that the new variant also has.
         """
         return type(self).model_validate(_merge_into_section(self, keys))
 
 
 def _merge_into_section(section: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section with changes, in which sections below that change are tables."""
+    """Return a section's values with changes; changed sections below it become tables."""
     values: dict[str, Any] = {key: getattr(section, key) for key in type(section).model_fields}
-    values |= section.model_extra or {}  # keys of a plugin's own
+    values |= section.model_extra or {}  # a plugin's keys
     annotations = {key: field.annotation for key, field in type(section).model_fields.items()}
     return _merge_into_table(values, keys, annotations)
 
@@ -150,9 +149,9 @@ def _merge_into_table(
 ) -> dict[str, Any]:
     values = dict(table)
     for path, change in keys.items():
-        key, _, below = path.partition(".")
+        key, _, inner_path = path.partition(".")
         old = values.get(key)
-        if not below and not (isinstance(old, Section) and isinstance(change, Mapping)):
+        if not inner_path and not (isinstance(old, Section) and isinstance(change, Mapping)):
             values[key] = unflatten(change) if isinstance(change, Mapping) else change
     for key, changes in _changes_below(keys, values).items():
         old, annotation = values.get(key), annotations.get(key)
@@ -169,26 +168,26 @@ def _merge_into_table(
 
 
 def _changes_below(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Changes below each key: those of keys with dots, and tables for sections."""
-    below: dict[str, dict[str, Any]] = {}
+    """Return key → changes below it, from dotted keys and from tables for sections."""
+    changes_by_key: dict[str, dict[str, Any]] = {}
     for path, change in keys.items():
         key, _, inner = path.partition(".")
         if inner:
-            below.setdefault(key, {})[inner] = change
+            changes_by_key.setdefault(key, {})[inner] = change
         elif isinstance(change, Mapping) and isinstance(values.get(key), Section):
-            below.setdefault(key, {}).update(change)
-    return below
+            changes_by_key.setdefault(key, {}).update(change)
+    return changes_by_key
 
 
 def _merge_into_variant(
     section: Section, changes: Mapping[str, Any], variants: Sequence[type[BaseModel]]
 ) -> dict[str, Any]:
-    """The values of a section with changes; of one that gets another name, first those that the new variant knows."""
+    """Return a section's values with changes; under another name, the values that the new variant also has."""
     old_name = getattr(section, "name", None)
     name = changes.get("name", old_name)
     if name == old_name:
         return _merge_into_section(section, changes)
-    variant = next((v for v in variants if name_of(v) in (name, PydanticUndefined)), None)
+    variant = next((option for option in variants if name_of(option) in (name, PydanticUndefined)), None)
     common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
     common_values = {key: getattr(section, key) for key in common}
     annotations = {key: field.annotation for key, field in variant.model_fields.items()} if variant else {}
@@ -196,7 +195,7 @@ def _merge_into_variant(
 
 
 def variants_of(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes that a field of such a type may hold, through Optional, Union and Annotated."""
+    """Return the section classes in a field's type, through Optional, Union and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) is Annotated:
@@ -207,7 +206,7 @@ def variants_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def is_text(annotation: Any) -> bool:
-    """Tell fields that hold a string and nothing else, or are left out."""
+    """Whether a field's type is a string, maybe None."""
     if get_origin(annotation) is Annotated:
         return is_text(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -216,13 +215,13 @@ def is_text(annotation: Any) -> bool:
 
 
 def sections_of(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
-    """The section classes that a field of `section` may hold."""
+    """Return the section classes of a field of `section`."""
     field = section.model_fields.get(key) if section else None
     return variants_of(field.annotation) if field else []
 
 
 def value_type(annotation: Any) -> Any:
-    """The type of a table's values, given the table's; None where it has no such type."""
+    """Return the type of a table's values, from the table's type; None if it is no dict."""
     if get_origin(annotation) is Annotated:
         return value_type(get_args(annotation)[0])
     parts = get_args(annotation)
@@ -230,12 +229,12 @@ def value_type(annotation: Any) -> Any:
 
 
 def name_of(section: type[BaseModel]) -> object:
-    """The value of `name` that chooses this section among others."""
+    """Return the value of `name` that chooses a section class."""
     return section.model_fields["name"].default if "name" in section.model_fields else None
 
 
 def invalid(subject: str, error: ValidationError) -> UsageError:
-    """The first mistake of a config that was computed, not read from a file, as `subject: key: reason`."""
+    """Return the first error of a config that was computed, not read from a file, as `subject: key: reason`."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
@@ -269,7 +268,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def require_variant(section: Section, kind: type[AnySection], key: str) -> AnySection:
-    """A section as the variant whose options a part reads. Raises UsageError where the config has another."""
+    """Return a section as an instance of `kind`. Raises UsageError if it is another variant. key: of the section."""
     if isinstance(section, kind):
         return section
     name = kind.model_fields["name"].default
@@ -281,7 +280,7 @@ def require_variant(section: Section, kind: type[AnySection], key: str) -> AnySe
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a list such as `[a, b]` without its quotes. Brackets within a word, as in `layers.[0,1]`, stay."""
+    """Return the words of an unquoted list such as `[a, b]`. Brackets within a word, as in `layers.[0,1]`, stay."""
     depths = list(accumulate((char == "[") - (char == "]") for char in text))
     if text.startswith("[") and text.endswith("]") and depths.index(0) == len(text) - 1:
         return split_words(text[1:-1])
@@ -293,7 +292,7 @@ def split_words(text: str) -> list[str]:
 
 
 def _types_in(annotation: Any) -> list[Any]:
-    """The types that a value may have, and the values that a Literal allows."""
+    """Return the types in a union, and the values of a Literal."""
     if get_origin(annotation) is Annotated:
         return _types_in(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -302,7 +301,7 @@ def _types_in(annotation: Any) -> list[Any]:
 
 
 def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
-    """Say what to write in place of a bool, or of one in a list or table, where a number belongs; else empty."""
+    """Return what to write in place of a bool where a number belongs, also in lists and tables; "" if all is well."""
     kinds = _types_in(annotation)
     if isinstance(value, bool):
         numbers = [kind for kind in kinds if kind in (int, float) or type(kind) in (int, float)]
@@ -344,12 +343,12 @@ def _resolve(value: Any, info: ValidationInfo) -> Any:
 
 
 PathStr = Annotated[str, BeforeValidator(_resolve)]
-"""A path, made absolute on loading: relative to the config file, or to the current directory when it comes
-from the command line or from a preset. URLs are left alone."""
+"""A path, made absolute on loading: relative to the config file, or, from the command line or a preset, to the current
+directory. URLs are unchanged."""
 
 
 def check_path(path: Path) -> Path:
-    """A run directory as it is; raises UsageError if its name is no UTF-8, which logs and configs are written in."""
+    """Return a run directory's path. Raises UsageError if it is no UTF-8, the encoding of logs and configs."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -358,10 +357,10 @@ def check_path(path: Path) -> Path:
 
 
 class ByName:
-    """Annotation of a union of sections: a table is validated as the one whose `name` it gives.
+    """Annotation of a union of sections: a table is validated as the section class of its `name`.
 
-    The last of the union takes every other name, so that a plugin's part can have keys of its own. Without a name the
-    first is meant, or, given `noun`, none: then the error says what needs one.
+    The last class of the union, a plugin's, takes every other name. A table without a name is the first class; with
+    `noun`, it is an error that names `noun`.
     """
 
     def __init__(self, noun: str = "") -> None:

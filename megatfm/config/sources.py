@@ -1,4 +1,4 @@
-"""Config files: where they are, the presets among them, and what a file with `extends = "NAME"` says with its bases."""
+"""Config files: find them and the presets, and merge a file with the bases that it extends."""
 
 import difflib
 import os
@@ -24,26 +24,26 @@ ALIASES = {
     "gpt2-large": "gpt2-774m",
     "gpt2-1.5b": "gpt2-xl",
 }
-"""Other names of presets."""
+"""Alias → preset."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """One file of a config, as it is written."""
+    """One file of a config."""
 
     path: Path
     is_preset: bool
     """Whether it ships with megatfm."""
     values: dict[str, Any]
-    """The file's keys, less `extends` and `without`."""
+    """The file's keys without `extends` and `without`."""
     extends: str | None
-    """Its base: a preset's name, or a path relative to it."""
+    """The base: a preset's name, or a path relative to the file."""
     without: tuple[str, ...] = ()
-    """Keys of its base that it takes out, such as `data.cache_dir`, so that their defaults apply."""
+    """Keys of the base that the file removes, such as `data.cache_dir`, so that their defaults apply."""
 
     @property
     def folder(self) -> Path:
-        """The folder that its paths are relative to; a preset's are to the current directory."""
+        """The folder to which paths are relative; for a preset, the current directory."""
         return Path.cwd() if self.is_preset else self.path.resolve().parent
 
     @property
@@ -69,22 +69,22 @@ def read_files(config_class: type[Section], path_or_preset: str | Path) -> list[
 
 
 def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[str, Any]:
-    """Return what a config file and its bases say together: the base's values, changed by the files that extend it."""
+    """Return the values of a config file merged with its bases. files: the file, its base, and so on."""
     folder = files[0].folder
     values: dict[str, Any] = {}
     for file in reversed(files):
         for key in file.without:
-            _take_out(values, key, file.path)
+            _remove_key(values, key, file.path)
         changes = file.values if file.folder == folder else _from_file(file.values, file.folder)
         values = merge(config_class, values, changes)
     tokenizers = [file for file in files if "tokenizer" in _table(file, "data") and not file.is_preset]
     if tokenizers and is_vocab_size_of_preset(files) and isinstance(values["model"], dict):
-        values["model"].pop("vocab_size", None)  # which the tokenizer of the user's file brings
+        values["model"].pop("vocab_size", None)  # the user's tokenizer decides it
     return values
 
 
-def _take_out(values: dict[str, Any], key: str, path: Path) -> None:
-    """Take a key or a section out of what the bases say. Raises UsageError where they don't say it."""
+def _remove_key(values: dict[str, Any], key: str, path: Path) -> None:
+    """Remove a key or section of the bases. Raises UsageError if they don't set it."""
     *sections, last = key.split(".")
     table: Any = values
     for name in sections:
@@ -99,7 +99,7 @@ def _take_out(values: dict[str, Any], key: str, path: Path) -> None:
 
 
 def is_vocab_size_of_preset(files: list[ConfigFile]) -> bool:
-    """Tell whether a preset says what `model.vocab_size` is, not a user's own file."""
+    """Whether `model.vocab_size` comes from a preset, not from a user's file."""
     return next((file.is_preset for file in files if "vocab_size" in _table(file, "model")), False)
 
 
@@ -111,7 +111,7 @@ def _table(file: ConfigFile, key: str) -> Mapping[str, Any]:
 def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> ConfigFile:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, lists in lists
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, deep lists
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
@@ -135,7 +135,7 @@ def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> Conf
 
 
 def _find_base(path: Path, base: str) -> tuple[Path, bool]:
-    """Return the file that a config file extends, and whether it is a preset. Raises UsageError that names both."""
+    """Return the base of a config file, and whether it is a preset. Raises UsageError that names both."""
     try:
         sibling = Path(os.path.normpath(path.resolve().parent / Path(base).expanduser()))
         is_name = not sibling.is_file() and (base in ALIASES or base in preset_names())
@@ -153,7 +153,7 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
 
 
 def _from_file(value: Any, folder: Path) -> Any:
-    """Mark the strings of a base in another folder than the file that extends it, those in tables and lists too."""
+    """Mark the strings of a value, also in tables and lists, as those of a file in `folder`."""
     if isinstance(value, Mapping):
         return {key: _from_file(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -162,13 +162,13 @@ def _from_file(value: Any, folder: Path) -> Any:
 
 
 def _is_stored_by_us(path: Path) -> bool:
-    """Tell a config that a run, a conversion or a submission has left from a user's file: by what lies beside it."""
+    """Whether a config was written by a run, a conversion or a submission: judged by the files beside it."""
     neighbours = ("environment.json", "checkpoints", "launch.json", "../launch.json")
     return path.name == "config.toml" and any((path.parent / name).exists() for name in neighbours)
 
 
 def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
-    """The file of a config, and whether it is a preset that ships with megatfm. Raises UsageError."""
+    """Return the path of a config, and whether it is a preset of megatfm. Raises UsageError."""
     presets = Path(str(resources.files("megatfm") / "presets"))
     path = Path(path_or_preset)
     preset = ALIASES.get(str(path_or_preset), str(path_or_preset))
@@ -187,21 +187,21 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
         raise UsageError(f"{path_or_preset}: is a folder without config.toml: give a config file or a preset")
     if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
         raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")
-    word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
-    suggestions = difflib.get_close_matches(word.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
+    name = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
+    suggestions = difflib.get_close_matches(name.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
     raise UsageError(
-        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; presets "
+        f"{path_or_preset}: no such config file or preset{did_you_mean(name, [*preset_names(), *ALIASES])}; presets "
         f"named most like it: {', '.join(suggestions)}; `megatfm config presets` lists all"
     )
 
 
 def preset_names() -> list[str]:
-    """The names of the presets that ship with megatfm."""
+    """Return the names of megatfm's presets."""
     files = (resources.files("megatfm") / "presets").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def presets_of_models() -> list[str]:
-    """The names of presets that train a model; others read data, which they prepare."""
+    """Return the names of presets that train a model, not those of `megatfm prep`."""
     values = {name: merge_files(Config, read_files(Config, name)) for name in preset_names()}
     return [name for name in values if "read" not in values[name]]

@@ -1,4 +1,4 @@
-"""The `[model.stages]` section: stages of a hierarchical model, each on a map of half the side and of wider vectors."""
+"""The `[model.stages]` section: stages of a hierarchical model, each with half the map's side and twice the width."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from megatfm.config.root import Config
 
 IMAGE_OBJECTIVES = ("image_classification", "masked_image", "simmim")
-"""Objectives whose images are of `data.images.size`."""
+"""Objectives whose images have `data.images.size`."""
 
 
 class StagesConfig(Section):
-    """Depths and heads of stages, and the map of patches that the first one gets (Liu et al. 2021, section 3.1)."""
+    """Depths and heads of stages, and the first stage's map of patches (Liu et al. 2021, section 3.1)."""
 
     layers: tuple[PositiveInt, ...] = Field(examples=[[2, 2, 6, 2]], min_length=1, max_length=MAX_LAYERS)
     """Number of blocks of each stage."""
     heads: tuple[PositiveInt, ...] = Field(examples=[[3, 6, 12, 24]], min_length=1, max_length=MAX_LAYERS)
     """Number of attention heads of each stage. Widths begin with `d_model` and double with each stage."""
     grid: tuple[PositiveInt, PositiveInt] = (56, 56)
-    """Rows and columns of patches of an image, where the batch does not say: 224 pixels in patches of 4."""
+    """Rows and columns of an image's patches, if the batch has no grid; the default: 224 pixels in patches of 4."""
     merging_norm: Literal["input", "output"] = "input"
     """Norm of patch merging: on the four joined vectors (Swin), or on the reduced one (Swin-V2)."""
 
@@ -43,16 +43,16 @@ class StagesConfig(Section):
         return self
 
     def map_at(self, stage: int, grid: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Rows and columns of the map in a stage; a map of odd sides is padded before it is halved."""
+        """Return rows and columns of the map in a stage; odd sides are padded before they are halved."""
         rows, columns = grid or self.grid
         return -(-rows // 2**stage), -(-columns // 2**stage)
 
     def stage_at(self, depth: int) -> int:
-        """Stage of the block at a depth, counted over all stages."""
+        """Return the stage of the block at a depth, counted over all stages."""
         return bisect_right(list(accumulate(self.layers)), depth)
 
     def changes_at(self, stage: int, model: "ModelConfig") -> dict[str, Any]:
-        """Keys by which a stage's blocks differ from the model's own section."""
+        """Return the changes of a model's config for the blocks of a stage."""
         windows = getattr(model.position, "pretrained_windows", None)
         return {
             "family": "encoder",
@@ -66,7 +66,7 @@ class StagesConfig(Section):
 
 
 def fill_in_stages(values: Any) -> Any:
-    """Fill in keys of a model that follow from its stages: the number of layers, and the heads of the first stage."""
+    """Return a model's values with n_layers and attention.n_heads from its stages, if they are left out."""
     stages = values.get("stages") if isinstance(values, Mapping) else None
     if not isinstance(stages, Mapping | StagesConfig):
         return values
@@ -78,12 +78,12 @@ def fill_in_stages(values: Any) -> Any:
 
 
 def without_layers(schema: dict[str, Any]) -> None:
-    """Let a JSON schema of the model take a config that leaves out the number of layers, as stages say it."""
+    """Make n_layers optional in a model's JSON schema, since stages can set it."""
     schema["required"].remove("n_layers")
 
 
 def check_stages(model: "ModelConfig") -> None:
-    """Check that a model's other keys say what its stages say. Raises a ValueError."""
+    """Raise ValueError if a model's other keys contradict its stages."""
     stages = model.stages
     if model.family == "hierarchical" and stages is None:
         raise ValueError("family = 'hierarchical' needs model.stages: give layers and heads of each stage")
@@ -120,7 +120,7 @@ def check_stages(model: "ModelConfig") -> None:
 
 
 def check_image_rows(config: "Config") -> None:
-    """Check that rows hold whole images, of as many patches as stages say, and divide over ranks in every stage."""
+    """Raise ValueError unless rows hold complete images of the stages' grid, and divide over ranks in every stage."""
     stages, patch_size = config.model.stages, getattr(config.model.embedding, "patch_size", None)
     if stages is None or patch_size is None:
         return
@@ -141,16 +141,16 @@ def check_image_rows(config: "Config") -> None:
         )
     if length % (rows * columns):
         raise ValueError(
-            f"data.sequence_length = {length} is no whole number of images of {rows} × {columns} patches: choose "
+            f"data.sequence_length = {length} is no multiple of an image of {rows} × {columns} patches: choose "
             f"{max(1, length // (rows * columns)) * rows * columns}"
         )
     images, tp = length // (rows * columns), parallel.tp if parallel.sequence_parallel else 1
     for stage in range(len(stages.layers)):
-        h, w = stages.map_at(stage)
-        if images * h * w % tp:
+        n_rows, n_columns = stages.map_at(stage)
+        if images * n_rows * n_columns % tp:
             next_multiple = next(n for n in range(images, images + tp + 1) if n % tp == 0)
             raise ValueError(
-                f"parallel.tp = {tp}: rows of {images} × {h} × {w} tokens in stage {stage} don't divide into shards of "
-                f"the sequence: choose data.sequence_length = {next_multiple * rows * columns}, for {next_multiple} "
-                "images a row, or parallel.sequence_parallel=false"
+                f"parallel.tp = {tp}: rows of {images} × {n_rows} × {n_columns} tokens in stage {stage} don't divide "
+                f"into shards of the sequence: choose data.sequence_length = {next_multiple * rows * columns}, for "
+                f"{next_multiple} images a row, or parallel.sequence_parallel=false"
             )

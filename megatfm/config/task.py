@@ -1,4 +1,4 @@
-"""The `[task]` section: labelled files of a downstream task, and how their rows become examples."""
+"""The `[task]` section: labelled files of a downstream task, and the meaning of their columns."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -18,23 +18,23 @@ METRICS = {
     "chat": ("loss",),
     "preference": ("loss", "reward_accuracy", "reward_margin"),
 }
-"""Metrics that a form is measured by, where more is better but for the loss; the first is its usual one."""
+"""Form → its metrics, the default first. More is better, except of the loss."""
 
 FORM_OF_KEY = {"no_answer": "span_extraction", "text_metrics": "generation"}
-"""Keys that one form alone has."""
+"""Key → the only form that has it."""
 
 
 class TaskConfig(Section):
-    """A downstream task for `megatfm finetune`: files with labels, and what their columns mean."""
+    """A downstream task for `megatfm finetune`: files with labels, and the meaning of their columns."""
 
     form: Literal[
         "classification", "multilabel", "regression", "tagging", "span_extraction", "multiple_choice", "generation",
         "chat", "preference",
     ] = "classification"  # fmt: skip
     """classification: one class for each text, or pair of texts. multilabel: any number of classes. regression: a
-    number. tagging: a class for each word. span_extraction: where a text answers a question. multiple_choice: one of
-    several texts. generation: a text as the answer. chat: conversations, whose answers are trained. preference: two
-    answers to a prompt, one of them the better (DPO)."""
+    number. tagging: a class for each word. span_extraction: the span of a text that answers a question.
+    multiple_choice: one of several texts. generation: a text as the answer. chat: conversations, whose answers are
+    trained. preference: the better one of two answers to a prompt (DPO)."""
     train: PathStr = Field(examples=["reviews.train.csv"])
     """File with the training examples: .csv, .tsv, .jsonl or .parquet, or a Hugging Face dataset's folder."""
     validation: PathStr | None = Field(default=None, examples=["reviews.validation.csv"])
@@ -42,17 +42,17 @@ class TaskConfig(Section):
     test: PathStr | None = None
     """File that is evaluated once, with the best checkpoint."""
     text: str = "text"
-    """Column of the text; in tagging, of the list of words, or of a text that is cut at spaces; in span_extraction, of
-    the question, where left out `question`."""
+    """Column of the text; in tagging, of the list of words, or of a text that is split at spaces; in span_extraction,
+    of the question (left out, `question`)."""
     text_pair: str | None = Field(default=None, examples=["hypothesis"])
-    """Column of the second text, in tasks on pairs; in span_extraction, of the text that answers, where left out
-    `context`; in multiple_choice, of a question or of words that each choice goes on from."""
+    """Column of the second text, in tasks on pairs; in span_extraction, of the text with the answer (left out,
+    `context`); in multiple_choice, of a question, or of words that each choice continues."""
     label: str = "label"
-    """Column of the label; of several labels, a list, or a text with `;` between them (in tagging, spaces); in
-    span_extraction, of the answers, where left out `answers`; in multiple_choice, the number of the right one, from 0,
-    or its name in task.labels."""
+    """Column of the label; several labels are a list, or a text with `;` between them (in tagging, spaces); in
+    span_extraction, of the answers (left out, `answers`); in multiple_choice, of the right choice: its index from 0, or
+    its name in task.labels."""
     choices: list[str] = Field(default_factory=list, examples=[["ending0", "ending1"]])
-    """Columns of the choices in multiple_choice, or the one that holds a list of them."""
+    """Columns of the choices in multiple_choice, or the column with a list of them."""
     labels: list[str] = Field(default_factory=list, examples=[["negative", "positive"]])
     """All labels, in the order of the classes; left out, those of the training file, sorted."""
     messages: str = "messages"
@@ -66,39 +66,39 @@ class TaskConfig(Section):
     chat_template: PathStr | None = None
     """Jinja file that renders conversations; left out, the tokenizer's own template."""
     prefix: str = Field(default="", examples=["translate English to German: "])
-    """Words before each text in `generation`."""
+    """Text before each text in `generation`."""
     separator: str = "\n"
-    """Words between text and answer in `generation`."""
+    """Text between text and answer in `generation`."""
     too_long: Literal["error", "truncate"] = "error"
     """Treatment of a text that doesn't fit data.sequence_length: refuse the file, naming the row, or cut the longer
-    text at its end; how many were cut is logged."""
+    text at its end; the number of cut texts is logged."""
     both_orders: bool = False
-    """Read each pair in both orders, and add up what they give: for pairs without an order, as GPT-1's similarity."""
+    """Read each pair in both orders, and add their vectors: for pairs without an order, as in GPT-1's similarity."""
     stride: PositiveInt = 128
     """Tokens from one window of a long text to the next, in span_extraction."""
     no_answer: bool = False
     """Whether some questions have no answer in their text (SQuAD 2.0), in span_extraction."""
     n_best: PositiveInt = 20
-    """Likeliest first and last tokens of a window from which answers are made, in span_extraction."""
+    """Number of likeliest first and last tokens of a window that are combined to answers, in span_extraction."""
     max_answer_tokens: PositiveInt = 30
-    """Tokens of the longest answer that is predicted, in span_extraction."""
+    """Maximal tokens of a predicted answer, in span_extraction."""
     max_question_tokens: PositiveInt = 64
-    """Tokens of the longest question, in span_extraction; a longer one is as `too_long` says."""
+    """Maximal tokens of a question, in span_extraction; `too_long` decides about longer ones."""
     text_metrics: list[Literal["bleu", "chrf", "exact_match"]] = Field(
         default_factory=list, examples=[["bleu"]]
     )
-    """Metrics of answers that are generated once training has ended, in generation."""
+    """Metrics of answers that are generated after training, in generation."""
     beams: PositiveInt = 1
-    """Beams of the search for these answers; 1: the likeliest token each time."""
+    """Beams of the search for these answers; 1: greedy."""
     length_penalty: NonNegativeFloat = 0.6
     """α of the beam search's length penalty (Wu et al. 2016)."""
     max_new_tokens: PositiveInt = 128
-    """Tokens of the longest answer that is generated."""
+    """Maximal tokens of a generated answer."""
     lm_weight: NonNegativeFloat = Field(default=0.0, examples=[0.5])
-    """Weight of the loss of the next tokens besides, in decoders."""
+    """Weight of an auxiliary next-token loss, in decoders."""
     epochs: PositiveFloat | None = None
-    """Passes over the training examples, from which train.steps follows; left out, train.steps decides, or 3 passes
-    where the config has none."""
+    """Passes over the training examples, which set train.steps; left out, train.steps decides, or 3 passes if it is
+    left out, too."""
     metric: str | None = Field(default=None, examples=["f1_macro"])
     """Metric of the first validation set by which the best checkpoint is chosen; left out, the form's first."""
 
@@ -148,7 +148,7 @@ class TaskConfig(Section):
 
     @property
     def has_head(self) -> bool:
-        """Whether the task is done by a head of its own, not by the one over the vocabulary."""
+        """Whether the task has its own head, in place of the one over the vocabulary."""
         return self.form not in ("generation", "chat", "preference")
 
     @property

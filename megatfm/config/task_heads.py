@@ -8,7 +8,7 @@ from megatfm.config.section import MAX_WIDTH, DropProbability, Section
 
 
 class TextClassifierHeadConfig(Section):
-    """Classify texts by one token of each, or every token."""
+    """Classes of texts, from one token of each text, or of every token."""
 
     name: Literal["text_classifier"] = "text_classifier"
     classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
@@ -19,7 +19,7 @@ class TextClassifierHeadConfig(Section):
     pooler: Literal["tanh", "none"] = "tanh"
     """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
     loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
-    """One class of several, any number of them, or one number for each."""
+    """Loss: one of several classes, any number of classes, or numbers."""
     token: Literal["first", "last", "all"] = "first"
     """Tokens that are classified in a batch without targets: the first, the last (in decoders), or all of them (in
     `tagging`). With targets, those that have a label."""
@@ -28,7 +28,7 @@ class TextClassifierHeadConfig(Section):
     dropout: DropProbability = 0.1
     """Share of the pooled vector's channels that training drops."""
     both_orders: bool = False
-    """Add up what two orders of a pair give (Radford et al. 2018, section 3.3)."""
+    """Add the vectors of both orders of a pair (Radford et al. 2018, section 3.3)."""
 
 
 class SpanExtractionHeadConfig(Section):
@@ -48,8 +48,8 @@ class MultipleChoiceHeadConfig(Section):
     pooler: Literal["tanh", "none"] = "tanh"
     """BERT's dense layer and tanh before the score, or the hidden vector as it is."""
     token: Literal["first", "last"] = "first"
-    """Which token of a row stands for it where a batch has no targets: the last in decoders."""
+    """Token of a row that carries the score in a batch without targets: the last in decoders."""
     bias: bool = True
-    """A bias of the score, which changes no choice: BERT's has one."""
+    """A bias of the score, as in BERT; it changes no choice."""
     dropout: DropProbability = Field(default=0.1)
     """Share of the pooled vector's channels that training drops."""

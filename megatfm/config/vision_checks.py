@@ -1,4 +1,4 @@
-"""Checks that the parts of a model for images go together."""
+"""Cross-checks of the parts of image models."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_image_parts(model: "ModelConfig") -> None:
-    """Raise a ValueError for positions or heads that the model's embedding doesn't serve."""
+    """Raise ValueError for positions or heads that the model's embedding doesn't support."""
     position, embedding = model.position.name, model.embedding
     if position in GRID_POSITIONS and not isinstance(embedding, PatchEmbeddingConfig):
         raise ValueError(

@@ -181,7 +181,7 @@ def architecture_for(
     architecture and the features that it lacks, or its error.
     """
     nearest: list[tuple[int, bool, int, str]] = []
-    config = config.with_numbers()  # config.json stores numbers, not rules such as μP's
+    config = config.with_resolved_factors()  # config.json stores numbers, not rules such as μP's
     values = functional_config(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
@@ -240,7 +240,9 @@ def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[st
             for key, value in _named_by_layer(depth, functional_config(config.layer_config(depth)))
         }
     values = {
-        key: value for key, value in _flat(config.with_numbers().model_dump()) if key not in TRAINING_ONLY
+        key: value
+        for key, value in _flat(config.with_resolved_factors().model_dump())
+        if key not in TRAINING_ONLY
     }
     values |= {
         "attention.n_kv_heads": config.attention.kv_heads,

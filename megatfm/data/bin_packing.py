@@ -54,14 +54,14 @@ def _fit_one(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[n
     rows = np.empty(len(lengths), np.int64)
     open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
     n_rows = 0
-    for piece, length in zip(order.tolist(), lengths[order, 0].tolist(), strict=True):
+    for chunk, length in zip(order.tolist(), lengths[order, 0].tolist(), strict=True):
         at = bisect_left(open_rows, (length, -1))
         if at < len(open_rows):
             room, row = open_rows.pop(at)
         else:
             room, row = capacities[0], n_rows
             n_rows += 1
-        rows[piece] = row
+        rows[chunk] = row
         if room > length:
             insort(open_rows, (room - length, row))
     return rows
@@ -73,13 +73,13 @@ def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[
     room = np.tile(np.array(capacities, np.int64), (len(lengths), 1))
     free = np.full(len(lengths), float(len(capacities)))
     n_rows = 0
-    for piece in np.argsort(-shares.max(axis=1), kind="stable").tolist():
-        fitting_rows = np.flatnonzero((room[:n_rows] >= lengths[piece]).all(axis=1))
+    for chunk in np.argsort(-shares.max(axis=1), kind="stable").tolist():
+        fitting_rows = np.flatnonzero((room[:n_rows] >= lengths[chunk]).all(axis=1))
         row = int(fitting_rows[free[fitting_rows].argmin()]) if len(fitting_rows) else n_rows
         n_rows = max(n_rows, row + 1)
-        rows[piece] = row
-        room[row] -= lengths[piece]
-        free[row] -= shares[piece].sum()
+        rows[chunk] = row
+        room[row] -= lengths[chunk]
+        free[row] -= shares[chunk].sum()
     return rows
 
 
@@ -152,14 +152,14 @@ def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> 
     total = int(lengths.sum())
     counts = np.maximum(-(-lengths // row), 1)
     owners = np.repeat(np.arange(len(lengths)), counts)
-    piece_indices = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-    pieces = np.minimum(lengths[owners] - piece_indices * row, row)[:, None]
+    chunk_indices = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunks = np.minimum(lengths[owners] - chunk_indices * row, row)[:, None]
     starts = np.concatenate([[0], np.cumsum(counts)])[blocks]
 
     def rows_of(begin: int, end: int) -> int:
-        return int(best_fit_decreasing(pieces[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
+        return int(best_fit_decreasing(chunks[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
 
-    volumes = np.concatenate([[0], np.cumsum(pieces)])[starts][:, None]
+    volumes = np.concatenate([[0], np.cumsum(chunks)])[starts][:, None]
     rows = sum(row_count for _, row_count in group_blocks(volumes, (row,), rows_of, is_bin_packed=True))
     return 1 - total / (-(-total // row) * row), 1 - total / (rows * row)
 

@@ -84,7 +84,7 @@ class PackedDataset:
     """Rows of `sequence_length` tokens in a reproducible, endless order (see `RowOrder`).
 
     `len` is the number of rows in an epoch. There are two ways of packing:
-    - With `objective.max_tokens`, documents are split into pieces of that length and their sequences stay whole. Bin
+    - With `objective.max_tokens`, documents are split into chunks of that length and their sequences stay whole. Bin
       packing is planned once per group of blocks, from lengths alone, and is the same in all epochs.
     - Otherwise documents are joined, in a new order each epoch, and cut where rows end.
 
@@ -183,7 +183,7 @@ class PackedDataset:
     def row(self, position: int) -> Fields:
         """Return the fields of the row at a global position, integers [length of the field's side] as int64.
 
-        Packing adds "documents" (0, 1, … in the row; −1: padding) and "positions" (from 0 in each document's piece),
+        Packing adds "documents" (0, 1, … in the row; −1: padding) and "positions" (from 0 in each document's chunk),
         for an objective with two sides also "encoder_documents" and "encoder_positions". The other fields come from
         the objective: for text "tokens" and "targets" (−100: ignored by the loss). With `attend_across_documents`, a
         row counts as one document.

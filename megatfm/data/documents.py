@@ -121,11 +121,11 @@ class InMemoryDocuments(list[NDArray[Any]]):
         sizes = [upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
         return np.array(sizes, np.int64).reshape(-1, 2)
 
-    def measure(self, piece_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:
+    def measure(self, chunk_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:
         """Replace `image_sizes` by the two sizes that an objective computes for each document, if it does."""
-        if piece_sizes is not None:
-            pieces = (DocumentChunk(tokens, files=self.members(n)) for n, tokens in enumerate(self))
-            self.image_sizes = np.array([piece_sizes(piece) for piece in pieces], np.int64).reshape(-1, 2)
+        if chunk_sizes is not None:
+            chunks = (DocumentChunk(tokens, files=self.members(n)) for n, tokens in enumerate(self))
+            self.image_sizes = np.array([chunk_sizes(chunk) for chunk in chunks], np.int64).reshape(-1, 2)
 
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""

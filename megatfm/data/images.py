@@ -22,7 +22,7 @@ from megatfm.corpus.image_size import FORMATS, orientation
 from megatfm.data.image_transforms import Size, Transform
 from megatfm.data.sequences import Field
 from megatfm.errors import SampleError
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 try:
     simplejpeg: ModuleType | None = importlib.import_module("simplejpeg")
@@ -113,7 +113,7 @@ class ImageReader:
         grids = native_grid(sizes, self.layout.patch_size, self.max_patches)
         return self.layout.n_special + grids.prod(axis=1)
 
-    def read(self, files: Mapping[str, bytes], key: PieceKey) -> Pixels:
+    def read(self, files: Mapping[str, bytes], key: ChunkKey) -> Pixels:
         """Pixels [H, W, C]. Raises SampleError for files that hold no readable image."""
         extension = find_image(files)
         image = decode(files[extension], extension, self.layout.channels)
@@ -126,7 +126,7 @@ class ImageReader:
             image = image.resize(size, self.filter)
         return to_array(image)
 
-    def build(self, files: Mapping[str, bytes], key: PieceKey) -> dict[str, NDArray[Any]]:
+    def build(self, files: Mapping[str, bytes], key: ChunkKey) -> dict[str, NDArray[Any]]:
         """The image's tokens, as `PatchLayout.fields` declares."""
         return self.layout.build(self.read(files, key))
 

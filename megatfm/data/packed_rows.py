@@ -150,11 +150,11 @@ class RowStore:
             positions[:] = ramp[:n] - np.repeat(bounds[:-1], counts)
             return end - first
         for number in range(first, end):
-            piece = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
+            chunk = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
             if self.blank is not None and self.blank[number]:
-                documents[piece], positions[piece] = PAD_DOCUMENT_ID, 0
+                documents[chunk], positions[chunk] = PAD_DOCUMENT_ID, 0
             elif not self.as_one_document:
-                documents[piece], positions[piece] = number - first, ramp[: piece.stop - piece.start]
+                documents[chunk], positions[chunk] = number - first, ramp[: chunk.stop - chunk.start]
         return end - first
 
 
@@ -163,7 +163,7 @@ class PackedBlock:
     """The rows of a block, with all fields of the objective.
 
     Packing adds for each side "documents" (0, 1, … in the row, the same on all sides of a sequence; −1: padding) and
-    "positions" (from 0 in each piece of a document).
+    "positions" (from 0 in each chunk of a document).
     """
 
     sides: tuple[RowStore, ...]
@@ -225,18 +225,18 @@ def pack_chunked(
     order: returns the permutation [n] in which n documents are joined. carry_length: tokens that complete the last row
     of the previous block.
     """
-    pieces = split_documents(documents.lengths, packing.objective, documents.first, packing.seed)
+    chunks = split_documents(documents.lengths, packing.objective, documents.first, packing.seed)
     blank = documents.is_quarantined
     if order:
-        pieces = pieces.take(order(len(pieces)))
+        chunks = chunks.take(order(len(chunks)))
     join = batch_build_of(packing.objective)
     if join and blank is None:
-        joined = build_batch(join, pieces, documents)
-        return concat_and_chunk(joined, pieces.lengths[:, 0], None, packing, carry_length)
-    sequences = build_sequences(packing, pieces, documents, epoch)
-    blank = None if blank is None else blank[pieces.documents]
+        joined = build_batch(join, chunks, documents)
+        return concat_and_chunk(joined, chunks.lengths[:, 0], None, packing, carry_length)
+    sequences = build_sequences(packing, chunks, documents, epoch)
+    blank = None if blank is None else blank[chunks.documents]
     fields = {name: np.concatenate([sequence[name] for sequence in sequences]) for name in sequences[0]}
-    return concat_and_chunk(fields, pieces.lengths[:, 0], blank, packing, carry_length)
+    return concat_and_chunk(fields, chunks.lengths[:, 0], blank, packing, carry_length)
 
 
 def concat_and_chunk(
@@ -276,10 +276,10 @@ class BinPackedRows:
         self._documents, self._packing, self._epoch = documents, packing, epoch
         lengths, first = documents.lengths, documents.first
         sizes = lambda: documents.image_sizes  # noqa: E731
-        pieces = split_documents(lengths, packing.objective, first, packing.seed, sizes).without_empty()
-        rows = assign_rows(packing.objective, pieces.lengths, packing.row_lengths)
+        chunks = split_documents(lengths, packing.objective, first, packing.seed, sizes).without_empty()
+        rows = assign_rows(packing.objective, chunks.lengths, packing.row_lengths)
         order = np.argsort(rows, kind="stable")
-        self._pieces: ChunkTable = pieces.take(order)
+        self._chunks: ChunkTable = chunks.take(order)
         self._bounds = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
 
     @property
@@ -290,7 +290,7 @@ class BinPackedRows:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, excluding the documents."""
-        return self._pieces.nbytes + self._bounds.nbytes
+        return self._chunks.nbytes + self._bounds.nbytes
 
     def row(self, number: int) -> PackedBlock:
         """Build one row, as a block."""
@@ -307,17 +307,17 @@ class BinPackedRows:
 
     def _build_rows(self, begin: int, end: int) -> PackedBlock:
         first, last = self._bounds[[begin, end]].tolist()
-        pieces = self._pieces.take(np.arange(first, last))
+        chunks = self._chunks.take(np.arange(first, last))
         rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
-        sequences = build_sequences(self._packing, pieces, self._documents, self._epoch)
+        sequences = build_sequences(self._packing, chunks, self._documents, self._epoch)
         blank = self._documents.is_quarantined
-        piece_blank = None if blank is None else blank[pieces.documents]
-        return lay_out_rows(sequences, pieces, rows, piece_blank, self._packing)
+        chunk_blank = None if blank is None else blank[chunks.documents]
+        return lay_out_rows(sequences, chunks, rows, chunk_blank, self._packing)
 
 
 def lay_out_rows(
     sequences: Sequence[Mapping[str, NDArray[Any]]],
-    pieces: ChunkTable,
+    chunks: ChunkTable,
     rows: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
     packing: PackingConfig,
@@ -334,7 +334,7 @@ def lay_out_rows(
             )
             for name in names
         }
-        starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
+        starts = np.concatenate([[0], np.cumsum(chunks.lengths[order, side])])
         inner, blanks = with_inner_documents(fields, starts, None if blank is None else blank[order])
         plain, typed_fields = split_plain_fields(fields, packing)
         document_starts, of_documents = split_parts(inner, plain.get("parts"))
@@ -367,7 +367,7 @@ def pack_in_memory(
     cut at row ends. members [D]: files of each document.
     """
     source = InMemoryDocuments(documents, first, members)
-    source.measure(getattr(packing.objective, "piece_sizes", None))
+    source.measure(getattr(packing.objective, "chunk_sizes", None))
     if packing.objective.max_tokens is None:
         return pack_chunked(source, packing, order=order)
     return BinPackedRows(source, packing, 0).all_rows()

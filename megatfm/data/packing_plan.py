@@ -156,7 +156,7 @@ class _Planner:
 
     def plan_chunked(self) -> PackingPlan:
         chunk_rows = np.concatenate(
-            [np.add.reduceat(pieces.lengths[:, 0], starts[:-1]) for _, starts, pieces in self._planned()]
+            [np.add.reduceat(chunks.lengths[:, 0], starts[:-1]) for _, starts, chunks in self._planned()]
         )
         total, length = int(chunk_rows.sum()), self.row_lengths[0]
         if total < length:
@@ -173,11 +173,11 @@ class _Planner:
         volumes = np.zeros((len(blocks), len(self.row_lengths)), np.int64)
         texts = np.zeros(len(blocks), np.int64)
         total = dropped = without_partner = 0
-        for begin, starts, pieces in self._planned():
-            is_filled = pieces.lengths.any(axis=1)
-            self._check_lengths(pieces.take(np.flatnonzero(is_filled)))
-            volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(pieces.lengths, starts[:-1])
-            texts[begin + 1 : begin + len(starts)] = self._count_texts(begin, starts, pieces)
+        for begin, starts, chunks in self._planned():
+            is_filled = chunks.lengths.any(axis=1)
+            self._check_lengths(chunks.take(np.flatnonzero(is_filled)))
+            volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(chunks.lengths, starts[:-1])
+            texts[begin + 1 : begin + len(starts)] = self._count_texts(begin, starts, chunks)
             total, dropped = total + int(is_filled.sum()), dropped + int((~is_filled).sum())
         if not total:
             raise UsageError(
@@ -195,7 +195,7 @@ class _Planner:
         notes = []
         if dropped:
             notes.append(
-                f"{folder}: {dropped:,} of {total + dropped:,} pieces of documents are too short for the "
+                f"{folder}: {dropped:,} of {total + dropped:,} chunks of documents are too short for the "
                 "objective and are left out"
             )
         if without_partner:
@@ -219,9 +219,9 @@ class _Planner:
         sizes = partial(_image_sizes, self.corpus, begin, end)
         return split_documents(n_tokens, self.objective, first, self.seed, sizes).without_empty()
 
-    def _count_texts(self, begin: int, starts: NDArray[np.int64], pieces: ChunkTable) -> NDArray[np.int64]:
-        """Count the non-empty documents of each block [n], from the pieces that `_planned` yields."""
-        is_text = (pieces.numbers == 0) & (pieces.ends > 0)
+    def _count_texts(self, begin: int, starts: NDArray[np.int64], chunks: ChunkTable) -> NDArray[np.int64]:
+        """Count the non-empty documents of each block [n], from the chunks that `_planned` yields."""
+        is_text = (chunks.numbers == 0) & (chunks.ends > 0)
         return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)
 
     def _count_without_partner(self, groups: NDArray[np.int64], texts: NDArray[np.int64]) -> int:
@@ -248,23 +248,23 @@ class _Planner:
             )
 
     def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:
-        """Yield runs of n blocks: first block, offsets [n + 1] of each block's pieces, and the pieces."""
+        """Yield runs of n blocks: first block, offsets [n + 1] of each block's chunks, and the chunks."""
         blocks, begin = self.corpus.blocks, 0
         while begin < len(blocks) - 1:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
             first = int(blocks[begin])
             sizes = partial(_image_sizes, self.corpus, begin, end)
-            pieces = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed, sizes)
-            yield begin, np.searchsorted(pieces.documents, blocks[begin : end + 1] - first), pieces
+            chunks = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed, sizes)
+            yield begin, np.searchsorted(chunks.documents, blocks[begin : end + 1] - first), chunks
             begin = end
 
-    def _check_lengths(self, pieces: ChunkTable) -> None:
-        unfit = ((pieces.lengths > np.array(self.row_lengths)) | (pieces.lengths == 0)).any(1)
+    def _check_lengths(self, chunks: ChunkTable) -> None:
+        unfit = ((chunks.lengths > np.array(self.row_lengths)) | (chunks.lengths == 0)).any(1)
         if unfit.any():
             at = int(unfit.argmax())
-            n_tokens = int(pieces.ends[at] - pieces.starts[at])
+            n_tokens = int(chunks.ends[at] - chunks.starts[at])
             raise MegatfmError(
-                f"the objective makes sequences of lengths {pieces.lengths[at].tolist()} of {n_tokens} tokens, for "
+                f"the objective makes sequences of lengths {chunks.lengths[at].tolist()} of {n_tokens} tokens, for "
                 f"rows of {list(self.row_lengths)}: its max_tokens = {self.objective.max_tokens} is wrong"
             )
 

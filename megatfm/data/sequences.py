@@ -1,4 +1,4 @@
-"""Sequences: how documents are cut into pieces, and what an objective makes of each.
+"""Sequences: how documents are cut into chunks, and what an objective makes of each.
 
 `PackingObjective` is the interface that packing needs from an objective. `split_documents` computes the lengths of all
 sequences before any text is read. `build_sequences` builds them, and checks each against the planned length and the
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.errors import MegatfmError, SampleError
-from megatfm.rng import PieceKey, piece_keys
+from megatfm.rng import ChunkKey, chunk_keys
 
 IGNORE_INDEX = -100
 """Target of positions that the loss ignores (torch's default `ignore_index`)."""
@@ -55,7 +55,7 @@ class NO_OTHER_DOCUMENTS:
 
 @dataclass(frozen=True, eq=False)
 class DocumentChunk:
-    """A piece of a document, from which an objective builds a sequence: tokens [n], other documents and files.
+    """A chunk of a document, from which an objective builds a sequence: tokens [n], other documents and files.
 
     files: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_files`.
     """
@@ -83,7 +83,7 @@ class Field:
 
 
 class PackingObjective(Protocol):
-    """Makes sequences from pieces of documents; see `megatfm.objectives.Objective`."""
+    """Makes sequences from chunks of documents; see `megatfm.objectives.Objective`."""
 
     @property
     def field_prefixes(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class PackingObjective(Protocol):
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest piece whose sequence fits a row; None: documents are joined and cut where rows end."""
+        """Longest chunk whose sequence fits a row; None: documents are joined and cut where rows end."""
         ...
 
     @property
@@ -116,11 +116,11 @@ class PackingObjective(Protocol):
         ...
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return sequence lengths [n] or [n, sides] for pieces of `n_tokens` [n]; 0: the piece makes no sequence."""
+        """Return sequence lengths [n] or [n, sides] for chunks of `n_tokens` [n]; 0: the chunk makes no sequence."""
         ...
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Mapping[str, NDArray[Any]]:
-        """Build the fields of a piece's sequence, as `fields` declares them; integers [length] must fit 32 bits."""
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Mapping[str, NDArray[Any]]:
+        """Build the fields of a chunk's sequence, as `fields` declares them; integers [length] must fit 32 bits."""
         ...
 
 
@@ -173,14 +173,14 @@ def prefix_index(field: str, sides: Sequence[str]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """Consecutive pieces of consecutive documents, in stored order. All arrays are [P]."""
+    """Consecutive chunks of consecutive documents, in stored order. All arrays are [P]."""
 
     documents: NDArray[np.int64]
-    """Document index of each piece, relative to the first document of the table."""
+    """Document index of each chunk, relative to the first document of the table."""
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     numbers: NDArray[np.int64]
-    """Index of each piece in its document (0, 1, …)."""
+    """Index of each chunk in its document (0, 1, …)."""
     lengths: NDArray[np.int64]
     """Lengths of the sequences that will be built, [P, sides]."""
 
@@ -194,16 +194,16 @@ class ChunkTable:
         return sum(column.nbytes for column in columns)
 
     def iter_chunks(self) -> Iterator[tuple[int, int, int, int, list[int]]]:
-        """Yield document, start, end, piece index and lengths of each piece as Python integers."""
+        """Yield document, start, end, chunk index and lengths of each chunk as Python integers."""
         columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def without_empty(self) -> "ChunkTable":
-        """Return the pieces that make a sequence, those with a length above 0 on some side."""
+        """Return the chunks that make a sequence, those with a length above 0 on some side."""
         return self.take(np.flatnonzero(self.lengths.any(axis=1)))
 
     def take(self, chosen: NDArray[np.integer]) -> "ChunkTable":
-        """Return the pieces at the given indices, in that order."""
+        """Return the chunks at the given indices, in that order."""
         return ChunkTable(
             self.documents[chosen],
             self.starts[chosen],
@@ -220,9 +220,9 @@ def split_documents(
     seed: int,
     image_sizes: Callable[[], NDArray[np.int64]] | None = None,
 ) -> ChunkTable:
-    """Cut documents of `n_tokens` [D] into consecutive pieces of `objective.max_tokens`; the last may be shorter.
+    """Cut documents of `n_tokens` [D] into consecutive chunks of `objective.max_tokens`; the last may be shorter.
 
-    An empty document is one empty piece. Pieces that make no sequence are included, with lengths of 0.
+    An empty document is one empty chunk. Chunks that make no sequence are included, with lengths of 0.
     first: index in the corpus of the first document. image_sizes: returns heights and widths [D, 2], for an objective
     whose sequence lengths depend on them.
     """
@@ -240,7 +240,7 @@ def split_documents(
     if image_sizes is not None and image_lengths is not None:
         lengths = image_lengths(image_sizes())[documents]
     else:
-        keys = piece_keys(seed, first + documents, numbers)
+        keys = chunk_keys(seed, first + documents, numbers)
         lengths = np.asarray(objective.sequence_lengths(ends - starts, keys), np.int64)
     return ChunkTable(documents, starts, ends, numbers, lengths.reshape(len(documents), -1))
 
@@ -297,9 +297,9 @@ class PartnerDocuments:
 
 
 def build_sequences(
-    packing: PackingConfig, pieces: ChunkTable, documents: DocumentSource, epoch: int
+    packing: PackingConfig, chunks: ChunkTable, documents: DocumentSource, epoch: int
 ) -> list[Fields]:
-    """Build the sequence of each piece of documents.
+    """Build the sequence of each chunk of documents.
 
     Documents in quarantine become padding of the same length; they have no partners. Raises a MegatfmError that names
     the sample whose sequence differs from plan or declaration.
@@ -309,11 +309,11 @@ def build_sequences(
         np.zeros(len(documents), np.bool_) if documents.is_quarantined is None else documents.is_quarantined
     )
     partners = np.flatnonzero((documents.lengths > 0) & ~blank)
-    for document, start, end, number, planned_lengths in pieces.iter_chunks():
+    for document, start, end, number, planned_lengths in chunks.iter_chunks():
         if blank[document] and objective.fields is not None:
             sequences.append(_declared_padding(objective, planned_lengths))
             continue
-        key = PieceKey(packing.seed, epoch, first + document, number)
+        key = ChunkKey(packing.seed, epoch, first + document, number)
         tokens = documents[document][start:end]
         partner_documents = PartnerDocuments(documents, partners, document)
         chunk = DocumentChunk(tokens, partner_documents, documents.members(document))
@@ -385,13 +385,13 @@ def batch_build_of(objective: PackingObjective) -> BatchBuild | None:
 
 
 def build_batch(
-    join: BatchBuild, pieces: ChunkTable, documents: DocumentSource
+    join: BatchBuild, chunks: ChunkTable, documents: DocumentSource
 ) -> Mapping[str, NDArray[np.integer]]:
-    """Join the documents of uncut pieces. Raises a MegatfmError if the length is not the planned one."""
-    fields = join([documents[number] for number in pieces.documents.tolist()])
+    """Join the documents of uncut chunks. Raises a MegatfmError if the length is not the planned one."""
+    fields = join([documents[number] for number in chunks.documents.tolist()])
     for name, field in fields.items():
-        if len(field) != pieces.lengths.sum():
+        if len(field) != chunks.lengths.sum():
             raise MegatfmError(
-                f"the objective joined {len(pieces)} documents to {len(field)} {name}, not {pieces.lengths.sum()}"
+                f"the objective joined {len(chunks)} documents to {len(field)} {name}, not {chunks.lengths.sum()}"
             )
     return fields

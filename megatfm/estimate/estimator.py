@@ -258,5 +258,5 @@ def microbatches_of(config: Config) -> int:
 def compiles(config: Config, device: Device) -> bool:
     """Whether blocks are compiled (see `engines.native.compile.should_compile`)."""
     if config.train.compile == "auto":
-        return device.compiles and config.refuses_compile() is None and config.parallel.cp == 1
+        return device.compiles and config.compile_conflict() is None and config.parallel.cp == 1
     return bool(config.train.compile)

@@ -1,1 +1,1 @@
-"""A trained model at work: text by sampling or beam search, vectors of sentences, and evaluation."""
+"""Inference: text by sampling or beam search, sentence embeddings, and evaluation of trained models."""

@@ -15,10 +15,10 @@ from megatfm.layers.attention.dot_product import DotProductAttention
 
 @contextmanager
 def record_attention(model: Any) -> Iterator[list[Tensor]]:
-    """Record each layer's attention [B, T, T], the mean over its heads, of a forward pass inside the block.
+    """Record the mean attention over heads [B, T, T] of each layer, for a forward pass inside the block.
 
-    The layer's own kernel computes it: with the identity as values it returns its weights. Raises UsageError for a
-    model whose layers don't have the same tokens, or some of which attend in another way.
+    The layer's kernel computes it: with the identity as values, it returns its weights. Raises UsageError unless all
+    layers are dot-product attention over the same tokens.
     """
     config = model.config
     cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
@@ -46,8 +46,10 @@ def record_attention(model: Any) -> Iterator[list[Tensor]]:
 
 
 def rollout(maps: list[Tensor]) -> Tensor:
-    """Return [B, T, T], from tokens of the output to those of the input: the product over layers of (A + I) / 2, each
-    row scaled to the sum 1. maps: attention [B, T, T] of each layer, the first one first."""
+    """Return the rollout [B, output token, input token]: the product over layers of (A + I) / 2, rows scaled to sum 1.
+
+    maps: attention [B, T, T] of each layer, first layer first.
+    """
     identity = torch.eye(maps[0].shape[-1], dtype=maps[0].dtype, device=maps[0].device)
     reached_BTT = identity.expand_as(maps[0])
     for attention_BTT in maps:

@@ -1,4 +1,4 @@
-"""Texts after many prompts, several at a time, each up to the first of some texts at which it stops."""
+"""Batched generation: continuations of many prompts, each up to its first stop text."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from megatfm.errors import UsageError
 from megatfm.inference.decoding import Prompts, Sampling, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, padded_length
-from megatfm.inference.text import TextModel, build_prompts
+from megatfm.inference.prompts import build_prompts
+from megatfm.inference.text import TextModel
 
 log = logging.getLogger("megatfm")
 
@@ -19,7 +20,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A prompt, how many tokens may follow it, and the texts before the first of which the continuation ends."""
+    """A prompt, the maximal number of new tokens, and stop texts: the continuation ends before the first of them."""
 
     prompt: str
     max_tokens: int
@@ -34,28 +35,33 @@ def generate_texts(
     batch_size: int = BATCH_SIZE,
     cut_prompts: bool = False,
 ) -> list[str]:
-    """Return the continuation of each prompt, in their order, without the text at which it stops.
+    """Return the continuation of each prompt, in their order, without the stop text.
 
-    Blocks hold prompts of about one length and equal options. A collective where there is a process group: all ranks
-    bring the same requests, and each makes its share. cut_prompts: cut prompts at their start as far as the model's
-    positions ask for it, which is said; else a UsageError is raised for one that can't be continued so far.
+    A batch has prompts of about one length and equal options. Collective if there is a process group: all ranks pass
+    the same requests, and each computes a share. cut_prompts: cut prompts at their start to fit the model's positions,
+    with a warning; else raise UsageError for one that does not fit.
     """
     if batch_size < 1:
         raise UsageError(f"batch = {batch_size}: choose 1 or more prompts at a time, e.g. {BATCH_SIZE}")
     device = next(loaded.model.parameters()).device
-    framed = [
+    items = [
         (request, build_prompts(loaded, request.prompt, sentinel="never").to(device)) for request in requests
     ]
     limit = loaded.config.model.position.limit
     if cut_prompts and limit is not None:
-        fitting = [(request, _fit(prompts, limit + 1 - request.max_tokens)) for request, prompts in framed]
-        if n_cut := sum(cut is not prompts for (_, cut), (_, prompts) in zip(fitting, framed, strict=True)):
+        cut_items = [(request, _fit(before, limit + 1 - request.max_tokens)) for request, before in items]
+        if n_cut := sum(
+            after is not before for (_, after), (_, before) in zip(cut_items, items, strict=True)
+        ):
             log.warning(
-                "%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(framed), limit
+                "%d of %d prompts are cut at their start, for positions end at %d",
+                n_cut,
+                len(items),
+                limit,
             )
-        framed = fitting
+        items = cut_items
     return map_blocks(
-        framed,
+        items,
         lambda item: (
             padded_length(len(item[1].tokens[0])),
             item[0].max_tokens,
@@ -68,14 +74,14 @@ def generate_texts(
 
 
 def _fit(prompts: Prompts, room: int) -> Prompts:
-    """Cut what a decoder reads at its start, to so many tokens, at least one."""
+    """Keep the last `room` tokens of a decoder's prompt, at least one."""
     if len(prompts.tokens[0]) <= room:
         return prompts
     return replace(prompts, tokens=[prompts.tokens[0][-max(room, 1) :]])
 
 
 def _generate_block(loaded: TextModel, block: Sequence[tuple[TextRequest, Prompts]]) -> list[str]:
-    """Continue prompts together until the last of them is done."""
+    """Continue prompts together until all are done."""
     request = block[0][0]
     rows = [TextRow(loaded, prompts.tokens[0], request.stop) for _, prompts in block]
     encoder = None if block[0][1].encoder is None else [(p.encoder or ())[0] for _, p in block]
@@ -104,14 +110,18 @@ class TextRow:
         self.text, self.is_done = "", False
 
     def add(self, token: int) -> None:
-        """Append a token's text; nothing once the text is done."""
+        """Append a token's text, unless the text is done."""
         if self.is_done:
             return
         self.text += self._decoder.add([token])
-        self.is_done = token in self._end_tokens or any(mark in self.text for mark in self._stop)
+        self.is_done = token in self._end_tokens or any(stop_text in self.text for stop_text in self._stop)
 
     def end(self) -> str:
         """Return the text up to the first stop text."""
-        text = self.text if any(mark in self.text for mark in self._stop) else self.text + self._decoder.end()
-        places = [place for mark in self._stop if (place := text.find(mark)) >= 0]
-        return text[: min(places, default=len(text))]
+        text = (
+            self.text
+            if any(stop_text in self.text for stop_text in self._stop)
+            else self.text + self._decoder.end()
+        )
+        positions = [position for stop_text in self._stop if (position := text.find(stop_text)) >= 0]
+        return text[: min(positions, default=len(text))]

@@ -1,4 +1,4 @@
-"""Beam search: several continuations of a prompt at once, and the likeliest in the end."""
+"""Beam search: the likeliest of several continuations of a prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,12 @@ from megatfm.inference.decoding import DecodingState, Prompts, check_logits, sto
 # B prompts, K beams of each, V vocabulary
 
 LengthPenalty = Callable[[int], float]
-"""n → what the log-probability of a continuation of n tokens is divided by."""
+"""n → divisor of the log-probability of a continuation of n tokens."""
 
 
 @dataclass(frozen=True)
 class BeamResult:
-    """tokens: the continuation int64 [n], with the stop token if it has one. score: its log-probability over the
-    penalty of its length."""
+    """A continuation: tokens int64 [n] with the stop token, if any, and score, log-probability / length penalty."""
 
     tokens: Tensor
     score: float
@@ -44,11 +43,12 @@ def beam_search(
     vocab_size: int | None = None,
     cache: bool = True,
 ) -> list[BeamResult]:
-    """The best continuation of each prompt that `beams` beams find, of up to `max_tokens`.
+    """Return the best continuation of each prompt, of up to `max_tokens` tokens.
 
-    In each step the 2·beams likeliest next tokens are looked at: those of the first half that end the text are done,
-    and of the others the likeliest go on. A prompt is finished when no beam can overtake its best ended text any more.
-    stop_token: the id, or ids, that end a text. vocab_size: only ids below it. Raises UsageError, MegatfmError.
+    Each step takes the 2·beams likeliest next tokens. Stop tokens among the first half finish their beam; the likeliest
+    others continue. A prompt is finished when no running beam can beat its best finished one. stop_token: the ids that
+    end a text. vocab_size: only ids below it. Raises UsageError without a beam or token, MegatfmError for logits that
+    are not finite.
     """
     if beams < 1 or max_tokens < 1:
         raise UsageError("beam search needs at least one beam and one token")
@@ -57,14 +57,14 @@ def beam_search(
     scores_BK = torch.zeros(len(searches), 1, dtype=torch.float64)
     for length in range(1, max_tokens + 1):
         logits = decoding.logits()[:, :vocab_size].double().cpu()
-        places_B = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
-        check_logits(logits, places_B)
+        positions_B = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
+        check_logits(logits, positions_B)
         logs_BKV = logits.log_softmax(-1).unflatten(0, (len(searches), -1))
         totals = (scores_BK[..., None] + logs_BKV).flatten(1)
-        best, places = totals.topk(min(2 * beams, totals.shape[1]), dim=1)
+        best, indices = totals.topk(min(2 * beams, totals.shape[1]), dim=1)
         steps = [
-            search.step(length, row, place, logs_BKV.shape[2])
-            for search, row, place in zip(searches, best.tolist(), places.tolist(), strict=True)
+            search.step(length, row_scores, row_indices, logs_BKV.shape[2])
+            for search, row_scores, row_indices in zip(searches, best.tolist(), indices.tolist(), strict=True)
         ]
         if all(search.finished for search in searches):
             break
@@ -88,15 +88,16 @@ class _Search:
         self.finished = False
 
     def step(
-        self, length: int, scores: list[float], places: list[int], vocabulary: int
+        self, length: int, scores: list[float], indices: list[int], vocabulary: int
     ) -> list[tuple[float, int, int]]:
-        """Score, beam and token of each beam that goes on; scores and places: of the likeliest, best first.
+        """Return (score, beam, token) of each of the `beams` beams that continue; [] if none can.
 
-        There are always `beams` of them, copies of the last if the vocabulary is too small for more.
+        scores, indices: the likeliest next tokens, best first; index = beam · vocabulary + token. If the vocabulary
+        is too small for `beams` beams, the last one is repeated with score −∞.
         """
         live: list[tuple[float, int, int]] = []
-        for rank, (score, place) in enumerate(zip(scores, places, strict=True)):
-            beam, token = divmod(place, vocabulary)
+        for rank, (score, index) in enumerate(zip(scores, indices, strict=True)):
+            beam, token = divmod(index, vocabulary)
             if token in self.stops or length == self.max_tokens:
                 if rank < self.beams and not self.finished:
                     finished = (score / self.penalty(length), [*self.running[beam], token])
@@ -104,7 +105,7 @@ class _Search:
             elif len(live) < self.beams:
                 live.append((score, beam, token))
         if live:
-            # Scores only fall, and of the lengths that are left the kindest penalty is at one of the ends.
+            # Scores only fall, and the largest penalty of the remaining lengths is at one of the two ends.
             best_penalty = max(self.penalty(length + 1), self.penalty(self.max_tokens))
             self.finished = self.finished or self.best[0] >= live[0][0] / best_penalty
             live += [(-float("inf"), live[-1][1], live[-1][2])] * (self.beams - len(live))

@@ -1,4 +1,4 @@
-"""Autoregressive decoding of prompts of any lengths, by decoders and encoder-decoders, with a key-value cache or not.
+"""Autoregressive decoding of prompts of different lengths, by decoders and encoder-decoders, with or without a cache.
 
 `generate` and `stream` are the loop; `Sampling` chooses tokens; `DecodingState` holds the rows and the cache.
 """
@@ -23,16 +23,16 @@ log = logging.getLogger("megatfm")
 # B rows, T tokens so far with padding before the prompts, S tokens of the encoder with padding after them, V vocabulary
 
 PADDING = -1
-"""The document of padding."""
+"""Document id of padding."""
 
 
 @dataclass(frozen=True)
 class Prompts:
     """Prompts to continue: int64 tokens [n] for each row.
 
-    encoder: what an encoder-decoder's encoder reads, for each row; the decoder goes on from `tokens`, at least its
+    encoder: the encoder's tokens [n] for each row of an encoder-decoder; its decoder continues `tokens`, at least a
     start token. prefix: all tokens of a prompt see one another, as in a prefix language model. images: fields [B, S, …]
-    of the images of a vision-language model, whose tokens stand in `tokens`.
+    of a vision-language model's images; their image tokens are in `tokens`.
     """
 
     tokens: Sequence[Tensor]
@@ -41,7 +41,7 @@ class Prompts:
     images: Mapping[str, Tensor] | None = None
 
     def to(self, device: torch.device) -> "Prompts":
-        """Return the same on another device."""
+        """Return the prompts on another device."""
         encoder = None if self.encoder is None else [row.to(device) for row in self.encoder]
         images = self.images and {name: field.to(device) for name, field in self.images.items()}
         return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix, images)
@@ -49,12 +49,11 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the next token from logits: greedy at temperature 0; else a draw from softmax(logits / temperature),
-    cut to the likeliest tokens.
+    """Choice of the next token: greedy at temperature 0, else a draw from softmax(logits / temperature).
 
-    top_k: at most so many tokens (0: all). top_p: the fewest that hold this share of the probability left by top_k
-    (Holtzman et al. 2020). vocab_size: only ids below it; a model may have more rows than its tokenizer has ids.
-    A draw depends on (seed, row, position) and on nothing else. Raises UsageError for values out of range.
+    top_k: draw from this many likeliest tokens (0: all). top_p: from the fewest that hold this share of the probability
+    left by top_k (Holtzman et al. 2020). vocab_size: only ids below it; a model may have more rows than its tokenizer
+    has ids. A draw depends only on (seed, row, position). Raises UsageError for values out of range.
     """
 
     temperature: float = 0.0
@@ -74,7 +73,7 @@ class Sampling:
             raise UsageError(f"top_p = {self.top_p}: choose more than 0 and at most 1 (no limit), e.g. 0.95")
 
     def sample(self, logits_BV: Tensor, position: int | Sequence[int]) -> Tensor:
-        """Return the token [B] of each row at its `position` of the sequence. Raises as `check_logits` does."""
+        """Return the next token [B] of each row, at its `position` in the sequence. Raises as `check_logits` does."""
         logits_BV = logits_BV[:, : self.vocab_size]
         positions = [position] * len(logits_BV) if isinstance(position, int) else position
         if self.temperature == 0:
@@ -83,16 +82,16 @@ class Sampling:
             return token_B
         check_logits(logits_BV, positions)
         sorted_BV, ids_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-        # From the largest down, so that no temperature, however low, can overflow.
+        # Relative to the largest, so that a low temperature can't overflow.
         scaled_BV = (sorted_BV - sorted_BV[:, :1]) / self.temperature
         probabilities_BV = scaled_BV[:, : self.top_k or None].softmax(-1)
         mass_BV = probabilities_BV.cumsum(-1)
         kept_B1 = (mass_BV - probabilities_BV < self.top_p).sum(-1, keepdim=True)
-        share_B = [
+        uniform_B = [
             float(rng.uniform(1, self.seed, "sample", row, position)[0])
             for row, position in enumerate(positions)
         ]
-        point_B1 = mass_BV.gather(1, kept_B1 - 1) * mass_BV.new_tensor(share_B)[:, None]
+        point_B1 = mass_BV.gather(1, kept_B1 - 1) * mass_BV.new_tensor(uniform_B)[:, None]
         chosen_B1 = torch.searchsorted(mass_BV, point_B1, right=True).minimum(kept_B1 - 1)
         return ids_BV.gather(1, chosen_B1)[:, 0]
 
@@ -109,12 +108,12 @@ def generate(
     stop_token: int | Sequence[int] | None = None,
     cache: bool = True,
 ) -> Tensor:
-    """Continue int64 tokens [B, T] by up to `max_tokens`; returns prompt and continuation [B, T + n].
+    """Continue int64 tokens [B, T] by up to `max_tokens`; return prompts and continuations [B, T + n].
 
-    tokens: `Prompts`, for prompts of different lengths (the shorter are padded with 0 at their left) or an encoder-
-    decoder (whose start token is part of what is returned). The choice of a token is `Sampling`'s. A row that has
-    reached `stop_token`, or one of several, repeats it until all rows have. Without `cache` the whole prefix is
-    computed again for each token. Raises UsageError, MegatfmError.
+    tokens: or `Prompts`, for prompts of different lengths (padded with 0 on the left) or an encoder-decoder, whose
+    start token is returned as well. `Sampling` documents the options. A row that reaches a stop token repeats it until
+    all rows have. cache: false computes the whole prefix again for each token. Raises UsageError for prompts that don't
+    fit the model, MegatfmError for logits that are not finite.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
@@ -161,17 +160,17 @@ def stop_tokens(ids: int | Sequence[int] | None) -> list[int]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether the logits at a token predict the next one, as the model's class says in `is_causal`."""
+    """Whether the logits at a token predict the next one (class attribute `is_causal` of the model)."""
     return bool(getattr(model, "is_causal", False))
 
 
 def has_encoder(model: nn.Module) -> bool:
-    """Return whether a part of the model reads a text of its own, as its class says in `has_encoder`."""
+    """Whether an encoder reads a separate text (class attribute `has_encoder` of the model)."""
     return bool(getattr(model, "has_encoder", False))
 
 
 def check_makes_text(model: nn.Module) -> None:
-    """Raise a UsageError for a model whose logits don't predict a next token."""
+    """Raise UsageError for a model whose logits don't predict the next token."""
     if not is_causal(model):
         family = cast(ModelConfig, model.config).family
         raise UsageError(
@@ -181,9 +180,10 @@ def check_makes_text(model: nn.Module) -> None:
 
 
 def model_without_head(model: nn.Module) -> Any:
-    """Return a view of a model that ends with hidden vectors, for a head that is run on some of them.
+    """Return a view of a model without its head, so that the head can run on a few hidden vectors.
 
-    None for a family whose head is no part of its own, and for a model with hooks, such as FSDP's, which a view skips.
+    Returns None for a family whose head can't be split off, and for a model with hooks, such as FSDP's, which a view
+    would skip.
     """
     if model._forward_pre_hooks or model._forward_hooks:
         return None
@@ -194,46 +194,51 @@ def model_without_head(model: nn.Module) -> Any:
 
 
 class DecodingState:
-    """The model's view of the batch. Without `cache` everything is computed again for each token: the reference.
+    """The growing rows of a batch, and the model's cache. Without `cache`, each token recomputes its prefix.
 
     Experts with a capacity take all tokens, either way.
     """
 
     def __init__(self, model: nn.Module, prompts: Prompts, max_tokens: int, *, cache: bool = True) -> None:
-        """Raises UsageError for prompts that can't be continued, or not by `max_tokens`."""
+        """Raise UsageError for prompts that can't be continued by `max_tokens`."""
         config = cast(ModelConfig, model.config)
         if not prompts.tokens or min(len(prompt) for prompt in prompts.tokens) == 0:
             raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
         check_makes_text(model)
         if has_encoder(model) != (prompts.encoder is not None):
-            needs = (
+            problem = (
                 "needs tokens for its encoder"
                 if has_encoder(model)
                 else "has no encoder: give no tokens for one"
             )
-            raise UsageError(f"model.family = {config.family!r} {needs}")
+            raise UsageError(f"model.family = {config.family!r} {problem}")
         if cache and not getattr(model, "takes_cache", False):
-            log.warning("family %r takes no cache: all is computed again for each token", config.family)
+            log.warning("family %r takes no cache: each token recomputes its prefix", config.family)
             cache = False
         self.model, self.config = model, config
         self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
         self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0
         self.left_padding_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
         self.has_padding = bool(self.left_padding_B1.any())
-        longest = self.tokens_BT.shape[1] + max_tokens
-        if config.position.limit is not None and longest - 1 > config.position.limit:
-            prompt_tokens, n_more = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
-            way = (
+        max_length = self.tokens_BT.shape[1] + max_tokens
+        if config.position.limit is not None and max_length - 1 > config.position.limit:
+            prompt_tokens, n_more = (
+                max_length - max_tokens,
+                config.position.limit + 1 - max_length + max_tokens,
+            )
+            remedy = (
                 f"ask for at most {n_more}"
                 if n_more > 0
                 else f"shorten it by {prompt_tokens - config.position.limit}"
             )
             raise UsageError(
                 f"a prompt of {prompt_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
-                f"{config.position.limit}: {way}"
+                f"{config.position.limit}: {remedy}"
             )
         windows = [
-            d for d in range(config.n_layers) if config.layer_config(d).attention.pattern.name != "full"
+            depth
+            for depth in range(config.n_layers)
+            if config.layer_config(depth).attention.pattern.name != "full"
         ]
         if prompts.prefix and cache and windows:
             raise UsageError(
@@ -245,7 +250,7 @@ class DecodingState:
         self._has_capacity = any(
             isinstance(module, Experts) and module.has_capacity for module in model.modules()
         )
-        self.cache = KVCache(config.n_layers, longest) if cache else None
+        self.cache = KVCache(config.n_layers, max_length) if cache else None
         self.n_cached = 0
         self.images = dict(prompts.images or {})
         self.memory: dict[str, Any] = {}
@@ -284,7 +289,7 @@ class DecodingState:
         self.documents_BT = torch.cat([self.documents_BT, torch.zeros_like(tokens_B)[:, None]], dim=1)
 
     def reorder(self, rows: Tensor) -> None:
-        """Go on with these rows, int64 [rows], each as often as it is named."""
+        """Replace the rows by the rows at these indices, int64 [n]; repeats are allowed."""
         self.tokens_BT, self.documents_BT = self.tokens_BT[rows], self.documents_BT[rows]
         self.left_padding_B1 = self.left_padding_B1[rows]
         self.memory = {key: value[rows] for key, value in self.memory.items()}
@@ -294,7 +299,7 @@ class DecodingState:
 
     @torch.no_grad()
     def encode(self, tokens: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Run the encoder on a row of tokens for each prompt, and return the fields that the decoder needs of it."""
+        """Run the encoder on a row of tokens for each prompt; return the fields that the decoder reads."""
         if len(tokens) != len(self.tokens_BT) or min(len(row) for row in tokens) == 0:
             raise UsageError("the encoder needs at least one token for each prompt")
         if self.config.position.limit is not None and max(map(len, tokens)) > self.config.position.limit:
@@ -303,18 +308,18 @@ class DecodingState:
                 f"{self.config.position.limit}: give it fewer"
             )
         tokens_BS, documents_BS = _padded(tokens, left=False)
-        where = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
+        metadata = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
         with self._taking_all_tokens():
-            memory = cast(Any, self.model).encode(tokens_BS, **where)
-        return {"memory": memory, **{f"encoder_{key}": value for key, value in where.items()}}
+            memory = cast(Any, self.model).encode(tokens_BS, **metadata)
+        return {"memory": memory, **{f"encoder_{key}": value for key, value in metadata.items()}}
 
 
 def _padded(rows: Sequence[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Rows as one tensor, and their documents: 0, and −1 for padding."""
-    longest = max(len(row) for row in rows)
+    """Return rows as one tensor [B, T], and their document ids [B, T]: 0, or −1 for padding."""
+    max_length = max(len(row) for row in rows)
 
     def fill(row: Tensor, value: int) -> Tensor:
-        empty = row.new_full((longest - len(row),), value)
+        empty = row.new_full((max_length - len(row),), value)
         return torch.cat([empty, row] if left else [row, empty])
 
     return (
@@ -324,15 +329,15 @@ def _padded(rows: Sequence[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
 
 
 def check_logits(logits_BV: Tensor, positions: Sequence[int]) -> None:
-    """Raise a MegatfmError, naming row and position, for logits that are no distribution.
+    """Raise MegatfmError with row and position for logits [B, V] that are no distribution.
 
-    −∞ is allowed, by which a head masks ids, but not at every id.
+    A head masks ids by −∞, so −∞ is allowed, but not at every id.
     """
-    check_highest(logits_BV.amax(-1), positions)  # NaN where there is any
+    check_highest(logits_BV.amax(-1), positions)  # amax propagates NaN
 
 
 def check_highest(highest_B: Tensor, positions: Sequence[int]) -> None:
-    """Raise a MegatfmError, naming row and position, where the largest logit is not finite."""
+    """Raise MegatfmError with row and position where the largest logit [B] is not finite."""
     finite_B = torch.isfinite(highest_B)
     if not finite_B.all():
         row = int((~finite_B).nonzero()[0])

@@ -1,4 +1,4 @@
-"""Text of ids that arrive one after the other."""
+"""Incremental detokenization: text from ids that arrive one by one."""
 
 import codecs
 from collections.abc import Iterable
@@ -9,40 +9,40 @@ _BROKEN = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """Decodes ids that arrive one after the other. The bytes of a character are held back until it is whole.
+    """Decodes ids that arrive one by one. Bytes of an incomplete character are held back.
 
-    prompt_ids: the ids of a prompt that they continue, and which is not shown.
+    prompt_ids: ids of the prompt, which precede the text and are not returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = ()) -> None:
-        spelled = tokenizer.token_bytes()
+        token_bytes = tokenizer.token_bytes()
         self._stream = (
             ContextDetokenizer(tokenizer, prompt_ids)
-            if spelled is None
-            else ByteDetokenizer(tokenizer, spelled)
+            if token_bytes is None
+            else ByteDetokenizer(tokenizer, token_bytes)
         )
 
     def add(self, ids: Iterable[int]) -> str:
-        """Return the text that is certain now. Bytes that are no UTF-8 become U+FFFD, and reserved ids nothing."""
+        """Return the text that these ids complete. Bytes that are no UTF-8 become U+FFFD; reserved ids give none."""
         return "".join(self._stream.add(int(token)) for token in ids)
 
     def end(self) -> str:
-        """Return what was held back: U+FFFD where a character is cut off, else nothing."""
+        """Return the rest: U+FFFD for an incomplete character, else nothing."""
         return self._stream.end()
 
 
 class ByteDetokenizer:
-    """Detokenizer of tokenizers whose ids stand for the same bytes wherever they stand."""
+    """Detokenizer for tokenizers whose ids have fixed bytes, whatever precedes them."""
 
-    def __init__(self, tokenizer: Tokenizer, spelled: list[bytes]) -> None:
-        self._spelled = spelled
+    def __init__(self, tokenizer: Tokenizer, token_bytes: list[bytes]) -> None:
+        self._token_bytes = token_bytes
         if tokenizer.unk is not None:
-            spelled[tokenizer.unk] = tokenizer.decode([tokenizer.unk]).encode()
+            token_bytes[tokenizer.unk] = tokenizer.decode([tokenizer.unk]).encode()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """Return the text that is sure after this id."""
-        return self._decoder.decode(self._spelled[token])
+        return self._decoder.decode(self._token_bytes[token])
 
     def end(self) -> str:
         """Return the text that was held back."""
@@ -50,9 +50,10 @@ class ByteDetokenizer:
 
 
 class ContextDetokenizer:
-    """Detokenizer of all others, where the space before an id depends on what stands before it.
+    """Detokenizer for all others, where the space before an id depends on the ids before it.
 
-    What a new id adds is what `decode` gives more with it, decoded from the ids on that made the text before.
+    An id's text is what `decode` returns beyond the text of the ids before it. Only the last ids that gave text are
+    decoded again.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Vectors of sentences: the hidden vectors of a text's tokens, pooled."""
+"""Sentence embeddings: the pooled hidden vectors of a text's tokens."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -24,10 +24,10 @@ POOLINGS: tuple[Pooling, ...] = ("mean", "first", "last", "masked")
 
 @dataclass(frozen=True)
 class SentenceEmbedder:
-    """A model and its tokenizer, with what stands around a text.
+    """A model and its tokenizer as an encoder of sentences.
 
-    pooling, normalize: what `encode` does unless told otherwise. max_tokens: longer texts are cut, which is said.
-    begins: what stood before texts in a decoder's training; None: `bos`.
+    pooling, normalize: defaults of `encode`. max_tokens: longer texts are cut, with a warning. prefix_ids: ids before
+    texts in a decoder's training; None: `bos`.
     """
 
     model: nn.Module
@@ -35,7 +35,7 @@ class SentenceEmbedder:
     pooling: Pooling = "mean"
     normalize: bool = False
     max_tokens: int | None = None
-    begins: tuple[int, ...] | None = None
+    prefix_ids: tuple[int, ...] | None = None
 
     def encode(
         self,
@@ -45,15 +45,15 @@ class SentenceEmbedder:
         normalize: bool | None = None,
         batch_size: int = 32,
     ) -> Tensor:
-        """Return a vector for each sentence, float32 [B, D], on the CPU; padding never counts.
+        """Return a vector for each sentence, float32 [B, D], on the CPU, in which padding never counts.
 
-        pooling: "mean" of all tokens, the "first" or "last" one's, or "masked", the mean of the text's own tokens
-        without those reserved for its ends. normalize: to length 1. A sentence is padded to a length that follows from
-        its own, so that no other one changes the shape in which it is computed. Raises UsageError.
+        pooling: "mean" of all tokens, the "first" or "last" token's, or "masked", the mean without special tokens.
+        normalize: to length 1. A sentence's padded length depends on its length alone, so other sentences don't change
+        the shape in which it is computed. Raises UsageError for inputs that are no texts, and unknown options.
         """
         texts = [sentences] if isinstance(sentences, str) else list(sentences)
-        if wrong := [text for text in texts if not isinstance(text, str)]:
-            raise UsageError(f"sentences: {wrong[0]!r:.80} is no text: give one text or a list of them")
+        if not_texts := [text for text in texts if not isinstance(text, str)]:
+            raise UsageError(f"sentences: {not_texts[0]!r:.80} is no text: give one text or a list of them")
         if batch_size < 1:
             raise UsageError(f"batch = {batch_size}: choose 1 or more sentences at a time, e.g. 32")
         chosen_pooling = pooling or self.pooling
@@ -67,26 +67,26 @@ class SentenceEmbedder:
                 f"max_tokens = {self.max_tokens}: {len(before) + len(after)} tokens stand around a text already: "
                 f"choose {len(before) + len(after) + 1} or more"
             )
-        ids = [
+        encoded = [
             self.add_special_tokens(text, before, after)
             for text in self.tokenizer.encode_batch(texts, threads=1)
         ]
-        if cut := sum(len(read) < len(text) for read, text in ids):
-            log.warning("%d of %d texts are cut at %d tokens", cut, len(texts), self.max_tokens)
+        if n_cut := sum(len(truncated) < len(text) for truncated, text in encoded):
+            log.warning("%d of %d texts are cut at %d tokens", n_cut, len(texts), self.max_tokens)
         limit = cast(ModelConfig, self.model.config).position.limit
-        lengths = [padded_length(max(1, len(framed)), limit) for framed, _ in ids]
+        lengths = [padded_length(max(1, len(framed)), limit) for framed, _ in encoded]
         vectors: dict[int, Tensor] = {}
         with torch.no_grad():
             for rows in blocks_of_shape(lengths, batch_size):
-                block = [ids[i][0] for i in rows]
+                block = [encoded[i][0] for i in rows]
                 vectors |= zip(rows, self.pool(block, lengths[rows[0]], chosen_pooling), strict=True)
-        pooled_BD = torch.stack([vectors[i] for i in range(len(ids))])
+        pooled_BD = torch.stack([vectors[i] for i in range(len(encoded))])
         if self.normalize if normalize is None else normalize:
             pooled_BD = nn.functional.normalize(pooled_BD, dim=-1)
         return pooled_BD
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """Return what stands before and after a text, as in the training of the model's kind. Raises UsageError."""
+        """Return the ids before and after a text in the training of the model's family. Raises UsageError."""
         family, special = cast(ModelConfig, self.model.config).family, self.tokenizer.special
         if has_encoder(self.model):
             raise UsageError(
@@ -94,14 +94,14 @@ class SentenceEmbedder:
                 "alone: model.module.encode)"
             )
         if is_causal(self.model):
-            return [self.tokenizer.bos] if self.begins is None else list(self.begins), []
+            return [self.tokenizer.bos] if self.prefix_ids is None else list(self.prefix_ids), []
         cls, sep = ([] if token is None else [token] for token in (special.cls, special.sep))
         return ([], [*sep, *cls]) if family == "xlnet" else (cls, sep)
 
     def add_special_tokens(
         self, text: Iterable[int], before: list[int], after: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the ids that are read, and those of the text in full."""
+        """Return the ids cut to `max_tokens`, and all ids, both with special tokens."""
         ids = [int(token) for token in text]
         framed = [*before, *ids, *after]
         if self.max_tokens is None or len(framed) <= self.max_tokens:
@@ -109,7 +109,7 @@ class SentenceEmbedder:
         return [*before, *ids[: self.max_tokens - len(before) - len(after)], *after], framed
 
     def pool(self, ids: Sequence[list[int]], length: int, chosen_pooling: Pooling) -> list[Tensor]:
-        """Encode the rows as one batch of so many tokens each, and reduce each to one vector on the CPU."""
+        """Encode rows of ids, padded to `length`, and pool each to one vector [D] on the CPU."""
         device = next(self.model.parameters()).device
         tokens_BT = torch.full((len(ids), length), self.tokenizer.pad)
         documents_BT = torch.full((len(ids), length), -1)
@@ -117,7 +117,7 @@ class SentenceEmbedder:
             tokens_BT[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
             documents_BT[row, : max(1, len(tokens))] = 0
         fields = {"documents": documents_BT.to(device)}
-        # XLNet's [CLS], behind the text, has a segment of its own.
+        # XLNet's [CLS], at the end, has segment 1 here.
         if cast(ModelConfig, self.model.config).family == "xlnet":
             is_cls_BT = (tokens_BT == self.tokenizer.special.cls) & (documents_BT == 0)
             fields["segments"] = is_cls_BT.long().to(device)
@@ -136,11 +136,11 @@ class SentenceEmbedder:
 
 
 def warn_unmarked_padding(model: nn.Module, pad: int) -> None:
-    """Have a bidirectional model warn, once, when rows end in padding and no `documents` say so."""
+    """Make a bidirectional model warn once if rows end in padding that no `documents` mark."""
 
-    def check(_: nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
-        tokens = args[0] if args else named.get("tokens")
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or named.get("documents") is not None:
+    def check(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        tokens = args[0] if args else kwargs.get("tokens")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or kwargs.get("documents") is not None:
             return
         if len(tokens) > 1 and bool((tokens[:, -1] == pad).any()) and not bool((tokens[:, -1] == pad).all()):
             log.warning(

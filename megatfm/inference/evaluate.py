@@ -1,4 +1,4 @@
-"""Evaluate the newest checkpoint of a run on validation sets, beside what gzip and xz need for the same text."""
+"""Evaluate the newest checkpoint of a run on validation sets, and gzip and xz on the same text."""
 
 import gzip
 import json
@@ -33,11 +33,11 @@ def evaluate_run(
     trust_plugins: bool = False,
     n_images: int = 0,
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
-    """Return the results of each set, and of the compressors; both are written into the run directory as well.
+    """Return the results of each set and of the compressors, which are also written into the run directory.
 
-    sets: folders or URLs of corpora besides the run's own, by name. trust_plugins: import the packages that the run's
-    config names. n_images: of a run on images, how many examples to draw for its report.
-    Under several processes all take part, and rank 0 has the results.
+    sets: name → folder or URL of a further corpus. trust_plugins: import the packages that the run's config names.
+    n_images: examples to draw for the report of a run on images. Collective; ranks other than 0 return None. Raises
+    UsageError, MegatfmError.
     """
     if not (run_dir / "config.toml").is_file():
         raise UsageError(
@@ -46,7 +46,7 @@ def evaluate_run(
     config = load_config(run_dir / "config.toml")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **_absolute(sets)}})
-    # Only the engine of the layout counts: all processes share rows, whatever the run was laid over.
+    # Evaluation is data-parallel over all processes, whatever layout the run had.
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
     if with_compressors and not (tokenizer and tokenizer.lossless):
@@ -54,16 +54,16 @@ def evaluate_run(
             f"--baselines: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
             "leave it out"
         )
-    checkpoint.find_checkpoint(run_dir)  # raises before the others are met
+    checkpoint.find_checkpoint(run_dir)  # raises before the first collective
     with distributed.distributed_session(device=config.train.device) as rank:
-        source, state = run_on_rank_0_raising(lambda: _newest(run_dir))  # the run there may save meanwhile
+        source, state = run_on_rank_0_raising(lambda: _newest(run_dir))  # the run may be saving
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
         images, results = image_evaluation(config, engine, n_images), {}
         for name, rows in corpora.validation.items():
-            with images.of_set(name, rows) if images else nullcontext():
+            with images.collect_set(name, rows) if images else nullcontext():
                 results[name] = evaluate(
                     engine,
                     rows,
@@ -97,10 +97,10 @@ def _newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _absolute(sets: Mapping[str, str | Path]) -> dict[str, str]:
-    """Make folders absolute, since a run's paths are; a URL stays as it is."""
+    """Make folders absolute, as a run's paths are. URLs are kept."""
     return {
-        name: str(place) if "://" in str(place) else str(Path(place).expanduser().resolve())
-        for name, place in sets.items()
+        name: str(location) if "://" in str(location) else str(Path(location).expanduser().resolve())
+        for name, location in sets.items()
     }
 
 
@@ -111,11 +111,10 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the bits per byte of each compressor, on each document by itself and on all of them joined.
+    """Return the bits per byte of each compressor, on single documents and on all of them joined.
 
-    Python's zlib and lzma stand for the programs: lzma gives xz's bytes, zlib up to half a percent more than gzip.
-
-    Raises MegatfmError if the tokens don't decode to the bytes that the corpus says it was made of.
+    Python's zlib and lzma replace the programs: lzma gives xz's bytes, zlib up to half a percent more than gzip.
+    Raises MegatfmError if the decoded tokens differ in size from the corpus's text, UsageError for an empty corpus.
     """
     texts = list(_texts(corpus, tokenizer))
     size = sum(map(len, texts))

@@ -1,4 +1,4 @@
-"""Evaluate a model on tasks without training it: multiple choice and cloze by likelihood, generation by its text."""
+"""Evaluate a model on tasks without training: multiple choice and cloze by likelihood, generation, retrieval."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,21 @@ from megatfm.inference.harness import run_harness
 from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel
 from megatfm.parallel import distributed
-from megatfm.tasks.continuations import TextPair, judge_answers, scored_pairs
-from megatfm.tasks.question_scores import QuestionResult, score_rank, score_text, summarise_results
-from megatfm.tasks.questions import EvaluationTask, open_evaluation_task
+from megatfm.tasks.question_scores import (
+    QuestionResult,
+    score_questions,
+    score_rank,
+    score_text,
+    summarise_results,
+)
+from megatfm.tasks.questions import EvaluationTask, TextPair, open_evaluation_task, scored_pairs
 
 RESULTS, PREDICTIONS = "evaluation_tasks.json", Path("predictions") / "tasks"
 
 
 @dataclass(frozen=True)
 class EvaluatedTask:
-    """Metrics of a task, with their intervals, and a record for each question."""
+    """Metrics of a task with their intervals, and a record of each question."""
 
     summary: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
@@ -34,8 +39,7 @@ class EvaluatedTask:
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks of lm-evaluation-harness by name. path: a folder with YAML files of further ones. shots: None: as the task
-    says."""
+    """Tasks of lm-evaluation-harness by name. path: folder with YAML files of further ones. shots: None: the task's."""
 
     names: Sequence[str]
     path: str | None = None
@@ -53,11 +57,11 @@ def evaluate_task_files(
     embedding_options: Callable[[nn.Module], Mapping[str, Any]] | None = None,
     out_dir: Path | None = None,
 ) -> dict[str, EvaluatedTask] | None:
-    """Evaluate a model on task files by name, and on tasks of the harness; leave results and predictions in `out_dir`.
+    """Evaluate a model on task files by name and on tasks of the harness; write results and predictions to `out_dir`.
 
-    open_model: opens it on a device. embedding_options: how it makes vectors, where it is no run. limit: only the first
-    so many questions of each; 0: all. Under several processes all hold the model and take a share of the questions, and
-    rank 0 has the results. Raises UsageError.
+    open_model: opens it on a device. embedding_options: fields of a `SentenceEmbedder`, for models that are no run.
+    limit: number of questions of each task; 0: all. Collective: each rank holds the model and takes a share of the
+    questions; ranks other than 0 return None. Raises UsageError.
     """
     tasks = open_tasks(files, limit)
     with distributed.distributed_session(device=device) as rank:
@@ -77,7 +81,7 @@ def evaluate_task_files(
 
 
 def open_tasks(files: Mapping[str, str | Path], limit: int = 0) -> list[EvaluationTask]:
-    """Read task files by name. limit: only the first so many questions of each; 0: all. Raises UsageError."""
+    """Read task files by name. limit: number of questions of each; 0: all. Raises UsageError."""
     if limit < 0:
         raise UsageError(f"limit = {limit}: choose 1 or more questions of each task, or 0 for all")
     return [open_evaluation_task(path, name=name, limit=limit) for name, path in files.items()]
@@ -103,7 +107,7 @@ def _run_harness(
 
 
 def write_results(folder: Path, step: int, results: Mapping[str, EvaluatedTask]) -> None:
-    """Write evaluation_tasks.json and the records of each task's questions."""
+    """Write evaluation_tasks.json and each task's records."""
     (folder / PREDICTIONS).mkdir(parents=True, exist_ok=True)
     for name, result in results.items():
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in result.records]
@@ -119,9 +123,9 @@ def evaluate_questions(
     batch_size: int = BATCH_SIZE,
     embedding_options: Mapping[str, Any] | None = None,
 ) -> EvaluatedTask:
-    """Evaluate a model on a task. A collective where there is a process group. Raises UsageError, MegatfmError.
+    """Evaluate a model on a task. Collective if there is a process group. Raises UsageError, MegatfmError.
 
-    embedding_options: fields of a `SentenceEmbedder`, for retrieval; None: as of a run.
+    embedding_options: fields of a `SentenceEmbedder`, for retrieval; None: those of a run.
     """
     if task.config.kind == "retrieval":
         results = _find_answers(sentence_embedder(loaded, embedding_options), task, batch_size)
@@ -142,15 +146,15 @@ def _generate_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) 
 
 
 def sentence_embedder(loaded: TextModel, options: Mapping[str, Any] | None = None) -> SentenceEmbedder:
-    """Return what makes vectors of texts by a model. options: fields of the embedder; None: as of a run."""
-    config, begins = loaded.config, loaded.prompt_prefix_ids
-    longest = config.model.position.limit or config.data.sequence_length
-    fields = {"max_tokens": longest} if options is None else options
-    return SentenceEmbedder(loaded.model, loaded.tokenizer, begins=begins, **fields)
+    """Return a model's sentence embedder. options: its fields; None: those of a run."""
+    config, prefix_ids = loaded.config, loaded.prompt_prefix_ids
+    max_tokens = config.model.position.limit or config.data.sequence_length
+    fields = {"max_tokens": max_tokens} if options is None else options
+    return SentenceEmbedder(loaded.model, loaded.tokenizer, prefix_ids=prefix_ids, **fields)
 
 
 def _find_answers(embedder: SentenceEmbedder, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
-    """Rank all answers of a task by the cosine of their vectors to a prompt's; of equal ones the first is nearer."""
+    """Rank all answers of a task by the cosine of their vectors to a prompt's. The first of equal ones ranks higher."""
     answers = list(dict.fromkeys(question.accepted[0] for question in task.questions))
     prompts_QD, answers_AD = (
         embedder.encode(texts, normalize=True, batch_size=batch_size).double()
@@ -166,11 +170,11 @@ def _find_answers(embedder: SentenceEmbedder, task: EvaluationTask, batch_size: 
 
 
 def _compare_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
-    """Score every answer after its prompt, and after the unconditional one where there is one."""
+    """Score every answer after its prompt, and after the unconditional prompt if there is one."""
     pairs = scored_pairs(task)
     continuations = [_encode(loaded, task, pair) for pair in pairs]
     likelihoods = score(loaded.model, continuations, batch_size=batch_size)
-    return judge_answers(task, dict(zip(pairs, likelihoods, strict=True)))
+    return score_questions(task, dict(zip(pairs, likelihoods, strict=True)))
 
 
 def _encode(loaded: TextModel, task: EvaluationTask, pair: TextPair) -> Continuation:

@@ -1,4 +1,4 @@
-"""Answers that a fine-tuned model writes to the rows of a file, and their metrics."""
+"""Answers that a fine-tuned model generates to the rows of a file, and their metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from megatfm.tasks.text_metrics import corpus_metric, metric_signature
 from megatfm.tokenizers import Tokenizer
 
 BATCH = 16
-"""Prompts that are answered together, of about the same length."""
+"""Number of prompts in a batch, of about the same length."""
 
 
 @dataclass(frozen=True)
 class GeneratedAnswers:
-    """Answers to a file's rows, in their order."""
+    """Answers to the rows of a file, in their order."""
 
     task: TaskConfig
     answers: Sequence[str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """List them by row of the file, counted from 1."""
+        """Return the lines of the predictions file. `row` counts the file's rows from 1."""
         return [{"row": number, "answer": answer} for number, answer in enumerate(self.answers, start=1)]
 
     def summarise(self, references: Sequence[str]) -> dict[str, Any]:
-        """Return the task's metrics, their intervals and what names their settings in papers."""
+        """Return the task's metrics, their intervals and signatures. references: one for each row."""
         results = {name: corpus_metric(name, self.answers, references) for name in self.task.text_metrics}
         return {
             "metrics": {name: value for name, (value, _) in results.items()},
@@ -44,34 +44,36 @@ class GeneratedAnswers:
 def answer_rows(
     model: nn.Module, tokenizer: Tokenizer, config: Config, path: str, rows: Sequence[Row]
 ) -> GeneratedAnswers:
-    """Write an answer to the text of each row, by the likeliest tokens or by beam search. Raises UsageError."""
+    """Generate an answer to the text of each row, greedily or by beam search. Raises UsageError."""
     task = config.task
     assert task is not None
     texts = [row_text(path, number, row, task.text) for number, row in enumerate(rows, start=1)]
     prompts = [encode_prompt(model, tokenizer, task, text) for text in texts]
     room = config.data.target_length if has_encoder(model) else config.data.sequence_length
-    by_length = sorted(range(len(texts)), key=lambda place: (len(prompts[place]), place))
+    by_length = sorted(range(len(texts)), key=lambda index: (len(prompts[index]), index))
     answers = [""] * len(texts)
     for begin in range(0, len(by_length), BATCH):
-        places = by_length[begin : begin + BATCH]
-        longest = max(len(prompts[place]) for place in places)
-        most = min(
-            task.max_new_tokens, (room or task.max_new_tokens) - (0 if has_encoder(model) else longest - 1)
+        block = by_length[begin : begin + BATCH]
+        max_prompt = max(len(prompts[index]) for index in block)
+        max_new_tokens = min(
+            task.max_new_tokens, (room or task.max_new_tokens) - (0 if has_encoder(model) else max_prompt - 1)
         )
-        if most < 1:
+        if max_new_tokens < 1:
             raise UsageError(
-                f"{path}, row {places[-1] + 1}: its prompt of {longest} tokens leaves no room for an answer in "
+                f"{path}, row {block[-1] + 1}: its prompt of {max_prompt} tokens leaves no room for an answer in "
                 f"data.sequence_length = {room}: shorten it, or train with longer rows"
             )
-        for place, ids in zip(
-            places, _continue(model, tokenizer, task, [prompts[p] for p in places], most), strict=True
+        for index, ids in zip(
+            block,
+            _continue(model, tokenizer, task, [prompts[index] for index in block], max_new_tokens),
+            strict=True,
         ):
-            answers[place] = tokenizer.decode(ids).strip()
+            answers[index] = tokenizer.decode(ids).strip()
     return GeneratedAnswers(task, answers)
 
 
 def encode_prompt(model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, text: str) -> torch.Tensor:
-    """Return what the model reads before it answers: prefix and text, in a decoder also BOS and separator."""
+    """Return a prompt's ids [n]: prefix and text, then EOS for an encoder; a decoder also has BOS and separator."""
     if has_encoder(model):
         return torch.tensor([*tokenizer.encode(f"{task.prefix}{text}").tolist(), tokenizer.eos])
     return torch.tensor([tokenizer.bos, *tokenizer.encode(f"{task.prefix}{text}{task.separator}").tolist()])
@@ -79,20 +81,26 @@ def encode_prompt(model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, text
 
 @torch.no_grad()
 def _continue(
-    model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, prompts: Sequence[torch.Tensor], most: int
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    task: TaskConfig,
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int,
 ) -> list[list[int]]:
-    """Return the ids of each answer, without its end."""
+    """Return the ids of each answer, without EOS."""
     starts = [torch.tensor([tokenizer.pad])] * len(prompts)
-    asked = Prompts(starts, prompts) if has_encoder(model) else Prompts(prompts)
-    asked = asked.to(next(model.parameters()).device)
+    batch = Prompts(starts, prompts) if has_encoder(model) else Prompts(prompts)
+    batch = batch.to(next(model.parameters()).device)
     if task.beams > 1:
         penalty = gnmt_penalty(task.length_penalty)
         results = beam_search(
-            model, asked, beams=task.beams, max_tokens=most, stop_token=tokenizer.eos, penalty=penalty,
+            model, batch, beams=task.beams, max_tokens=max_new_tokens, stop_token=tokenizer.eos, penalty=penalty,
             vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
-        written = [result.tokens.tolist() for result in results]
+        token_ids = [result.tokens.tolist() for result in results]
     else:
-        first = max(map(len, asked.tokens))
-        written = generate(model, asked, max_tokens=most, stop_token=tokenizer.eos)[:, first:].tolist()
-    return [ids[: ids.index(tokenizer.eos)] if tokenizer.eos in ids else ids for ids in written]
+        n_prompt = max(map(len, batch.tokens))
+        token_ids = generate(model, batch, max_tokens=max_new_tokens, stop_token=tokenizer.eos)[
+            :, n_prompt:
+        ].tolist()
+    return [ids[: ids.index(tokenizer.eos)] if tokenizer.eos in ids else ids for ids in token_ids]

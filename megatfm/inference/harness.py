@@ -1,4 +1,4 @@
-"""A model of megatfm for EleutherAI's lm-evaluation-harness (package `lm_eval`), whose tasks then are ours."""
+"""Adapter to EleutherAI's lm-evaluation-harness (package `lm_eval`)."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +14,14 @@ from megatfm.inference.text import TextModel
 log = logging.getLogger("megatfm")
 
 MAX_TOKENS = 256
-"""Of a generated text, where a task names no number; the harness's own."""
+"""Tokens of a generated text if a task sets no maximum; the harness's default."""
 PASSED_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
 def harness_model(loaded: TextModel, *, batch_size: int = BATCH_SIZE) -> Any:
-    """Return a model as `lm_eval.simple_evaluate(model=…)` takes it. Raises MegatfmError without the package.
+    """Return a model for `lm_eval.simple_evaluate(model=…)`. Raises MegatfmError without the package.
 
-    Under several processes each holds the model and is given all requests, of which it computes a share; the results
-    are the same on all.
+    Collective: each rank holds the model, gets all requests and computes a share; results are equal on all ranks.
     """
     try:
         from lm_eval.api.model import LM
@@ -32,7 +31,7 @@ def harness_model(loaded: TextModel, *, batch_size: int = BATCH_SIZE) -> Any:
     requests = HarnessRequests(loaded, batch_size)
 
     class HarnessModel(LM):  # type: ignore[misc]
-        """The interface of the harness; rank 0 of 1, since ranks share the requests of each call."""
+        """The harness's interface. It stays rank 0 of 1, since our ranks share the requests of each call."""
 
         def loglikelihood(self, instances: Sequence[Any]) -> list[tuple[float, bool]]:
             return requests.loglikelihood([request.args for request in instances])
@@ -51,7 +50,7 @@ def harness_model(loaded: TextModel, *, batch_size: int = BATCH_SIZE) -> Any:
 
 
 class HarnessRequests:
-    """The three kinds of requests of the harness, on texts."""
+    """The three request types of the harness, on texts."""
 
     def __init__(self, loaded: TextModel, batch_size: int) -> None:
         self._loaded, self._batch_size = loaded, batch_size
@@ -60,19 +59,21 @@ class HarnessRequests:
         self._window = self._limit or config.data.sequence_length
 
     def loglikelihood(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return log p(continuation | context), and whether the continuation is the likeliest, of each pair."""
+        """Return log p(continuation | context) in nats, and whether the continuation is greedy, of each pair."""
         encoded = [encode_continuation(self._loaded, *pair) for pair in pairs]
-        fitting = [self._fit(continuation) for continuation in encoded]
-        n_cut = sum(len(cut.tokens) < len(row.tokens) for cut, row in zip(fitting, encoded, strict=True))
+        truncated = [self._fit(continuation) for continuation in encoded]
+        n_cut = sum(
+            len(after.tokens) < len(before.tokens) for after, before in zip(truncated, encoded, strict=True)
+        )
         if n_cut:
             log.warning(
                 "%d of %d contexts are cut at their start to %d tokens", n_cut, len(encoded), self._limit
             )
-        scored = score(self._loaded.model, fitting, batch_size=self._batch_size)
+        scored = score(self._loaded.model, truncated, batch_size=self._batch_size)
         return [(likelihood.log_probability, bool(likelihood.is_greedy)) for likelihood in scored]
 
     def _fit(self, continuation: Continuation) -> Continuation:
-        """Cut a context at its start, as far as the model's positions ask for it."""
+        """Cut a context at its start so that the model's positions suffice. Raises UsageError if no context is left."""
         surplus = len(continuation.tokens) - (self._limit or len(continuation.tokens))
         if surplus <= 0:
             return continuation
@@ -83,19 +84,19 @@ class HarnessRequests:
         return replace(continuation, context=continuation.context[surplus:])
 
     def loglikelihood_rolling(self, texts: Iterable[str]) -> list[float]:
-        """Return log p(text): each token is predicted once, in windows with as much before it as fits."""
+        """Return log p(text) in nats: windows predict each token once, after as much context as fits."""
         if has_encoder(self._loaded.model):
             raise UsageError(
                 "model.family = 'encoder_decoder' has no likelihood of a text from its beginning: leave out tasks of "
                 "perplexity"
             )
         windows = [self._windows(text) for text in texts]
-        flat = [window for windows_of_text in windows for window in windows_of_text]
-        scored = iter(score(self._loaded.model, flat, batch_size=self._batch_size))
+        all_windows = [window for windows_of_text in windows for window in windows_of_text]
+        scored = iter(score(self._loaded.model, all_windows, batch_size=self._batch_size))
         return [sum(next(scored).log_probability for _ in windows_of_text) for windows_of_text in windows]
 
     def _windows(self, text: str) -> list[Continuation]:
-        """Cut a text into windows of the model's length; the last one begins as early as it can."""
+        """Cut a text into windows of the model's length; the last one has as much context as fits."""
         tokenizer, window = self._loaded.tokenizer, self._window
         tokens = [tokenizer.bos, *tokenizer.encode(text).tolist()]
         windows, start = [], 1
@@ -106,13 +107,13 @@ class HarnessRequests:
         return windows
 
     def generate_until(self, requests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Return the text after each prompt, up to the first of its stop texts."""
-        asked = [TextRequest(prompt, *_options(options)) for prompt, options in requests]
-        return generate_texts(self._loaded, asked, batch_size=self._batch_size, cut_prompts=True)
+        """Return each prompt's continuation, up to the first of its stop texts."""
+        text_requests = [TextRequest(prompt, *_options(options)) for prompt, options in requests]
+        return generate_texts(self._loaded, text_requests, batch_size=self._batch_size, cut_prompts=True)
 
 
 def _options(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...], Sampling]:
-    """Return tokens at most, stop texts and sampling. Raises UsageError for an option that nothing here does."""
+    """Return maximal tokens, stop texts and sampling. Raises UsageError for an unsupported option."""
     if unknown := sorted(set(options) - PASSED_OPTIONS):
         raise UsageError(
             f"generation_kwargs: {unknown[0]} is none of {', '.join(sorted(PASSED_OPTIONS))}: leave it out of the task"
@@ -138,10 +139,10 @@ def run_harness(
     limit: int = 0,
     batch_size: int = BATCH_SIZE,
 ) -> dict[str, dict[str, float]]:
-    """Evaluate a model on tasks of the harness by name; returns its metrics by task.
+    """Evaluate a model on tasks of the harness; return task → metric → value.
 
-    include_path: a folder with YAML files of further tasks. shots: solved examples; None: as the task says. Raises
-    MegatfmError, UsageError.
+    include_path: folder with YAML files of further tasks. shots: number of solved examples; None: the task's. Raises
+    MegatfmError without the package, UsageError for an unknown task.
     """
     model = harness_model(loaded, batch_size=batch_size)
     from lm_eval import simple_evaluate
@@ -157,11 +158,11 @@ def run_harness(
         model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
         log_samples=False, bootstrap_iters=0,
     )  # fmt: skip
-    return {name: _numbers(values) for name, values in results["results"].items()}
+    return {name: _metrics(values) for name, values in results["results"].items()}
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a task's results, under their names without the harness's usual filter."""
+def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numeric results of a task, without the suffix of the harness's default filter."""
     return {
         metric.removesuffix(",none"): value
         for metric, value in values.items()

@@ -1,4 +1,4 @@
-"""Results of an evaluation on images besides its metrics: a confusion matrix, and pictures for the report."""
+"""Evaluation on images: confusion matrices, and pictures for the report."""
 
 import json
 import logging
@@ -23,9 +23,9 @@ log = logging.getLogger("megatfm")
 
 
 class ImageEvaluation:
-    """Collects classes and pictures while sets are evaluated. Every method is a collective but `write`.
+    """Collects classes and pictures while sets are evaluated. `collect_set` is a collective.
 
-    n_images: examples of each gallery; 0 for no pictures.
+    n_images: examples of each gallery; 0: no pictures. Raises UsageError if the engine can't run its model for them.
     """
 
     def __init__(self, config: Config, engine: Engine, n_images: int) -> None:
@@ -44,8 +44,8 @@ class ImageEvaluation:
             )
 
     @contextmanager
-    def of_set(self, name: str, rows: SizedRowDataset) -> Iterator[None]:
-        """Collect what is predicted while a set is evaluated; the first set also gives the examples."""
+    def collect_set(self, name: str, rows: SizedRowDataset) -> Iterator[None]:
+        """Collect the predictions of a set that is evaluated inside the block. The first set gives the examples."""
         from megatfm.inference.image_classes import collect_classes
         from megatfm.inference.pictures import make_galleries, mistakes_gallery
 
@@ -62,19 +62,19 @@ class ImageEvaluation:
         if not self._n_images:
             return
         if not self._galleries and isinstance(self._engine, RunsModel):
-            make = make_galleries(self._config, rows, self._n_images, self._engine.device, classes)
-            self._galleries += self._engine.run_model(make)
+            build_galleries = make_galleries(self._config, rows, self._n_images, self._engine.device, classes)
+            self._galleries += self._engine.run_model(build_galleries)
         if mistakes:
             self._galleries.append(mistakes_gallery(mistakes, classes, name))
 
     def class_names(self, name: str) -> Sequence[str]:
-        """Return the names of a set's classes by number; none where they are numbers."""
+        """Return the names of a set's classes; empty if they are numbers."""
         corpus = open_corpus(self._config, self._config.data.validation[name])
         names: Sequence[str] = corpus.manifest.provenance.get("classes", [])
         return names
 
     def write(self, run_dir: Path, step: int) -> None:
-        """Write the confusion matrices, and pictures if some were asked for."""
+        """Write the confusion matrices, and pictures if `n_images` > 0."""
         from megatfm.inference.pictures import write_pictures
 
         if self._sets:
@@ -86,7 +86,7 @@ class ImageEvaluation:
 
 
 def image_evaluation(config: Config, engine: Engine, n_images: int) -> ImageEvaluation | None:
-    """Return the collector of a run on images; None for others. Raises UsageError if such a one asks for images."""
+    """Return the collector of a run on images; None for others. Raises UsageError if one of those asks for images."""
     if isinstance(config.objective, ImageObjective):
         return ImageEvaluation(config, engine, n_images)
     if n_images:

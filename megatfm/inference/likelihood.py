@@ -1,8 +1,8 @@
 """log p(continuation | context) of many texts, the same on any number of ranks and at any batch size.
 
-A row is padded to a length that follows from its own, blocks hold rows of one padded length, and ranks take whole
-blocks: neither the other rows of a block nor the number of ranks changes the shapes in which a row is computed, but for
-the number of rows at once. Logits are made for a row by itself, and summed in float64.
+A row's padded length depends on its length alone, and a batch has rows of one padded length. So neither the other rows
+nor the number of ranks changes the shapes in which a row is computed, except the number of rows. Logits are computed
+row by row, and log-probabilities are summed in float64.
 """
 
 import logging
@@ -16,29 +16,30 @@ from torch import Tensor, nn
 from megatfm import object_collectives
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import PADDING, has_encoder, model_without_head
-from megatfm.inference.text import TextModel, build_prompts
+from megatfm.inference.prompts import build_prompts
+from megatfm.inference.text import TextModel
 from megatfm.layers.moe.experts import without_capacity
-from megatfm.tasks.continuations import TextPair, split_pair
 from megatfm.tasks.question_scores import Likelihood
+from megatfm.tasks.questions import TextPair, split_pair
 
 log = logging.getLogger("megatfm")
 T = TypeVar("T")
 R = TypeVar("R")
 
 BATCH_SIZE = 16
-"""Rows at a time unless asked otherwise."""
+"""Default number of rows in a batch."""
 LENGTH_STEP = 16
-"""Rows are padded to multiples of so many tokens: products of matrices then round a row alike in batches of any size,
-with the libraries that torch has for CPUs (docs/LOG.md, 2026-11-26)."""
+"""Rows are padded to a multiple of this many tokens. Matrix multiplications on CPUs then round a row alike in batches
+of any size (docs/LOG.md, 2026-11-26)."""
 
 # B rows, T tokens, M tokens of a continuation, D model width, V vocabulary
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens to be predicted one after another, and what stands before them.
+    """Target tokens after a context.
 
-    context: what a decoder reads first, at least one token. encoder: what the encoder of an encoder-decoder reads.
+    context: the decoder's tokens before the targets, at least one. encoder: the tokens of an encoder-decoder's encoder.
     prefix: all tokens of the context see one another.
     """
 
@@ -49,14 +50,14 @@ class Continuation:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that the decoder reads: the last target is only predicted."""
+        """The decoder's tokens; the last target is only predicted."""
         return [*self.context, *self.targets[:-1]]
 
 
 def encode_continuation(loaded: TextModel, context: str, continuation: str) -> Continuation:
-    """Return the tokens of a text that follows another (see `split_pair`), with what stood before texts in training.
+    """Tokenize a continuation after its context (`split_pair`), with the model's prefix before the context.
 
-    Raises UsageError where the continuation makes no token.
+    Raises UsageError if the continuation has no token.
     """
     if has_encoder(loaded.model):
         targets = loaded.tokenizer.encode(continuation).tolist()
@@ -73,20 +74,20 @@ def encode_continuation(loaded: TextModel, context: str, continuation: str) -> C
 def score(
     model: nn.Module, continuations: Sequence[Continuation], *, batch_size: int = BATCH_SIZE
 ) -> list[Likelihood]:
-    """Return the likelihood of each continuation, in their order. A collective where there is a process group.
+    """Return the likelihood of each continuation, in their order. Collective if there is a process group.
 
-    All ranks bring the same continuations and hold the same weights; each computes its share. Raises UsageError for a
-    row longer than the model's positions, MegatfmError where logits are not finite.
+    All ranks pass the same continuations and hold the same weights; each computes a share. Raises UsageError for a row
+    longer than the model's positions, MegatfmError for logits that are not finite.
     """
     if batch_size < 1:
         raise UsageError(f"batch = {batch_size}: choose 1 or more rows at a time, e.g. {BATCH_SIZE}")
     limit = cast(Any, model).config.position.limit
     for number, continuation in enumerate(continuations, start=1):
-        longest = max(len(continuation.tokens), len(continuation.encoder or ()))
-        if limit is not None and longest > limit:
+        n_tokens = max(len(continuation.tokens), len(continuation.encoder or ()))
+        if limit is not None and n_tokens > limit:
             raise UsageError(
-                f"text {number} has {longest} tokens, but model.position.max_positions = {limit}: use shorter texts or "
-                "fewer shots"
+                f"text {number} has {n_tokens} tokens, but model.position.max_positions = {limit}: use shorter texts "
+                "or fewer shots"
             )
     scorer = _Scorer(model, limit)
     return map_blocks(continuations, scorer.padded_lengths, scorer.score_block, batch_size)
@@ -98,73 +99,73 @@ def map_blocks(
     compute: Callable[[Sequence[T]], Sequence[R]],
     batch_size: int,
 ) -> list[R]:
-    """Compute blocks of up to `batch_size` items of one shape, each on one rank; returns results in the items' order.
+    """Compute batches of up to `batch_size` items of one shape, each on one rank; return results in the items' order.
 
-    Blocks follow from the items and the batch size alone. A collective: where a rank fails, all do.
+    Batches depend on the items and the batch size alone. Collective: an error on one rank is raised on all.
     """
     blocks = list(blocks_of_shape([shape_of(item) for item in items], batch_size))
-    rank, ranks = object_collectives.rank(), object_collectives.world_size()
+    rank, world_size = object_collectives.rank(), object_collectives.world_size()
 
     def compute_share() -> dict[int, R]:
         results: dict[int, R] = {}
-        for block in blocks[rank::ranks]:
-            results |= zip(block, compute([items[number] for number in block]), strict=True)
+        for block in blocks[rank::world_size]:
+            results |= zip(block, compute([items[index] for index in block]), strict=True)
         return results
 
     shares = object_collectives.all_gather(_caught(compute_share))
     for share in shares:
         if isinstance(share, Exception):
             raise share
-    by_number = {number: result for share in shares for number, result in cast(dict[int, R], share).items()}
-    return [by_number[number] for number in range(len(items))]
+    by_index = {index: result for share in shares for index, result in cast(dict[int, R], share).items()}
+    return [by_index[index] for index in range(len(items))]
 
 
 def _caught(work: Callable[[], T]) -> T | Exception:
     try:
         return work()
-    except MegatfmError as error:  # raised on all ranks, once they have met
+    except MegatfmError as error:  # raised on all ranks after the gather
         return error
 
 
 def blocks_of_shape(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
-    """Yield the numbers of items of one shape, up to `batch_size` at a time, the largest shapes first."""
+    """Yield the indices of up to `batch_size` items of one shape at a time, the largest shapes first."""
     by_shape: dict[Any, list[int]] = {}
-    for number, shape in enumerate(shapes):
-        by_shape.setdefault(shape, []).append(number)
+    for index, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(index)
     for shape in sorted(by_shape, reverse=True):
-        numbers = by_shape[shape]
-        for start in range(0, len(numbers), batch_size):
-            yield numbers[start : start + batch_size]
+        indices = by_shape[shape]
+        for start in range(0, len(indices), batch_size):
+            yield indices[start : start + batch_size]
 
 
 def padded_length(n_tokens: int, limit: int | None = None) -> int:
-    """Return the length to which a row of so many tokens is padded, at most the model's limit of positions."""
+    """Return the padded length of a row of `n_tokens`. limit: the model's number of positions; None: unlimited."""
     length = -(-n_tokens // LENGTH_STEP) * LENGTH_STEP
     return length if limit is None else max(n_tokens, min(length, limit))
 
 
 @dataclass(frozen=True)
 class _Scorer:
-    """A model, and its limit of positions."""
+    """A model and its number of positions; None: unlimited."""
 
     model: nn.Module
     limit: int | None
 
     def padded_lengths(self, continuation: Continuation) -> tuple[int, int, bool]:
-        """Return the shape of a row: padded tokens of the encoder and of the decoder, and whether it has a prefix."""
+        """Return a row's shape: padded encoder tokens, padded decoder tokens, and whether it has a prefix."""
         n_encoder = (
             0 if continuation.encoder is None else padded_length(len(continuation.encoder), self.limit)
         )
         return n_encoder, padded_length(len(continuation.tokens), self.limit), continuation.prefix
 
     def score_block(self, block: Sequence[Continuation]) -> list[Likelihood]:
-        """Compute rows of one shape at once."""
-        n_encoder, length, is_prefix = self.padded_lengths(block[0])
+        """Return the likelihoods of rows of one shape."""
+        n_encoder, length, has_prefix = self.padded_lengths(block[0])
         device = next(self.model.parameters()).device
         tokens_BT, documents_BT = pad_right([row.tokens for row in block], length)
         inputs: dict[str, Tensor] = {}
-        if is_prefix:
-            # Else a causal model's tokens see no padding behind them.
+        if has_prefix:
+            # Needed for a prefix only: causal tokens don't see the padding after them.
             inputs["documents"] = documents_BT
             starts = torch.tensor([len(row.context) for row in block])
             inputs["prefix"] = torch.arange(length) < starts[:, None]
@@ -183,8 +184,7 @@ class _Scorer:
     def _logits(
         self, tokens_BT: Tensor, inputs: dict[str, Tensor], block: Sequence[Continuation]
     ) -> Iterator[Tensor]:
-        """Yield the logits [M, V] of each row's targets, made one row after another, so that they never exist at once,
-        where the model can stop before its head."""
+        """Yield the logits [M, V] of each row's targets; one row at a time if the head can be split off."""
         spans = [slice(len(row.context) - 1, len(row.tokens)) for row in block]
         body = model_without_head(self.model)
         if body is None:
@@ -197,12 +197,12 @@ class _Scorer:
 
 
 def pad_right(rows: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tensor]:
-    """Return tokens [B, length], padded with 0, and documents: 0, and −1 in padding."""
+    """Return tokens [B, length], padded with 0, and document ids [B, length]: 0, or −1 in padding."""
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     documents = torch.full((len(rows), length), PADDING)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        documents[number, : len(row)] = 0
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        documents[index, : len(row)] = 0
     return tokens, documents
 
 

@@ -1,4 +1,4 @@
-"""Pictures of what a model of images does, for its report: attention rollout, reconstructions and mistakes."""
+"""Pictures for the report of an image model: attention rollout, reconstructions and mistakes."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from megatfm.models.masked_autoencoder import VARIANCE_EPS
 
 PICTURES, FOLDER = "pictures.json", "pictures"
 SMALLEST, LARGEST, GAP = 112, 224, 4
-"""Pixels of a panel's longer side, at least and at most, and between two panels."""
+"""Pixels: smallest and largest longer side of a panel, and the gap between two panels."""
 GREY = 128
 """Colour of masked patches."""
 Batch = dict[str, Tensor]
@@ -32,7 +32,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels [H, W, C] side by side, and a line below."""
+    """Panels [H, W, C] side by side, and a caption."""
 
     panels: Sequence[Pixels]
     caption: str
@@ -49,19 +49,19 @@ class Gallery:
 
 
 def example_batches(rows: SizedRowDataset, count: int) -> Iterator[Batch]:
-    """Yield so many rows, evenly spread over a set, each as a batch of one."""
-    for number in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
-        fields = rows.rows([number])
+    """Yield `count` rows spread evenly over a set, each as a batch of one."""
+    for row in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
+        fields = rows.rows([row])
         yield {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
 
 
 def rollout_gallery(
     model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device, names: Sequence[str]
 ) -> Gallery:
-    """Show where the model looks: each image beside itself times the rollout, as in figure 6 of the ViT paper.
+    """Show where the model attends: each image, and the image times the rollout, as in figure 6 of the ViT paper.
 
-    From the class token, or the mean over patches where the classifier reads no class token. Raises UsageError for a
-    model that `record_attention` refuses.
+    The rollout is the class token's, or the mean over patches if the classifier reads no class token. Raises UsageError
+    for a model that `record_attention` refuses.
     """
     head: Any = config.model.extra_heads.get("classifier")
     by_class_token = head is not None and "class" in head.pool
@@ -72,17 +72,19 @@ def rollout_gallery(
             output = model(**inputs)
         reached_TT = rollout(maps)[0].cpu()
         logits = (output.predictions or {}).get("classifier")
-        for number, token in enumerate(_first_tokens(batch)):
-            at = tokens_of_image(batch, 0, token)
-            is_patch = batch["grid"][0, at, 0].numpy() >= 0
-            from_TT = reached_TT[at][:, at[is_patch]]
-            weights = (from_TT[0] if by_class_token else from_TT[torch.from_numpy(is_patch)].mean(0)).numpy()
+        for index, token in enumerate(_first_tokens(batch)):
+            token_indices = tokens_of_image(batch, 0, token)
+            is_patch = batch["grid"][0, token_indices, 0].numpy() >= 0
+            attention_TT = reached_TT[token_indices][:, token_indices[is_patch]]
+            weights = (
+                attention_TT[0] if by_class_token else attention_TT[torch.from_numpy(is_patch)].mean(0)
+            ).numpy()
             image = pixels_at(batch, 0, token, _patch_size(config))
             label = int(batch["labels"][0, token])
             caption = "" if label == IGNORE_INDEX else f"label {_name(names, label)}"
             if logits is not None:
-                p, predicted = logits[number].double().softmax(-1).max(-1)
-                caption += f", predicted {_name(names, int(predicted))} ({float(p):.2f})"
+                probability, predicted = logits[index].double().softmax(-1).max(-1)
+                caption += f", predicted {_name(names, int(predicted))} ({float(probability):.2f})"
             grid = tuple(batch["grid"][0, token, 2:].tolist())
             pictures.append(Picture([image, shade(image, weights.reshape(grid))], caption))
     note = "Each image, and the image times the attention that reaches its patches (Abnar & Zuidema 2020)."
@@ -90,7 +92,7 @@ def rollout_gallery(
 
 
 def shade(image: Pixels, weights: NDArray[np.floating[Any]]) -> Pixels:
-    """Return an image [H, W, C] times weights [h, w], scaled to the greatest and interpolated bilinearly."""
+    """Return an image [H, W, C] times weights [h, w], scaled to a maximum of 1 and interpolated bilinearly."""
     scaled = Image.fromarray((weights / max(float(weights.max()), 1e-12)).astype(np.float32))
     factors = np.asarray(scaled.resize((image.shape[1], image.shape[0]), Image.Resampling.BILINEAR))
     shaded: Pixels = (image * factors[..., None]).round().astype(np.uint8)
@@ -100,7 +102,7 @@ def shade(image: Pixels, weights: NDArray[np.floating[Any]]) -> Pixels:
 def reconstruction_gallery(
     model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device
 ) -> Gallery:
-    """Show what a model of masked images sees, what it makes of that, and the image (as figure 2 of the MAE paper)."""
+    """Show the visible patches, the model's reconstruction, and the image, as in figure 2 of the MAE paper."""
     targets = "target_patches" if config.objective.name == "simmim" else "patches"
     pictures = []
     for batch in batches:
@@ -127,7 +129,7 @@ def reconstruction_gallery(
 
 
 def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor:
-    """Return predicted pixels [T, K] as bytes; of normalised targets, by the mean and deviation of each patch."""
+    """Return predicted pixels [T, K] as uint8. Normalised targets are rescaled by each patch's mean and deviation."""
     predicted_TK = predicted_TK.double()
     scale_K, shift_K = normalisation(config.model.embedding, predicted_TK.device, torch.float64)  # type: ignore[arg-type]
     if getattr(config.model.pixel_decoder, "normalize_targets", False):
@@ -138,7 +140,7 @@ def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor
 
 
 def mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], name: str) -> Gallery:
-    """Show the surest mistakes of an evaluation. name: the validation set's."""
+    """Show the most confident mistakes of an evaluation. name: of the validation set."""
     pictures = [
         Picture(
             [mistake.pixels],
@@ -156,7 +158,7 @@ def mistakes_gallery(mistakes: Sequence[Mistake], names: Sequence[str], name: st
 
 
 def write_pictures(run_dir: Path, step: int, galleries: Sequence[Gallery]) -> int:
-    """Write galleries as PNG files, and the index that names them; returns how many pictures there are."""
+    """Write galleries as PNG files and their index; return the number of pictures."""
     index: list[Mapping[str, Any]] = []
     for gallery in galleries:
         entries = []
@@ -172,7 +174,7 @@ def write_pictures(run_dir: Path, step: int, galleries: Sequence[Gallery]) -> in
 
 
 def to_png(panels: Sequence[Pixels]) -> bytes:
-    """Return panels side by side as a PNG file, with transparent gaps. Enlarged pixels stay visible as such."""
+    """Return panels side by side as a PNG file, with transparent gaps. Enlarged pixels are not smoothed."""
     images = []
     for panel in panels:
         image = Image.fromarray(panel if panel.shape[2] == 3 else panel[..., 0]).convert("RGBA")
@@ -182,10 +184,10 @@ def to_png(panels: Sequence[Pixels]) -> bytes:
         images.append(image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC))
     width = sum(image.width for image in images) + GAP * (len(images) - 1)
     joined = Image.new("RGBA", (width, max(image.height for image in images)))
-    begin = 0
+    left = 0
     for image in images:
-        joined.paste(image, (begin, 0))
-        begin += image.width + GAP
+        joined.paste(image, (left, 0))
+        left += image.width + GAP
     out = io.BytesIO()
     joined.save(out, "PNG", optimize=True)
     return out.getvalue()
@@ -194,22 +196,22 @@ def to_png(panels: Sequence[Pixels]) -> bytes:
 def make_galleries(
     config: Config, rows: SizedRowDataset, count: int, device: torch.device, names: Sequence[str]
 ) -> Callable[[nn.Module], list[Gallery]]:
-    """Return a function of the model in evaluation mode that makes the galleries of its objective."""
+    """Return a function that builds the objective's galleries from a model in evaluation mode."""
     batches = list(example_batches(rows, count))
 
     @torch.no_grad()
-    def galleries_of(model: nn.Module) -> list[Gallery]:
+    def build_galleries(model: nn.Module) -> list[Gallery]:
         if config.objective.name in ("masked_image", "simmim"):
             return [reconstruction_gallery(model, config, batches, device)]
         if config.model.family != "encoder":
             return []
         return [rollout_gallery(model, config, batches, device, names)]
 
-    return galleries_of
+    return build_galleries
 
 
 def _first_tokens(batch: Batch) -> list[int]:
-    """Indices of the first token of each image of a row, without padding."""
+    """Return the index of the first token of each image of a row, without padding."""
     is_first = batch["positions"][0] == 0
     if "documents" in batch:
         is_first = is_first & (batch["documents"][0] >= 0)
@@ -220,5 +222,5 @@ def _patch_size(config: Config) -> int:
     return int(config.model.embedding.patch_size)  # type: ignore[union-attr]
 
 
-def _name(names: Sequence[str], number: int) -> str:
-    return names[number] if number < len(names) else str(number)
+def _name(names: Sequence[str], label: int) -> str:
+    return names[label] if label < len(names) else str(label)

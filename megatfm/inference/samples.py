@@ -1,4 +1,4 @@
-"""Samples while a run trains: the continuations of `evaluate.sample_prompts`, drawn alike at each evaluation."""
+"""Samples during training: continuations of `evaluate.sample_prompts`, with the same seed at each evaluation."""
 
 import torch
 import torch.distributed as dist
@@ -7,18 +7,19 @@ from torch import Tensor, nn
 from megatfm.config import Config
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import Sampling
-from megatfm.inference.text import TextModel, build_prompts, generate_text
+from megatfm.inference.prompts import build_prompts
+from megatfm.inference.text import TextModel, generate_text
 from megatfm.tokenizers import Tokenizer
 
 TEMPERATURE, TOP_P = 0.8, 0.95
-"""Those of `megatfm generate`."""
+"""Defaults of `megatfm generate`."""
 
 
 class LockstepSampling(Sampling):
-    """Sampling of ranks that run the model together: all take rank 0's token, so that all make as many."""
+    """Sampling by ranks that run the model together: all take rank 0's token, so that all run equally many steps."""
 
     def sample(self, logits_BV: Tensor, position: object) -> Tensor:
-        """Return the token [B] of each row. A collective, where there is a group."""
+        """Return the next token [B] of each row. Collective if there is a process group."""
         token_B = super().sample(logits_BV, position)  # type: ignore[arg-type]
         if dist.is_initialized():
             dist.broadcast(token_B, 0)
@@ -26,7 +27,7 @@ class LockstepSampling(Sampling):
 
 
 class PromptSampler:
-    """Continues the prompts of a config with the model in training."""
+    """Continues the config's prompts with the model in training."""
 
     def check(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config) -> None:
         """Raise UsageError for a prompt that the model can't continue."""
@@ -43,7 +44,7 @@ class PromptSampler:
 
     @torch.no_grad()
     def generate(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int) -> list[str]:
-        """Return the continuation of each prompt; on all ranks together."""
+        """Return the continuation of each prompt. Collective."""
         loaded = _text_model(model, tokenizer, config, step)
         sampling = LockstepSampling(TEMPERATURE, top_p=TOP_P, vocab_size=loaded.tokenizer.vocab_size)
         n_tokens = config.evaluate.sample_tokens
@@ -55,5 +56,5 @@ class PromptSampler:
 
 def _text_model(model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int = 0) -> TextModel:
     if tokenizer is None:
-        raise UsageError("evaluate.sample_prompts: the run reads no text, and makes none: leave them out")
+        raise UsageError("evaluate.sample_prompts: the run reads no text: leave them out")
     return TextModel(model, tokenizer, config, step, None, eos_token_id=(tokenizer.eos,))

@@ -1,4 +1,4 @@
-"""Evaluate the best checkpoint of a fine-tuning run on its files, and predict the labels of others."""
+"""Evaluate the best checkpoint of a fine-tuning run on its files, and predict the labels of other files."""
 
 import json
 import math
@@ -22,8 +22,8 @@ from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.files import read_rows
-from megatfm.tasks.metrics import METRICS_OF_FORM, bootstrap_interval, confusion_matrix, per_class_scores
-from megatfm.tasks.predictions import Predictions, collect_predictions, model_of
+from megatfm.tasks.metrics import FORM_METRICS, bootstrap_interval, confusion_matrix, per_class_scores
+from megatfm.tasks.predictions import Predictions, collect_predictions, engine_model
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.tasks.text_metrics import exact_match, token_f1
 from megatfm.tokenizers import Tokenizer
@@ -36,15 +36,13 @@ from megatfm.train.init_from import load_weights
 
 FilePredictions = Predictions | SpanPredictions | GeneratedAnswers
 Collected = tuple[FilePredictions | None, float, int, Mapping[str, float]]
-"""Predictions of a task with a head, or answers, mean loss, number of examples, and metrics of an objective that has
-some."""
+"""Predictions or answers, mean loss, number of examples, and the objective's metrics."""
 RESULTS, PREDICTIONS = "task.json", "predictions"
 
 
 @dataclass(frozen=True)
 class TaskResults:
-    """Results of the best checkpoint: its folder and step, and for each set examples, loss, metrics, their intervals
-    and the file of its predictions."""
+    """Results of the best checkpoint: its folder and step; set → examples, loss, metrics, intervals, predictions."""
 
     checkpoint: Path
     step: int
@@ -52,9 +50,9 @@ class TaskResults:
 
 
 def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults | None:
-    """Evaluate a run's best checkpoint on its validation and test files; leaves task.json and predictions in the run.
+    """Evaluate a run's best checkpoint on its validation and test files; write task.json and predictions to the run.
 
-    Under several processes all take part, and rank 0 has the results.
+    Collective; ranks other than 0 return None. Raises UsageError, MegatfmError.
     """
     config, tokenizer = _open_run(run_dir, trust_plugins)
     task = config.task
@@ -66,10 +64,10 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
     source, by_set = collected
     results: dict[str, dict[str, Any]] = {}
     threshold = None if task.validation else 0.0
-    for name, (predictions, loss, n_examples, of_objective) in by_set.items():
+    for name, (predictions, loss, n_examples, objective_metrics) in by_set.items():
         results[name] = {"examples": n_examples, "loss": loss}
         if not task.has_head:
-            results[name] |= {"metrics": of_objective or {"perplexity": math.exp(loss)}, "intervals": {}}
+            results[name] |= {"metrics": objective_metrics or {"perplexity": math.exp(loss)}, "intervals": {}}
         if predictions is None:
             continue
         if isinstance(predictions, SpanPredictions):
@@ -87,7 +85,7 @@ def evaluate_task(run_dir: Path, *, trust_plugins: bool = False) -> TaskResults 
 
 
 def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
-    """Return metrics, intervals of those that are means over examples, and what is told of each class."""
+    """Return metrics, intervals of means over examples, and results by class. file: with the labels."""
     task = predictions.task
     if isinstance(predictions, GeneratedAnswers):
         return predictions.summarise([str(row[task.label]) for row in read_rows(file)])
@@ -102,11 +100,11 @@ def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
             summary["threshold"] = predictions.answered_up_to
         return summary
     targets, predicted = predictions.expected, predictions.predicted
-    table = METRICS_OF_FORM[task.form]
-    usual = [name for name in dict.fromkeys((next(iter(table)), task.best_by)) if name in table]
+    metrics = FORM_METRICS[task.form]
+    means = [name for name in dict.fromkeys((next(iter(metrics)), task.best_by)) if name in metrics]
     summary["examples"] = len(np.unique(predictions.examples))
     if task.form != "tagging":  # whose words are not independent
-        summary["intervals"] = {name: bootstrap_interval(table[name], targets, predicted) for name in usual}
+        summary["intervals"] = {name: bootstrap_interval(metrics[name], targets, predicted) for name in means}
     if task.form in ("classification", "tagging"):
         summary["per_class"] = per_class_scores(targets, predicted, task.labels)
         summary["confusion"] = confusion_matrix(targets, predicted, len(task.labels))
@@ -121,10 +119,10 @@ def predict_file(
     search: Mapping[str, float] = MappingProxyType({}),
     trust_plugins: bool = False,
 ) -> tuple[Path, int] | None:
-    """Predict the labels of a file's rows by a run's best checkpoint; returns the file of predictions, and how many.
+    """Predict the labels of a file's rows by a run's best checkpoint; return the predictions file and its lines.
 
-    search: keys of the task that decide how answers are generated (`beams`, `length_penalty`), in place of the run's.
-    Under several processes all take part, and rank 0 has the result.
+    out: the predictions file; None: in the run. search: keys of the task that decide how answers are generated
+    (`beams`, `length_penalty`), in place of the run's. Collective; ranks other than 0 return None. Raises UsageError.
     """
     config, tokenizer = _open_run(run_dir, trust_plugins)
     assert config.task is not None
@@ -154,14 +152,14 @@ def predict_file(
 
 
 def _stored_threshold(run_dir: Path) -> float:
-    """Return the threshold of no answer that a run chose on its validation file; 0 where it has chosen none."""
+    """Return the no-answer threshold that a run chose on its validation file; 0 if it chose none."""
     results = run_dir / RESULTS
     sets = json.loads(results.read_text()).get("sets", {}) if results.is_file() else {}
     return float(sets.get("validation", {}).get("threshold", 0.0))
 
 
 def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
-    """Return a run's config, on one replica per process, and its tokenizer. Raises UsageError."""
+    """Return a run's config, with one replica per process, and its tokenizer. Raises UsageError."""
     if not (run_dir / "config.toml").is_file():
         raise UsageError(
             f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/topics"
@@ -181,7 +179,7 @@ def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
 def _predict(
     run_dir: Path, config: Config, tokenizer: Tokenizer, files: Mapping[str, str], *, with_labels: bool
 ) -> tuple[Path, dict[str, Collected]] | None:
-    """Return the checkpoint, and for each file its predictions and mean loss; None on ranks other than 0."""
+    """Return the checkpoint and the results of each file; None on ranks other than 0. Collective."""
     task = config.task
     assert task is not None
     with distributed.distributed_session(device=config.train.device) as rank:
@@ -205,20 +203,20 @@ def _predict(
         load_weights(engine, source)
         results: dict[str, Collected] = {}
         for name, rows in corpora.validation.items():
-            with collect_predictions(model_of(engine)) if task.has_head else nullcontext() as collector:
+            with collect_predictions(engine_model(engine)) if task.has_head else nullcontext() as collector:
                 result = evaluate(engine, rows, corpora.objective, None, micro_batch=config.train.micro_batch)
             predictions: FilePredictions | None = collector.gather(task, folders[name]) if collector else None
             n_examples = corpora_read[name].n_examples
             results[name] = (predictions, float(result["loss"]), n_examples, result.get("metrics", {}))
         for name, file in files.items():
             if task.text_metrics or name not in tokenized:
-                _, *facts = results.get(name, (None, math.nan, 0, {}))
-                results[name] = (_generate(engine, tokenizer, config, file), *facts)  # type: ignore[assignment]
+                _, *loss_and_counts = results.get(name, (None, math.nan, 0, {}))
+                results[name] = (_generate(engine, tokenizer, config, file), *loss_and_counts)  # type: ignore[assignment]
     return (source, results) if rank.is_main else None
 
 
 def _generate(engine: Any, tokenizer: Tokenizer, config: Config, file: str) -> GeneratedAnswers:
-    """Answer the rows of a file. A collective."""
+    """Generate answers to the rows of a file. Collective."""
     if not isinstance(engine, RunsModel):
         raise UsageError(
             f"parallel.engine = {config.parallel.engine!r} can't generate answers, which task.text_metrics needs: "
@@ -229,7 +227,7 @@ def _generate(engine: Any, tokenizer: Tokenizer, config: Config, file: str) -> G
 
 
 def _write_predictions(file: Path, predictions: FilePredictions) -> int:
-    """Write a line for each row; returns how many."""
+    """Write a line for each row; return the number of lines."""
     rows = list(predictions.rows())
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -8,37 +8,32 @@ from pathlib import Path
 
 import torch
 from pydantic import JsonValue, ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
-from megatfm.inference.decoding import Prompts, Sampling, check_makes_text, has_encoder, stream
+from megatfm.inference.decoding import Sampling, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.inference.image_prompts import insert_image_tokens, read_prompt_image
+from megatfm.inference.prompts import prepare_prompts
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
 from megatfm.models.base import take, working_dtype
 from megatfm.ops.transfer import aligned
 from megatfm.registry import import_foreign_plugins
 from megatfm.tokenizers import Tokenizer
-from megatfm.tokenizers.base import SENTINEL_PATTERN
 
 log = logging.getLogger("megatfm")
-
-BEGIN = ("auto", "bos", "none")
-SENTINEL = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """A trained model and what belongs to it. `run_dir` is None for a checkpoint on its own.
+    """A trained model with its tokenizer and config. run_dir: None for a checkpoint outside of a run.
 
-    prompt_prefix_ids: what stood before texts in the training of a model from elsewhere; None: `bos`, as here.
-    eos_token_id: the ids of which each ends a text. knows_objective: whether `config.objective` is what it was trained
-    for, not a guess from its kind.
+    prompt_prefix_ids: ids before texts in the training of a converted model; None: `bos`. eos_token_id: ids that end a
+    text. knows_objective: whether the model was trained on `config.objective`; false if it is inferred from its family.
     """
 
     model: nn.Module
@@ -60,49 +55,49 @@ def load(
 ) -> TextModel:
     """Open the newest checkpoint of a run directory, or one checkpoint, with its tokenizer, in evaluation mode.
 
-    dtype: of the parameters; "auto": what most of them are stored in, up to float32. trust_plugins: import the packages
-    that its config names. Raises UsageError where nothing can be opened, MegatfmError where something is damaged or
-    does not fit.
+    dtype: of the parameters; "auto": the one that most of them are stored in, up to float32. trust_plugins: import the
+    packages that its config names. Raises UsageError if there is no checkpoint or tokenizer, MegatfmError if one is
+    damaged or does not fit.
     """
     source = checkpoint.find_checkpoint(path)
     return attach_tokenizer(load_model(source, device, dtype=dtype, trust_plugins=trust_plugins), source)
 
 
 def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
-    """Return the model of a checkpoint with what belongs to it. Raises as `load` does."""
+    """Return a checkpoint's model with its tokenizer and config. Raises as `load` does."""
     state, config = _state(source)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
-    where = tokenizers.find_tokenizer_file(run) or config.data.tokenizer
-    if where is None:
+    tokenizer_file = tokenizers.find_tokenizer_file(run) or config.data.tokenizer
+    if tokenizer_file is None:
         raise UsageError(
             f"{source}: was trained on no text, and has no tokenizer: there is nothing to generate"
         )
-    tokenizer = tokenizers.load(where)
+    tokenizer = tokenizers.load(tokenizer_file)
     if tokenizer.hash != state.get("tokenizer"):
         raise UsageError(
-            f"{where}: not the tokenizer that {source.name} was trained with: put that one into {run}"
+            f"{tokenizer_file}: not the tokenizer that {source.name} was trained with: put that one into {run}"
         )
-    rows = config.model.vocab_size or 0
-    if tokenizer.vocab_size > rows:
+    n_embeddings = config.model.vocab_size or 0
+    if tokenizer.vocab_size > n_embeddings:
         raise MegatfmError(
-            f"{source}: the model has {rows} rows, fewer than its tokenizer's "
+            f"{source}: the model has {n_embeddings} rows, fewer than its tokenizer's "
             f"{tokenizer.vocab_size} ids: one of the two was replaced"
         )
     if type(step := state.get("step")) is not int:
         raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step")
-    begins, stop = state.get("begins"), state.get("stop")
+    prefix_ids, eos_ids = state.get("begins"), state.get("stop")
     return TextModel(
         model,
         tokenizer,
         config,
         step,
         folder,
-        tuple(int(str(token)) for token in begins) if isinstance(begins, list) else None,
-        # One number in older checkpoints.
-        tuple(int(str(token)) for token in stop)
-        if isinstance(stop, list)
-        else (stop if isinstance(stop, int) else tokenizer.eos,),
+        tuple(int(str(token)) for token in prefix_ids) if isinstance(prefix_ids, list) else None,
+        # Older checkpoints store a single id.
+        tuple(int(str(token)) for token in eos_ids)
+        if isinstance(eos_ids, list)
+        else (eos_ids if isinstance(eos_ids, int) else tokenizer.eos,),
         knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
     )
 
@@ -114,7 +109,7 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     trust_plugins: bool = False,
 ) -> nn.Module:
-    """The model of a run directory or checkpoint, in evaluation mode; no tokenizer is needed.
+    """Return the model of a run directory or checkpoint, in evaluation mode, without a tokenizer.
 
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
     """
@@ -147,7 +142,7 @@ def load_model(
 
 
 def _state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
-    """The state of a checkpoint and the config that it was saved under, which unlike RUN/config.toml can't change."""
+    """Return a checkpoint's state and the config it was saved under, which unlike RUN/config.toml never changes."""
     state = checkpoint.read_state(source)
     try:
         return state, Config.model_validate(migrate(state.get("config")))
@@ -158,91 +153,6 @@ def _state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
             f"{source}: this version of megatfm can't read its config ({key}: {first['msg']}): open it with the one "
             f"that wrote it, {state.get('megatfm', 'which it does not name')}"
         ) from None
-
-
-def build_prompts(
-    loaded: TextModel,
-    text: str,
-    samples: int = 1,
-    begin: str = "auto",
-    sentinel: str = "auto",
-    image: str | Path | None = None,
-) -> Prompts:
-    """Return the prompt as the model read texts in its training, `samples` times.
-
-    begin: what a decoder reads before it: "auto", what stood there in its training, "bos", or "none".
-
-    For a model of span corruption, `<extra_0>`, `<extra_1>`, … in the text are what is to be filled in. sentinel:
-    whether `<extra_0>` is added to a text without any: "always", "never", or "auto": for models that were trained so
-    here, while those from elsewhere may have learnt tasks. image: a file, for a vision-language model; it stands where
-    the text has the image's token, else before it. Raises UsageError for models that make no text.
-    """
-    model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
-    check_makes_text(loaded.model)
-    if model.lm_head.name == "none":
-        raise UsageError(
-            "the model has no head over the vocabulary, and makes no text: give one with its head (…ForCausalLM), or "
-            "take vectors by megatfm.load(FOLDER).encode"
-        )
-    if begin != "auto" and has_encoder(loaded.model):
-        raise UsageError(
-            f"begin = {begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave it out"
-        )
-    ids = tokenizer.encode(text).tolist()
-    if objective == "span_corruption":
-        ids = encode_with_sentinels(loaded, text, sentinel)
-    if objective == "ul2" and "S" in tokenizer.modes:
-        ids = [tokenizer.modes["S"], *ids]
-    first: list[int] | None
-    if has_encoder(loaded.model):
-        if objective == "causal":
-            encoder, first = [tokenizer.eos], [tokenizer.pad, *ids]
-        else:
-            encoder, first = [*ids, tokenizer.eos], [tokenizer.pad]
-        return Prompts(_rows(first, samples), _rows(encoder, samples))
-    bare = objective == "span_corruption" or (objective == "ul2" and "S" in tokenizer.modes)
-    prefix = objective in ("prefix", "span_corruption", "ul2")
-    first = []
-    if not bare:
-        first = (
-            [tokenizer.bos]
-            if begin == "bos" or loaded.prompt_prefix_ids is None
-            else list(loaded.prompt_prefix_ids)
-        )
-        first = [] if begin == "none" else first
-        ids = [*first, *ids] or [tokenizer.bos]  # something must be there to go on from
-    if image is None:
-        return Prompts(_rows(ids, samples), prefix=prefix)
-    fields = read_prompt_image(loaded, image)
-    ids = insert_image_tokens(loaded, ids, fields, len(first))
-    images = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in fields.items()}
-    return Prompts(_rows(ids, samples), images=images)
-
-
-def encode_with_sentinels(loaded: TextModel, text: str, sentinel: str) -> list[int]:
-    """Tokenize text in which `<extra_N>` stand for what is to be filled in; one is added at its end where none is."""
-    sentinels = loaded.tokenizer.sentinels
-    parts = SENTINEL_PATTERN.split(text)
-    if len(parts) == 1 and sentinel == "auto" and not loaded.knows_objective:
-        log.warning(
-            "the prompt is read as it is, for the objective of a converted model is not known: put <extra_0> where "
-            "text is to be filled in, or give --sentinel always (never: without this line)"
-        )
-    elif len(parts) == 1 and sentinel != "never":
-        parts += ["0", ""]
-    ids: list[int] = []
-    for place, part in enumerate(parts):
-        if place % 2 == 0:
-            ids += loaded.tokenizer.encode(part).tolist() if part else []
-        elif int(part) < len(sentinels):
-            ids.append(sentinels[int(part)])
-        else:
-            raise UsageError(f"<extra_{part}>: the tokenizer has {len(sentinels)} sentinels, from 0 on")
-    return ids
-
-
-def _rows(ids: list[int], samples: int) -> list[Tensor]:
-    return [torch.tensor(ids)] * samples
 
 
 def generate_text(
@@ -256,9 +166,9 @@ def generate_text(
     sentinel: str = "auto",
     image: str | Path | None = None,
 ) -> list[str]:
-    """Return continuations of a prompt; `on_text` receives prompt and first continuation piece by piece.
+    """Return `samples` continuations of a prompt, each up to an id of `loaded.eos_token_id`.
 
-    The prompt stands where texts stood in training (see `build_prompts`); an id of `loaded.eos_token_id` ends a text.
+    on_text: receives the prompt, then the first continuation as it grows. `build_prompts` documents the other options.
     """
     tokenizer = loaded.tokenizer
     prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, samples, begin, sentinel, image)
@@ -270,11 +180,11 @@ def generate_text(
         loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.eos_token_id
     ):
         for row, token in enumerate(tokens.tolist()):
-            piece = "" if ended[row] else decoders[row].add([token])
+            new_text = "" if ended[row] else decoders[row].add([token])
             ended[row] = ended[row] or token in loaded.eos_token_id
-            texts[row] += piece
+            texts[row] += new_text
             if row == 0:
-                on_text(piece)
+                on_text(new_text)
     ends = [decoder.end() for decoder in decoders]
     on_text(ends[0])
     return [text + end for text, end in zip(texts, ends, strict=True)]
@@ -290,7 +200,7 @@ def generate_text_beam(
     sentinel: str = "auto",
     image: str | Path | None = None,
 ) -> str:
-    """Return the continuation of a prompt that beam search finds."""
+    """Return the continuation of a prompt by beam search. `build_prompts` documents the options."""
     tokenizer = loaded.tokenizer
     prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, 1, begin, sentinel, image)
     (result,) = beam_search(
@@ -304,35 +214,3 @@ def generate_text_beam(
     )
     decoder = IncrementalDetokenizer(tokenizer, prompt_ids=prompts.tokens[0].tolist())
     return decoder.add(result.tokens.tolist()) + decoder.end()
-
-
-def prepare_prompts(
-    loaded: TextModel,
-    prompt: str,
-    max_tokens: int,
-    samples: int,
-    begin: str,
-    sentinel: str,
-    image: str | Path | None = None,
-) -> tuple[Prompts, int]:
-    """Return the prompts on the model's device, and how many tokens there is room for."""
-    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, image).to(
-        next(loaded.model.parameters()).device
-    )
-    length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
-    has_two_rows = prompts.encoder is not None or prompts.images is not None
-    trained = data.target_length if has_two_rows and data.target_length else data.sequence_length
-    if length + max_tokens > trained:
-        log.warning(
-            "note: up to %d tokens, while this model was trained on %d at a time",
-            length + max_tokens,
-            trained,
-        )
-    if model.position.limit is not None and length + max_tokens - 1 > model.position.limit >= length:
-        max_tokens = model.position.limit + 1 - length
-        log.warning(
-            "note: at most %d tokens are made: model.position.max_positions = %d",
-            max_tokens,
-            model.position.limit,
-        )
-    return prompts, max_tokens

@@ -43,7 +43,7 @@ from megatfm.split_points import CarrySpec, SplitPoint
 PREDICTED_FRACTION = 1 / 6
 """Share of the tokens that the paper predicts; they alone have queries."""
 
-TOGETHER = TwoStreamAttentionConfig.queries_together
+TOGETHER = TwoStreamAttentionConfig.query_multiple
 """Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""
 
 

@@ -1,4 +1,4 @@
-"""Training objectives: which inputs, targets and terms of the loss are made of documents. Importing registers them."""
+"""Training objectives: from documents to inputs, targets and loss terms. Importing them registers them."""
 
 from megatfm.objectives import contrastive as contrastive
 from megatfm.objectives import denoising as denoising

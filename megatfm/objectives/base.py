@@ -1,4 +1,4 @@
-"""The Objective protocol, how an objective is built from a config, and helpers that several objectives use."""
+"""The Objective protocol, its construction from a config, and helpers that several objectives share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +20,17 @@ from megatfm.layers.block import auxiliary_losses
 from megatfm.layers.loss_terms import AuxiliaryLoss
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.registry import Registry
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 Batch = Mapping[str, Tensor]
-"""The tensors of a micro-batch: `positions` and `documents` [rows, length of the side], `keys` [rows], and what the
-objective makes: of text `tokens` and `targets` [rows, length]."""
+"""Tensors of a micro-batch: `positions` and `documents` [rows, length of the side], `keys` [rows], and the objective's
+fields, such as `tokens` and `targets` [rows, length] of text."""
 
 Example = dict[str, NDArray[Any]]
-"""One sequence: arrays by name, as `Objective.fields` says."""
+"""One sequence: field name → array, as `Objective.fields` declares it."""
 
 Losses = dict[str, Tensor]
-"""Name of a loss term → its sum over a micro-batch, a scalar."""
+"""Loss term → its sum over a micro-batch, a scalar."""
 
 TokenArray = NDArray[np.integer]
 Ints = NDArray[np.int64]
@@ -42,7 +42,7 @@ DECODER_ONLY, ENCODER_DECODER = ("",), ("encoder_", "")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Facts of a tokenizer for objectives: ids with a meaning, and which tokens begin a word."""
+    """Special token ids of a tokenizer, and which of its tokens begin a word."""
 
     bos: int
     eos: int
@@ -52,16 +52,16 @@ class SpecialTokens:
     cls: int | None = None
     sep: int | None = None
     sentinels: Sequence[int] = ()
-    """In the order in which they are used."""
+    """Ids in order of use: the first span gets the first one."""
     modes: Mapping[str, int] = field(default_factory=dict)
     """UL2's mode tokens by letter: R, S, X."""
     other_reserved: Sequence[int] = ()
-    """More ids that no text has."""
+    """Further ids that text never has."""
     word_starts: NDArray[np.bool_] | None = None
-    """True for ids that begin a word, [vocab_size]; None if ids don't tell."""
+    """True for ids that begin a word [vocab_size]; None if ids don't mark word starts."""
 
     def require_token(self, token: str, objective: str) -> int:
-        """The id of a token that an objective can't do without. Raises UsageError if there is none."""
+        """Return the id of a token that an objective needs. Raises UsageError if the tokenizer has none."""
         token_id = getattr(self, token)
         if token_id is None:
             raise UsageError(
@@ -71,19 +71,19 @@ class SpecialTokens:
         return int(token_id)
 
     def require_frame(self, objective: str) -> tuple[int, int]:
-        """Return the ids of cls and sep, which stand around a text. Raises UsageError if one is missing."""
+        """Return the ids of cls and sep. Raises UsageError if one is missing."""
         return self.require_token("cls", objective), self.require_token("sep", objective)
 
     @cached_property
     def text_ids(self) -> NDArray[np.int64]:
-        """The ids that text is made of: random replacements are drawn from these."""
+        """Ids of text, without special ones; random replacements are drawn from these."""
         special_ids = (self.bos, self.eos, self.pad, self.mask, self.cls, self.sep)
         reserved = [token for token in special_ids if token is not None]
         reserved += [*self.sentinels, *self.modes.values(), *self.other_reserved]
         return np.setdiff1d(np.arange(self.vocab_size), np.array(reserved, np.int64))
 
     def require_word_starts(self, key: str) -> NDArray[np.bool_]:
-        """`word_starts`, for a setting that needs it. Raises UsageError if ids don't mark the beginnings of words."""
+        """Return `word_starts` for the setting `key`. Raises UsageError if ids don't mark word starts."""
         if self.word_starts is None:
             raise UsageError(
                 f"{key} needs to know where words begin, and the tokenizer does not tell: prepare the corpus with one "
@@ -92,7 +92,7 @@ class SpecialTokens:
         return self.word_starts
 
     def word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
-        """Return the first tokens of the words in a piece [words]; token 0 always begins one."""
+        """Return the indices of the first tokens of words in a chunk [words]; token 0 always begins one."""
         assert self.word_starts is not None
         starts = self.word_starts[tokens]
         starts[:1] = True
@@ -100,140 +100,131 @@ class SpecialTokens:
 
 
 class Objective(Protocol):
-    """Makes sequences from pieces of documents, and the terms of the loss; subclass it for the defaults.
+    """Builds sequences from chunks of documents, and computes the terms of the loss. Subclass it for the defaults.
 
-    For inputs that are no text: `reads_text`, `fields`, and `needs_files` if it reads stored files.
-
-    The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch.
+    The loss is Σ over terms of weight · sum / count, with sums and counts over the global batch. Inputs other than
+    text: set `reads_text` and `fields`, and `needs_files` for stored files.
     """
 
     model_families: tuple[str, ...]
     """Model families that it trains."""
     loss_weights: Mapping[str, float]
-    """Each term's weight."""
+    """Term → weight."""
     field_prefixes: tuple[str, ...] = DECODER_ONLY
-    """Prefixes of the fields of each row that a sequence takes room in: DECODER_ONLY or ENCODER_DECODER."""
+    """Field prefix of each side of a row that a sequence fills: DECODER_ONLY or ENCODER_DECODER."""
     max_tokens: int | None = None
-    """Longest piece of a document whose sequence fits a row. None: documents are cut where rows end."""
+    """Longest chunk of a document whose sequence fits a row. None: documents are cut where rows end."""
     padding_values: Mapping[str, int] = MappingProxyType({})
-    """Values in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
+    """Padding values of fields other than tokens, targets and documents, where they are not 0."""
     fields: Mapping[str, Field] | None = None
-    """All fields that `build` makes. None: integers [length of the side], under any name."""
+    """All fields that `build_example` returns. None: integers [length of the side] of any name."""
     reads_text: bool = True
-    """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
+    """Whether it needs a tokenizer. If not, the `special` argument of its constructor may be None."""
     metrics: tuple[str, ...] = ()
-    """Terms of weight 0, each a count of correct predictions: accuracies, which evaluation reports beside the loss."""
+    """Terms of weight 0 that count correct predictions. Evaluation reports them as accuracies."""
     likelihood_term: str | None = None
-    """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
+    """The term whose sum is −log p(text) in nats, each token predicted once. None: no bits per byte are reported."""
     predicts_tokens: bool = False
-    """Whether a term is made by the head over the vocabulary: then a model without one is refused."""
+    """Whether a term needs the head over the vocabulary. A model without one is refused."""
     target_fraction: float | None = None
-    """Expected share of a row's tokens that have a target, by which the cost of heads that run on those alone is
-    estimated. None: unknown. Objectives with a section in the config have it there."""
+    """Expected share of a row's tokens that have a target, for the cost of heads that run on those alone. None:
+    unknown. A field of the same name in the objective's config section wins."""
     needs_other_documents: bool = False
-    """Whether `build` looks at other documents, `piece.partners`."""
+    """Whether `build_example` reads `chunk.other_documents`."""
     compares_samples: bool = False
-    """Whether terms are made of the features of all samples of a global batch at once, by methods `features` and
-    `terms_of` (see `megatfm.engines.interface.ComparingLoss`)."""
+    """Whether terms compare all samples of a global batch, by methods `features` and `terms_of`
+    (`megatfm.engines.interface.ComparingLoss`)."""
     needs_files: bool = False
-    """Whether `build` looks at the files stored with a document, `piece.members`."""
+    """Whether `build_example` reads `chunk.files`, the files stored with a document."""
     allows_cross_document_attention: bool = False
-    """Whether `data.attend_across_documents` makes sense: tokens of a document carry no information on another's
-    targets."""
+    """Whether `data.attend_across_documents` is allowed: a document's tokens reveal nothing of another's targets."""
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Lengths [n], or [n, sides], of the sequences of pieces of `n_tokens` [n] tokens; 0: it makes none.
+        """Return sequence lengths [n] or [n, sides] of chunks of `n_tokens` [n]; 0: the chunk makes no sequence.
 
-        keys [n]: `rng.piece_keys`, for choices that decide lengths. They are the same in every epoch.
+        keys [n]: `rng.chunk_keys`, for draws that decide lengths; the same in every epoch.
         """
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        """The fields of one piece's sequence, of the lengths by `lengths`; a pure function."""
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        """Return the fields of a chunk's sequence, as long as `sequence_lengths` returned. A pure function."""
 
     def for_evaluation(self) -> "Objective":
-        """The objective of validation sets, where it is another: images aren't changed at random."""
+        """Return the objective of validation sets, for example without random changes of images."""
         return self
 
     def prepare_rows(self, rows: RowDataset, turn: int) -> RowDataset:
-        """The training rows, changed where that takes more than one of them, as mixing images does.
-
-        turn: how many rows of a stream follow one another.
-        """
+        """Return the training rows, for example with mixed images. turn: number of consecutive rows of a stream."""
         return rows
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
-        """A random piece on which layouts are compared, where that is more than random tokens."""
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
+        """Return a random chunk for comparisons of layouts. Needed where a chunk is more than random tokens."""
         raise UsageError(
-            f"{type(self).__name__} reads more than tokens, but has no example(random) on which layouts could be "
+            f"{type(self).__name__} reads more than tokens, but has no random_chunk(random) on which layouts could be "
             "compared: give it one"
         )
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        """Count the targets of each term in a micro-batch, from the batch alone. By default those in `targets`."""
+        """Count the targets of each term in a micro-batch, from the batch alone. Default: those in `targets`."""
         return {term: (batch["targets"] != IGNORE).sum() for term in self.loss_weights}
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """Count the tokens of a micro-batch that go through the model's blocks, on all sides, without padding."""
-        side_documents = [batch.get(f"{side}documents") for side in self.field_prefixes]
-        placed = [batch[f"{side}positions"] for side in self.field_prefixes]
-        return torch.stack(
-            [
-                (torch.zeros_like(positions) if documents is None else documents).ge(0).sum()
-                for documents, positions in zip(side_documents, placed, strict=True)
-            ]
-        ).sum()
+        """Count a micro-batch's tokens in the model's blocks, on all sides, without padding."""
+        counts = []
+        for prefix in self.field_prefixes:
+            documents, positions = batch.get(f"{prefix}documents"), batch[f"{prefix}positions"]
+            counts.append((torch.zeros_like(positions) if documents is None else documents).ge(0).sum())
+        return torch.stack(counts).sum()
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """Give the model the whole batch; the sum of each term."""
+        """Run the model on the batch, and return the sum of each term."""
         return dict(model(**batch).losses)
 
 
 class ObjectiveWithAuxiliaryLosses:
-    """An objective with the auxiliary terms of the model's blocks beside its own."""
+    """An objective whose terms include the auxiliary losses of the model's blocks."""
 
     def __init__(self, objective: Objective, terms: Mapping[str, AuxiliaryLoss]) -> None:
         self._objective, self._terms = objective, terms
         self.loss_weights = {**objective.loss_weights, **{name: term.weight for name, term in terms.items()}}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is unpickled there is no objective yet
+        if name.startswith("_"):  # unpickling asks before _objective is set
             raise AttributeError(name)
         return getattr(self._objective, name)
 
     def for_evaluation(self) -> "ObjectiveWithAuxiliaryLosses":
-        """Return the objective for evaluation with the same auxiliary terms."""
+        """Return the evaluation objective with the same auxiliary terms."""
         return ObjectiveWithAuxiliaryLosses(self._objective.for_evaluation(), self._terms)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the objective's counts, and the tokens or rows of the micro-batch for each auxiliary term."""
-        n_tokens, n_rows = (
-            self._objective.n_tokens(batch),
-            len(batch[f"{self._objective.field_prefixes[0]}positions"]),
-        )
-        added = {
+        """Return the objective's counts, and the micro-batch's tokens or rows for each auxiliary term."""
+        n_tokens = self._objective.n_tokens(batch)
+        n_rows = len(batch[f"{self._objective.field_prefixes[0]}positions"])
+        auxiliary_counts = {
             name: n_tokens if term.normalised_by == "tokens" else torch.tensor(n_rows)
             for name, term in self._terms.items()
         }
-        return self._objective.target_counts(batch) | added
+        return self._objective.target_counts(batch) | auxiliary_counts
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """The objective's and the blocks' terms."""
+        """Return the sums of the objective's and the blocks' terms."""
         return self._objective(model, batch)
 
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective")
-"""Made as `objective(special: SpecialTokens, config, model: ModelConfig, row_lengths: tuple[int, ...])`, with the
-config's section of its name, and one row length for each side. One whose section is an `ImageObjective` gets
-`[data.images]` as a fifth argument."""
+"""Name → constructor `objective(special: SpecialTokens, config, model: ModelConfig, row_lengths: tuple[int, ...])`.
+
+config: the objective's section. row_lengths: one for each side. If the section is an `ImageObjective`, a fifth argument
+is `[data.images]`."""
 
 
 def reads_text(name: str) -> bool:
-    """Whether the objective of this name needs a tokenizer."""
+    """Whether the named objective needs a tokenizer."""
     return bool(getattr(OBJECTIVES.get(name), "reads_text", True))
 
 
 def target_fraction(config: Any) -> float | None:
-    """The share of tokens for which the objective of a config's section has targets; None: not known."""
+    """Return the expected share of tokens with a target under a config's section; None: unknown."""
     declared_by = config if hasattr(config, "target_fraction") else OBJECTIVES.get(config.name)
     fraction: float | None = getattr(declared_by, "target_fraction", None)
     return fraction
@@ -246,18 +237,17 @@ def build_objective(
     row_lengths: tuple[int, ...],
     images: ImagesConfig | None = None,
 ) -> Objective:
-    """The objective of a config's section, checked against the model.
+    """Build the objective of a config's section, and check it against the model.
 
-    special: None where there is no tokenizer. row_lengths: data.sequence_length and, where it is set,
-    data.target_length. images: `[data.images]`, for objectives of images.
-    Raises UsageError if the model or the tokenizer lacks a required feature.
+    special: None without a tokenizer. row_lengths: data.sequence_length and data.target_length, if set. images:
+    `[data.images]`, for objectives of images. Raises UsageError if the model or the tokenizer lacks a required feature.
     """
     if special is None and reads_text(config.name):
         raise UsageError(
             f"objective.name = {config.name!r} reads text: set data.tokenizer to the one beside the corpus"
         )
-    inputs = [images or ImagesConfig()] if isinstance(config, ImageObjective) else []
-    objective = OBJECTIVES.get(config.name)(special, config, model, row_lengths, *inputs)
+    image_config = [images or ImagesConfig()] if isinstance(config, ImageObjective) else []
+    objective = OBJECTIVES.get(config.name)(special, config, model, row_lengths, *image_config)
     if model.family not in objective.model_families:
         raise UsageError(
             f"objective.name = {config.name!r} does not train model.family = {model.family!r}, but "
@@ -265,11 +255,9 @@ def build_objective(
         )
     if objective.predicts_tokens and model.lm_head.name == "none":
         raise UsageError(
-            f"objective.name = {config.name!r} predicts tokens, and a model with model.lm_head.name = 'none' "
-            f"has no head "
-            "for them: set model.lm_head.name=linear, or transform for a BERT's (train.init_include then "
-            "says which weights "
-            "come from elsewhere)"
+            f"objective.name = {config.name!r} predicts tokens, and a model with model.lm_head.name = 'none' has no "
+            "head for them: set model.lm_head.name=linear, or transform for a BERT's (train.init_include then says "
+            "which weights come from elsewhere)"
         )
     if len(row_lengths) < len(objective.field_prefixes):
         raise UsageError(
@@ -280,49 +268,51 @@ def build_objective(
     if duplicates := terms.keys() & objective.loss_weights.keys():
         raise UsageError(
             f"a part of the model adds a term {min(duplicates)!r} to the loss, and objective.name = {config.name!r} "
-            "has one of that name: give the part's another"
+            "has a term of that name: rename the part's term"
         )
     return cast(Objective, ObjectiveWithAuxiliaryLosses(objective, terms)) if terms else objective
 
 
-def max_piece_tokens(
+def max_chunk_tokens(
     lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]], row_lengths: Sequence[int], objective: str
 ) -> int:
-    """The largest n such that pieces of up to n tokens make sequences [n, sides] that fit rows.
+    """Return the largest n such that chunks of up to n tokens make sequences that fit rows.
 
-    Raises UsageError if the rows are too short for any.
+    lengths: chunk tokens [n] → sequence lengths [n, sides]. Raises UsageError if no chunk fits.
     """
     n_tokens = np.arange(1, 2 * sum(row_lengths) + 2)
     fits = (lengths(n_tokens).reshape(len(n_tokens), -1) <= np.array(row_lengths)).all(1)
-    longest = int(fits.argmin())
-    if not longest or not lengths(n_tokens[:longest]).any():
+    max_tokens = int(fits.argmin())
+    if not max_tokens or not lengths(n_tokens[:max_tokens]).any():
         raise UsageError(
             f"data.sequence_length = {row_lengths[0]} is too short for objective.name = {objective!r}: choose more"
         )
-    return longest
+    return max_tokens
 
 
 def require_head(model: ModelConfig, head: str, objective: str) -> None:
-    """Raise UsageError unless an encoder has a head; other families are refused with the objective."""
+    """Raise UsageError if an encoder lacks a head. Other families are refused with the objective."""
     if model.family == "encoder" and head not in model.extra_heads:
         raise UsageError(
             f"objective.name = {objective!r} needs a model with the head: add [model.extra_heads.{head}]"
         )
 
 
-def masking_key(key: PieceKey, name: str, static: bool = False) -> tuple[int | str, ...]:
-    """Return the random key for a piece. With `static` it does not depend on the epoch."""
-    return (key.seed, key.sample, key.piece, name) if static else (*key, name)
+def masking_key(key: ChunkKey, name: str, static: bool = False) -> tuple[int | str, ...]:
+    """Return a chunk's random key. static: the same in every epoch."""
+    return (key.seed, key.sample, key.chunk, name) if static else (*key, name)
 
 
 def randint_below(n: int | Ints, u: float | Floats) -> Ints:
-    """Return uniform whole numbers in [0, n), from uniform u in [0, 1)."""
+    """Return uniform integers in [0, n) from uniform u in [0, 1)."""
     return np.minimum((np.asarray(u) * n).astype(np.int64), np.asarray(n) - 1)
 
 
 def seq2seq_example(inputs: TokenArray, target_tokens: TokenArray, special: SpecialTokens) -> Example:
-    """Return an encoder-decoder's fields: `inputs` + EOS for the encoder, `target_tokens` + EOS as targets, and these
-    shifted right, after the padding token (T5's start token), as the decoder's input."""
+    """Return an encoder-decoder's fields: `inputs` + EOS as `encoder_tokens`, and `target_tokens` + EOS as targets.
+
+    The decoder's `tokens` are the targets shifted right behind the padding token, T5's start token.
+    """
     targets = np.append(target_tokens, special.eos).astype(np.int64)
     return {
         "encoder_tokens": np.append(inputs, special.eos).astype(np.int64),
@@ -332,10 +322,9 @@ def seq2seq_example(inputs: TokenArray, target_tokens: TokenArray, special: Spec
 
 
 def prefix_lm_example(inputs: TokenArray, target_tokens: TokenArray, special: SpecialTokens) -> Example:
-    """Return a decoder's fields: `inputs`, which all tokens see, then `target_tokens` and EOS; predicted are the tokens
-    after `inputs`.
+    """Return a decoder's fields: `inputs`, which all tokens see, then `target_tokens` and EOS, which are predicted.
 
-    One token shorter than both and EOS, since the last is only a target. `inputs` must not be empty.
+    The last token is only a target, so the length is len(inputs) + len(target_tokens). `inputs` must not be empty.
     """
     sequence = np.concatenate([inputs, target_tokens, [special.eos]]).astype(np.int64)
     targets = sequence[1:].copy()

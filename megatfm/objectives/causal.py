@@ -1,5 +1,7 @@
-"""Left to right: next-token prediction, also of several tokens ahead, and prefix language modelling, each for decoders
-and for encoder-decoders."""
+"""Left to right: next-token prediction (also several tokens ahead) and prefix language modelling.
+
+Both for decoders and encoder-decoders.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,20 +20,20 @@ from megatfm.objectives.base import (
     Objective,
     SpecialTokens,
     TokenArray,
-    max_piece_tokens,
+    max_chunk_tokens,
     prefix_lm_example,
     randint_below,
     seq2seq_example,
 )
 from megatfm.ops.cross_entropy import IGNORE, shifted_targets
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 
 class Causal(Objective):
-    """Each document is read as [BOS, d…] and predicts [d…, EOS], so every token counts exactly once an epoch.
+    """Next-token prediction: a document [BOS, d…] predicts [d…, EOS], so every token counts once an epoch.
 
-    With `model.n_mtp_heads` = n there are the terms future_1 … future_n: at each place the token that comes so many
-    further on in the same document (Gloeckle et al. 2024).
+    `model.n_mtp_heads` = n adds terms future_1 … future_n: term k predicts the token k further on in the same document
+    (Gloeckle et al. 2024).
     """
 
     model_families = ("decoder",)
@@ -56,18 +58,20 @@ class Causal(Objective):
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return n_tokens + 1
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        tokens = piece.tokens
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        tokens = chunk.tokens
         framed = np.empty(len(tokens) + 2, np.int64)
         framed[0], framed[1:-1], framed[-1] = self.special.bos, tokens, self.special.eos
         return {"tokens": framed[:-1], "targets": framed[1:]}
 
     def build_many(self, documents: Sequence[TokenArray]) -> Example:
-        """Return `build_example` of many documents, one after another, in their own type."""
-        added = np.min_scalar_type(max(self.special.bos, self.special.eos))
-        stored = np.result_type(*{document.dtype for document in documents}, added)
-        bos = np.array([self.special.bos], stored)
-        tokens = np.concatenate([part for document in documents for part in (bos, document)])
+        """Return the fields of `build_example` of many documents, concatenated [total], in a small dtype."""
+        special_dtype = np.min_scalar_type(max(self.special.bos, self.special.eos))
+        dtype = np.result_type(*{document.dtype for document in documents}, special_dtype)
+        bos = np.array([self.special.bos], dtype)
+        tokens = np.concatenate(
+            [tokens_or_bos for document in documents for tokens_or_bos in (bos, document)]
+        )
         targets = np.empty_like(tokens)
         targets[:-1] = tokens[1:]
         targets[np.cumsum([len(document) + 1 for document in documents]) - 1] = self.special.eos
@@ -103,8 +107,8 @@ class EncoderDecoderCausal(Objective):
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.stack([np.ones_like(n_tokens), n_tokens + 1], axis=1)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        return seq2seq_example(np.zeros(0, np.int64), piece.tokens, self.special)
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        return seq2seq_example(np.zeros(0, np.int64), chunk.tokens, self.special)
 
 
 @OBJECTIVES.register("causal")
@@ -134,23 +138,22 @@ class PrefixLM(Objective):
         row_lengths: tuple[int, ...],
     ) -> None:
         self.special, self.loss_weights = special, {"causal": 1.0}
-        self.max_tokens = max_piece_tokens(lambda n: n + 1, row_lengths[:1], config.name)
+        self.max_tokens = max_chunk_tokens(lambda n: n + 1, row_lengths[:1], config.name)
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 0, n_tokens + 1, 0)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        tokens = piece.tokens
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        tokens = chunk.tokens
         cut = randint_below(len(tokens) + 1, rng.uniform(1, *key, "prefix"))[0]
         return prefix_lm_example(np.append(self.special.bos, tokens[:cut]), tokens[cut:], self.special)
 
 
 class PrefixSeq2Seq(Objective):
-    """Prefix language modelling by an encoder-decoder: the start of a text for the encoder, its end for the decoder,
-    each of at least one token and with EOS.
+    """Prefix language modelling by an encoder-decoder: the encoder reads the start of a text, the decoder its end.
 
-    The cut is uniform among those with which both sides fit their rows, and the same in every epoch, since it decides
-    the lengths. A piece is no longer than the longer row, so that a good part of all cuts fits.
+    Each has at least one token and EOS. The cut is uniform among those with which both sides fit their rows, and the
+    same in every epoch, since it decides the lengths. Chunks are no longer than the longer row, so that many cuts fit.
     """
 
     model_families = ("encoder_decoder",)
@@ -167,15 +170,15 @@ class PrefixSeq2Seq(Objective):
     ) -> None:
         self.special, self.loss_weights = special, {"span": 1.0}
         self.max_inputs, self.max_targets = max(row_lengths[0] - 1, 1), max(row_lengths[-1] - 1, 1)
-        longest = max(self.max_inputs, self.max_targets)
-        self.max_tokens = max_piece_tokens(lambda n: np.where(n > 1, n, 0), [longest], config.name)
+        max_side = max(self.max_inputs, self.max_targets)
+        self.max_tokens = max_chunk_tokens(lambda n: np.where(n > 1, n, 0), [max_side], config.name)
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         cuts = self._cuts(n_tokens, keys)
         return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        tokens = piece.tokens
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        tokens = chunk.tokens
         cut = int(self._cuts(np.array([len(tokens)]), key.without_epoch)[0])
         return seq2seq_example(tokens[:cut], tokens[cut:], self.special)
 

@@ -14,24 +14,24 @@ from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.layers.classifier import METRICS
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Losses, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_PIECE, image_mixing, image_reader, random_image_files
-from megatfm.rng import PieceKey
+from megatfm.objectives.images import ONE_CHUNK, image_mixing, image_reader, random_image_files
+from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
 
 HEAD = "classifier"
-NAMES = frozenset(f"top{k}" for k in METRICS)
+ACCURACIES = frozenset(f"top{k}" for k in METRICS)
 
 
 @OBJECTIVES.register("image_classification")
 class ImageClassification(Objective):
-    """The class of each image, in `labels` at its first token and −100 elsewhere; a sample's member "cls" holds it."""
+    """Predict each image's class, which a sample's file "cls" holds: in `labels` at its first token, −100 elsewhere."""
 
     model_families = ("encoder", "hierarchical")
     reads_text, needs_files = False, True
     loss_weights: Mapping[str, float]
-    max_tokens = ONE_PIECE
+    max_tokens = ONE_CHUNK
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class ImageClassification(Objective):
 
     @property
     def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
-        """Lengths by heights and widths of images, where each keeps its shape."""
+        """Sequence lengths [n] from heights and widths [n, 2], if images keep their shape; else None."""
         return self.reader.image_lengths if self.reader.size is None else None
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        fields: dict[str, NDArray[Any]] = self.reader.build(piece.files, key)
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        fields: dict[str, NDArray[Any]] = self.reader.build(chunk.files, key)
         labels = np.full(len(fields["grid"]), IGNORE_INDEX)
-        labels[0] = read_label(piece.files, self.n_classes)
-        if self.mixing is not None:  # with itself, until a row has its partner
+        labels[0] = read_label(chunk.files, self.n_classes)
+        if self.mixing is not None:  # mixed with itself until MixedImages has a second image
             weights = np.zeros(len(labels), np.float32)
             weights[0] = 1
             fields |= {"mixed_labels": labels.copy(), "label_weights": weights}
@@ -90,7 +90,7 @@ class ImageClassification(Objective):
 
         return MixedImages(rows, self.mixing, turn)
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         files = random_image_files(random, self.reader)
         label = b"%d" % random.integers(self.n_classes)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
@@ -99,15 +99,17 @@ class ImageClassification(Objective):
         return dict.fromkeys(self.loss_weights, (batch["labels"] != IGNORE_INDEX).sum())
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        """The sum of each term; of a model in evaluation only with `for_evaluation` how many images are right."""
+        """Return the sum of each term; accuracies only of the evaluation objective."""
         losses = dict(model(**batch).losses)
         return {
-            term: value for term, value in losses.items() if term in self.loss_weights or term not in NAMES
+            term: value
+            for term, value in losses.items()
+            if term in self.loss_weights or term not in ACCURACIES
         }
 
 
 def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
-    """The number of a sample's class. Raises SampleError where there is none, or none of the model's."""
+    """Return a sample's class. Raises SampleError if it has none, or one beyond the model's."""
     if "cls" not in files:
         raise SampleError(
             "has no .cls with the number of its class: give prep the labels (see `read.labels` in the guide to prep)"

@@ -1,4 +1,4 @@
-"""Predict the text that belongs to an image (LLaVA; Liu et al. 2023), from the image and the text before each token."""
+"""Predict an image's text, each token from the image and the text before it (LLaVA; Liu et al. 2023)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,9 +12,9 @@ from megatfm.config.image_text import image_tower
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.objectives.base import ENCODER_DECODER, OBJECTIVES, Example, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_PIECE, image_reader, random_image_files
+from megatfm.objectives.images import ONE_CHUNK, image_reader, random_image_files
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 class ImageToText(Objective):
     """An image in the encoder's row; in the decoder's, a token for each of its patches, and the text to predict.
 
-    A text that is longer than the row is cut off at the row's end, and then has no end token.
+    A text that is longer than the row is truncated, and loses its end token.
     """
 
     model_families = ("vision_language",)
     reads_text, needs_files, predicts_tokens = True, True, True
     field_prefixes = ENCODER_DECODER
-    max_tokens = ONE_PIECE
+    max_tokens = ONE_CHUNK
     loss_weights: Mapping[str, float] = {"causal": 1.0}
 
     def __init__(
@@ -59,13 +59,14 @@ class ImageToText(Objective):
         )
         self.n_patches = self.reader.n_tokens - self.reader.layout.n_special
         self.special, self.begin_token = special, config.begin_token
-        self.in_text = config.image_placement == "in_text"
+        self.image_in_text = config.image_placement == "in_text"
         self.image_token = model.connector.image_token_id
-        self.longest = row_lengths[1] if row_lengths[1:] else 2**31
-        if self.longest < self.n_patches + self.begin_token + 1:
+        self.max_text_tokens = row_lengths[1] if row_lengths[1:] else 2**31
+        if self.max_text_tokens < self.n_patches + self.begin_token + 1:
             raise UsageError(
-                f"data.target_length = {self.longest} is too short for an image, which takes {self.n_patches} tokens "
-                f"of the text's row, and a token of text: choose e.g. data.target_length={self.n_patches + 64}"
+                f"data.target_length = {self.max_text_tokens} is too short for an image, which takes {self.n_patches} "
+                "tokens of the text's row, and a token of text: choose e.g. "
+                f"data.target_length={self.n_patches + 64}"
             )
         image_fields = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
         self.fields = {
@@ -79,46 +80,50 @@ class ImageToText(Objective):
         return self._for_evaluation()
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        n_text = np.maximum(n_tokens - self.in_text, 0)  # the image token in a text becomes the patches
-        of_text = np.minimum(self.begin_token + self.n_patches + n_text, self.longest)
-        return np.stack([np.full_like(of_text, self.reader.n_tokens), of_text], axis=1)
+        n_text = np.maximum(n_tokens - self.image_in_text, 0)  # patches replace the image token
+        text_lengths = np.minimum(self.begin_token + self.n_patches + n_text, self.max_text_tokens)
+        return np.stack([np.full_like(text_lengths, self.reader.n_tokens), text_lengths], axis=1)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        """tokens: [begin] [image token] × patches, text; targets: the next token, where that is text."""
-        images = self.reader.build(piece.files, key)
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        """Return image fields, `tokens` [begin, image token × patches, text], and `targets`, the next text tokens."""
+        images = self.reader.build(chunk.files, key)
         fields: dict[str, NDArray[Any]] = {f"encoder_{name}": values for name, values in images.items()}
-        sequence = self.with_image(piece.tokens)
-        fields["tokens"] = sequence[:-1][: self.longest]
-        fields["targets"] = np.where(sequence == self.image_token, IGNORE, sequence)[1:][: self.longest]
+        sequence = self.insert_image(chunk.tokens)
+        fields["tokens"] = sequence[:-1][: self.max_text_tokens]
+        fields["targets"] = np.where(sequence == self.image_token, IGNORE, sequence)[1:][
+            : self.max_text_tokens
+        ]
         return fields
 
-    def with_image(self, text: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Begin token, text [n] with the image's tokens, end token.
+    def insert_image(self, text: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return begin token, text [n] with the image's tokens, and end token.
 
-        Raises SampleError for a text with image tokens in the wrong number, or whose image would be cut off.
+        Raises SampleError for a wrong number of image tokens in the text, or an image that would be truncated.
         """
-        places = np.flatnonzero(text == self.image_token)
-        if len(places) != self.in_text:
-            setting = "in_text" if self.in_text else "before_text"
+        positions = np.flatnonzero(text == self.image_token)
+        if len(positions) != self.image_in_text:
+            setting = "in_text" if self.image_in_text else "before_text"
             raise SampleError(
-                f"names its image {len(places)} times (token {self.image_token}), and objective.image_placement = "
-                f"{setting!r} wants {int(self.in_text)}"
+                f"names its image {len(positions)} times (token {self.image_token}), and objective.image_placement = "
+                f"{setting!r} wants {int(self.image_in_text)}"
             )
-        place = int(places[0]) if self.in_text else 0
-        if self.begin_token + place + self.n_patches > self.longest:
+        position = int(positions[0]) if self.image_in_text else 0
+        if self.begin_token + position + self.n_patches > self.max_text_tokens:
             raise SampleError(
-                f"has {place} tokens before its image of {self.n_patches} patches, and a row has "
-                f"{self.longest}: raise data.target_length"
+                f"has {position} tokens before its image of {self.n_patches} patches, and a row has "
+                f"{self.max_text_tokens}: raise data.target_length"
             )
         patches = np.full(self.n_patches, self.image_token)
-        begin = [self.special.bos] * self.begin_token
-        after = text[place + self.in_text :]
-        return np.concatenate([begin, text[:place], patches, after, [self.special.eos]]).astype(np.int64)
+        begin_tokens = [self.special.bos] * self.begin_token
+        after = text[position + self.image_in_text :]
+        return np.concatenate([begin_tokens, text[:position], patches, after, [self.special.eos]]).astype(
+            np.int64
+        )
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
-        room = min(self.longest - self.n_patches - self.begin_token, 64)
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
+        room = min(self.max_text_tokens - self.n_patches - self.begin_token, 64)
         text = random.integers(self.special.vocab_size, size=random.integers(1, room + 1))
         text[text == self.image_token] = (self.image_token + 1) % self.special.vocab_size
-        if self.in_text:
+        if self.image_in_text:
             text = np.insert(text[: max(len(text) - 1, 0)], 0, self.image_token)
         return DocumentChunk(text, files=random_image_files(random, self.reader))

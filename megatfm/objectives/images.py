@@ -1,4 +1,4 @@
-"""Reading of images for objectives: what `[data.images]` and the model's embedding say, as a reader of stored files."""
+"""Image readers of objectives, from `[data.images]` and the model's patch embedding."""
 
 import io
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from megatfm.data.image_mixing import Mixing
     from megatfm.data.images import ImageReader, PatchLayout
 
-ONE_PIECE = 2**40
-"""Tokens of a caption are never cut into several pieces: each sample is one image."""
+ONE_CHUNK = 2**40
+"""Chunk length of image objectives: a sample is one image, and its caption is never cut."""
 
 
 def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
-    """Tokens of an image in a model. Raises UsageError for one that doesn't read patches, or without Pillow."""
+    """Return the patch layout of a model's images. Raises UsageError without a patch embedding or Pillow."""
     try:
         from megatfm.data.images import MODES, PatchLayout
     except ImportError as error:
@@ -53,11 +53,10 @@ def image_reader(
     any_shape: bool = False,
     section: str = "model",
 ) -> "ImageReader":
-    """Reader of images for training, or for evaluation, which changes none.
+    """Return a reader of images. training: apply `data.images.transforms`.
 
-    any_shape: whether objective and model take images of different shapes. section: of the config, where the image
-    encoder's sizes are.
-    Raises UsageError for sizes that patches don't divide, or whose images don't fit rows.
+    any_shape: whether objective and model take images of different shapes. section: config section of the image
+    encoder. Raises UsageError for sizes that are no multiple of the patches, or images that don't fit a row.
     """
     layout = patch_layout(model, objective)
     import_module("megatfm.data.image_rand_augment")  # registers its transform
@@ -71,21 +70,21 @@ def image_reader(
             f"{model.family!r} takes images of one size: set data.images.size in its place"
         )
     if images.max_patches is None and size % patch_size:
-        below = size - size % patch_size
-        alternatives = f"{below} or {below + patch_size}" if below else str(patch_size)
+        smaller = size - size % patch_size
+        alternatives = f"{smaller} or {smaller + patch_size}" if smaller else str(patch_size)
         raise UsageError(
             f"data.images.size = {size} is not a multiple of {section}.embedding.patch_size = {patch_size}: "
             f"choose {alternatives}"
         )
-    filter_ = INTERPOLATIONS[images.interpolation]
-    transforms = [TRANSFORMS.get(section.name)(section, filter_) for section in images.transforms]
+    interpolation = INTERPOLATIONS[images.interpolation]
+    transforms = [TRANSFORMS.get(config.name)(config, interpolation) for config in images.transforms]
     reader = ImageReader(
         layout,
         size if images.max_patches is None else None,
         images.max_patches or 0,
         transforms if training else (),
         images.crop_pct,
-        filter_,
+        interpolation,
     )
     if reader.n_tokens > row_length:
         key = f"size = {size}" if images.max_patches is None else f"max_patches = {images.max_patches}"
@@ -97,7 +96,7 @@ def image_reader(
 
 
 def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None":
-    """Mixup and cutmix of a config; None for neither."""
+    """Return mixup and cutmix of `[data.images]`; None if both are off."""
     from megatfm.data.image_mixing import Mixing
 
     if not images.mixes:
@@ -114,7 +113,7 @@ def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None"
 
 
 def random_image_files(random: np.random.Generator, reader: "ImageReader") -> Mapping[str, bytes]:
-    """A stored image of noise, on which layouts are compared: of any shape, up to twice as large as one fits a row."""
+    """Return a stored image of noise, by extension, of random shape up to twice the size that fits a row."""
     from PIL import Image
 
     channels, patch_size = reader.layout.channels, reader.layout.patch_size

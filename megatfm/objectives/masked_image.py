@@ -14,8 +14,8 @@ from megatfm.config import ImagesConfig, MaskedImageObjective, ModelConfig
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.objectives.base import ENCODER_DECODER, OBJECTIVES, Batch, Example, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_PIECE, image_reader, random_image_files
-from megatfm.rng import PieceKey
+from megatfm.objectives.images import ONE_CHUNK, image_reader, random_image_files
+from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 @OBJECTIVES.register("masked_image")
 class MaskedImage(Objective):
-    """Visible tokens in the encoder's row, whole images in the decoder's, where `source` counts the visible ones."""
+    """Visible patches in the encoder's row, all patches in the decoder's.
+
+    `source` is the index of a decoder token in the encoder's sequence; −1: masked.
+    """
 
     model_families = ("masked_autoencoder",)
     reads_text, needs_files = False, True
     field_prefixes = ENCODER_DECODER
     loss_weights: Mapping[str, float] = MappingProxyType({"reconstruction": 1.0})
-    max_tokens = ONE_PIECE
+    max_tokens = ONE_CHUNK
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class MaskedImage(Objective):
             )
         encoder_fields = {f"encoder_{name}": field for name, field in layout.fields.items()}
         self.fields = {**encoder_fields, **layout.fields, "source": Field(pad_value=-1)}
-        self._for_evaluation = partial(  # which worker processes can be sent
+        self._for_evaluation = partial(  # picklable, for worker processes
             MaskedImage, special, config, model, row_lengths, images, training=False
         )
 
@@ -67,11 +70,11 @@ class MaskedImage(Objective):
         return self._for_evaluation()
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        sides = (self.reader.layout.n_special + self.n_kept, self.reader.n_tokens)
-        return np.tile(np.array(sides, np.int64), (len(n_tokens), 1))
+        side_lengths = (self.reader.layout.n_special + self.n_kept, self.reader.n_tokens)
+        return np.tile(np.array(side_lengths, np.int64), (len(n_tokens), 1))
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        fields, n_special = self.reader.build(piece.files, key), self.reader.layout.n_special
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        fields, n_special = self.reader.build(chunk.files, key), self.reader.layout.n_special
         kept_patches = np.sort(rng.permutation(self.reader.n_tokens - n_special, *key, "mask")[: self.n_kept])
         visible = np.concatenate([np.arange(n_special), n_special + kept_patches])
         source = np.full(self.reader.n_tokens, -1)
@@ -79,10 +82,10 @@ class MaskedImage(Objective):
         encoder_fields = {f"encoder_{name}": values[visible] for name, values in fields.items()}
         return {**encoder_fields, **fields, "source": source}
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         files = random_image_files(random, self.reader)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
-        is_masked, documents = batch["source"] < 0, batch.get("documents")  # none where each row is one image
+        is_masked, documents = batch["source"] < 0, batch.get("documents")  # None: each row is one image
         return {"reconstruction": (is_masked if documents is None else is_masked & (documents >= 0)).sum()}

@@ -18,24 +18,24 @@ from megatfm.objectives.base import (
     Objective,
     SpecialTokens,
     masking_key,
-    max_piece_tokens,
+    max_chunk_tokens,
     randint_below,
 )
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 
 @OBJECTIVES.register("permutation")
 class Permutation(Objective):
-    """A [SEP] B [SEP] [CLS]; tokens of spans are predicted in a random order, each from those before it in that order
-    and from all that is outside of spans.
+    """Predict tokens of spans of A [SEP] B [SEP] [CLS] in a random order.
 
-    For each span a length L is drawn, uniform from 1 to `max_span`, and the span lies anywhere in a context of
-    K · L tokens of its own; contexts follow one another. The first begins before the text, so that every token is as
-    likely as any other, 1 / K; the part of a span outside of the text is left out.
+    A token is predicted from the tokens before it in that order, and from all tokens outside of spans. A span's length
+    L is uniform from 1 to `max_span`. The span lies anywhere in a context of K · L tokens, K = `tokens_per_prediction`;
+    contexts follow one another. The first context begins before the text, so that every token is predicted with
+    probability 1 / K; parts of spans outside of the text are dropped.
 
-    `order` is 0 for what is given (the marks too) and counts from 1 for targets. A and B are a piece cut at a uniform
-    place; their segments are 0 and 1, and [CLS] has its own, as in the released code.
+    `order` is 0 for tokens that are not predicted (special ones too), and counts from 1 for targets. A and B are a
+    chunk cut at a uniform position. Their segments are 0 and 1, and [CLS] has segment 2, as in the released code.
     """
 
     model_families = ("xlnet",)
@@ -52,8 +52,8 @@ class Permutation(Objective):
         self.config = config
         self.cls, self.sep = special.require_frame(config.name)
         self.loss_weights = {"permutation": 1.0}
-        self.max_tokens = max_piece_tokens(lambda n: n + 3, row_lengths[:1], config.name)
-        # A context is met in the middle the more often the longer it is.
+        self.max_tokens = max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
+        # The text's start falls into a context with a probability proportional to its length.
         self.cumulative_probs = (
             np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
         )
@@ -61,39 +61,42 @@ class Permutation(Objective):
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        tokens = piece.tokens
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        tokens = chunk.tokens
         n = len(tokens)
-        contexts = n // self.config.tokens_per_prediction + 2
-        random = rng.uniform(2 * contexts + 2 + n, *masking_key(key, "permutation"))
-        chosen = self.choose_tokens(n, random[2 : 2 * contexts + 2], float(random[0]))
+        n_contexts = n // self.config.tokens_per_prediction + 2
+        random = rng.uniform(2 * n_contexts + 2 + n, *masking_key(key, "permutation"))
+        chosen = self.choose_tokens(n, random[2 : 2 * n_contexts + 2], float(random[0]))
         cut = 1 + int(randint_below(n - 1, float(random[1])))
-        # Numbers in the sequence: after the first mark, one more.
-        at = np.arange(n) + (np.arange(n) >= cut)
+        # The first [SEP] shifts the tokens of B by one.
+        positions = np.arange(n) + (np.arange(n) >= cut)
         fields: Example = {name: np.zeros(n + 3, np.int64) for name in ("tokens", "order", "segments")}
         fields["targets"] = np.full(n + 3, IGNORE, np.int64)
-        fields["tokens"][at] = tokens
+        fields["tokens"][positions] = tokens
         fields["tokens"][[cut, n + 1, n + 2]] = self.sep, self.sep, self.cls
-        fields["targets"][at[chosen]] = tokens[chosen]
+        fields["targets"][positions[chosen]] = tokens[chosen]
         ranks = np.argsort(
-            np.argsort(random[2 * contexts + 2 :][: len(chosen)], kind="stable"), kind="stable"
+            np.argsort(random[2 * n_contexts + 2 :][: len(chosen)], kind="stable"), kind="stable"
         )
-        fields["order"][at[chosen]] = 1 + ranks
+        fields["order"][positions[chosen]] = 1 + ranks
         fields["segments"][cut + 1 :] = 1
         fields["segments"][-1] = 2
         return fields
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """Tokens of the content, and queries of predicted tokens."""
+        """Count the tokens of the content stream and the queries of predicted tokens."""
         return super().n_tokens(batch) + (batch["targets"] != IGNORE).sum()
 
-    def choose_tokens(self, n: int, random: Floats, u: float) -> Ints:
-        """Numbers of the tokens in spans, in a text of n. random [2 × contexts], u: uniform in [0, 1)."""
-        lengths_random, places_random = np.split(random, 2)
-        spans = 1 + randint_below(self.config.max_span, lengths_random)
-        spans[0] = 1 + np.searchsorted(self.cumulative_probs, lengths_random[0], side="right")
+    def choose_tokens(self, n: int, random: Floats, start_uniform: float) -> Ints:
+        """Return the indices of the tokens in spans of a text of n tokens.
+
+        random [2 · contexts] and start_uniform: uniform in [0, 1).
+        """
+        length_uniforms, offset_uniforms = np.split(random, 2)
+        spans = 1 + randint_below(self.config.max_span, length_uniforms)
+        spans[0] = 1 + np.searchsorted(self.cumulative_probs, length_uniforms[0], side="right")
         contexts = self.config.tokens_per_prediction * spans
-        starts = np.cumsum(contexts) - contexts - randint_below(int(contexts[0]), u)
-        firsts = starts + randint_below(contexts - spans + 1, places_random)
-        numbers = np.repeat(firsts - np.cumsum(spans) + spans, spans) + np.arange(spans.sum())
-        return numbers[(numbers >= 0) & (numbers < n)]
+        starts = np.cumsum(contexts) - contexts - randint_below(int(contexts[0]), start_uniform)
+        firsts = starts + randint_below(contexts - spans + 1, offset_uniforms)
+        indices = np.repeat(firsts - np.cumsum(spans) + spans, spans) + np.arange(spans.sum())
+        return indices[(indices >= 0) & (indices < n)]

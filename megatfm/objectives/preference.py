@@ -15,14 +15,14 @@ from megatfm.layers.preference import FIRST_TARGET, PREFERENCE_TERMS
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
 from megatfm.objectives.supervised import ANNOTATION, read_annotation
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 
 @OBJECTIVES.register("preference")
 class Preferences(Objective):
-    """Prefer the chosen of two answers, compared with a reference, whose log-probabilities the corpus holds.
+    """Prefer the chosen answer to the rejected one, relative to a reference model's log-probabilities in the corpus.
 
-    A sample is the chosen sequence and the rejected one, each prompt and answer; they don't attend to one another.
+    A sample is the chosen sequence, then the rejected one, each with its prompt. They don't attend to one another.
     """
 
     model_families = ("decoder",)
@@ -60,33 +60,33 @@ class Preferences(Objective):
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.maximum(n_tokens - 2, 0)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        annotation, second = read_annotation(piece), int(read_annotation(piece)["second"])
-        tokens = piece.tokens.astype(np.int64)
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        annotation, second_start = read_annotation(chunk), int(read_annotation(chunk)["second"])
+        tokens = chunk.tokens.astype(np.int64)
         targets = np.full(len(tokens), IGNORE, np.int64)
         for begin, end in annotation["trained"]:
             targets[begin - 1 : end - 1] = tokens[begin:end]
         pairs, first_target = np.full(len(tokens), -1, np.int64), np.flatnonzero(targets != IGNORE)[0]
-        pairs[:second], pairs[first_target] = 1, FIRST_TARGET
-        reference, begins = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64)
+        pairs[:second_start], pairs[first_target] = 1, FIRST_TARGET
+        reference, begin_marks = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int64)
         reference[first_target] = annotation["reference"]
-        begins[second] = 1
+        begin_marks[second_start] = 1
         fields: Example = {
             "tokens": tokens,
             "targets": targets,
             "pairs": pairs,
             "reference": reference,
-            BEGINS: begins,
+            BEGINS: begin_marks,
         }
         # The last token of each sequence is only a target.
         is_input = np.ones(len(tokens), bool)
-        is_input[[second - 1, -1]] = False
+        is_input[[second_start - 1, -1]] = False
         return {name: values[is_input] for name, values in fields.items()}
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return dict.fromkeys(PREFERENCE_TERMS, (batch["pairs"] == FIRST_TARGET).sum())
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         lengths = random.integers(3, max(4, self.length // 4), 2).tolist()
         first, second = lengths
         answers = random.integers(1, first), first + random.integers(1, second)

@@ -15,8 +15,8 @@ from megatfm.config import ImagesConfig, ModelConfig, SimMIMObjective
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_PIECE, image_reader, random_image_files
-from megatfm.rng import PieceKey
+from megatfm.objectives.images import ONE_CHUNK, image_reader, random_image_files
+from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
     from megatfm.data.images import ImageReader
@@ -26,12 +26,15 @@ HEAD = "pixels"
 
 @OBJECTIVES.register("simmim")
 class SimMIM(Objective):
-    """Masked squares of an image: zeros in `patches`, their pixels in `target_patches`, and `masked` says which."""
+    """Predict the pixels of masked squares of an image.
+
+    `masked` is 1 for tokens of masked squares, `patches` is zero there, and `target_patches` has all pixels.
+    """
 
     model_families = ("encoder", "hierarchical")
     reads_text, needs_files = False, True
     loss_weights: Mapping[str, float] = MappingProxyType({HEAD: 1.0})
-    max_tokens = ONE_PIECE
+    max_tokens = ONE_CHUNK
 
     def __init__(
         self,
@@ -55,15 +58,19 @@ class SimMIM(Objective):
                 f"model.extra_heads.{HEAD}.stride = {model.embedding.patch_size}"  # type: ignore[union-attr]
             )
         self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
-        layout, side = self.reader.layout, config.mask_size
-        if side % layout.patch_size or images.size % side:
+        layout, mask_size = self.reader.layout, config.mask_size
+        if mask_size % layout.patch_size or images.size % mask_size:
             raise UsageError(
-                f"objective.mask_size = {side}: masked squares are whole patches of {layout.patch_size} pixels and "
-                f"fill images of data.images.size = {images.size}: choose a multiple of the one that divides the other"
+                f"objective.mask_size = {mask_size}: masked squares are whole patches of {layout.patch_size} pixels "
+                f"and fill images of data.images.size = {images.size}: choose a multiple of the one that divides the "
+                "other"
             )
-        self.per_side, self.patches_a_side = images.size // side, side // layout.patch_size
-        self.n_masked = math.ceil(self.per_side**2 * config.mask_ratio)
-        if self.n_masked == self.per_side**2:
+        self.squares_per_side, self.patches_per_square_side = (
+            images.size // mask_size,
+            mask_size // layout.patch_size,
+        )
+        self.n_masked = math.ceil(self.squares_per_side**2 * config.mask_ratio)
+        if self.n_masked == self.squares_per_side**2:
             raise UsageError(
                 f"objective.mask_ratio = {config.mask_ratio:g} masks all {self.n_masked} squares of an image: choose "
                 "less, or a smaller objective.mask_size"
@@ -73,7 +80,7 @@ class SimMIM(Objective):
             "masked": Field("uint8"),
             "target_patches": Field("uint8", (layout.patch_values,)),
         }
-        self._for_evaluation = partial(  # which worker processes can be sent
+        self._for_evaluation = partial(  # picklable, for worker processes
             SimMIM, special, config, model, row_lengths, images, training=False
         )
 
@@ -83,17 +90,17 @@ class SimMIM(Objective):
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.full(len(n_tokens), self.reader.n_tokens)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        fields, n_special = self.reader.build(piece.files, key), self.reader.layout.n_special
-        squares = np.zeros(self.per_side**2, np.uint8)
-        squares[rng.permutation(self.per_side**2, *key, "mask")[: self.n_masked]] = 1
-        square = np.ones((self.patches_a_side, self.patches_a_side), np.uint8)
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        fields, n_special = self.reader.build(chunk.files, key), self.reader.layout.n_special
+        squares = np.zeros(self.squares_per_side**2, np.uint8)
+        squares[rng.permutation(self.squares_per_side**2, *key, "mask")[: self.n_masked]] = 1
+        ones = np.ones((self.patches_per_square_side, self.patches_per_square_side), np.uint8)
         masked = np.zeros(len(fields["grid"]), np.uint8)
-        masked[n_special:] = np.kron(squares.reshape(self.per_side, -1), square).flatten()
+        masked[n_special:] = np.kron(squares.reshape(self.squares_per_side, -1), ones).flatten()
         visible = np.where(masked[:, None], np.uint8(0), fields["patches"])
         return {**fields, "patches": visible, "masked": masked, "target_patches": fields["patches"]}
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         files = random_image_files(random, self.reader)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 

@@ -1,4 +1,4 @@
-"""Objectives of downstream tasks: examples that `megatfm.tasks` has tokenized, framed and labelled."""
+"""Objectives of downstream tasks, on examples that `megatfm.tasks` has tokenized and labelled."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -31,15 +31,15 @@ from megatfm.objectives.base import (
     seq2seq_example,
 )
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 ANNOTATION = "json"
 """Extension of the file beside an example's tokens: its labels and segments, as JSON."""
 
 
-def read_annotation(piece: DocumentChunk) -> dict[str, Any]:
-    """Return what is stored beside an example's tokens. Raises MegatfmError where the corpus is of no task."""
-    stored = piece.files.get(ANNOTATION)
+def read_annotation(chunk: DocumentChunk) -> dict[str, Any]:
+    """Return the annotation stored beside an example's tokens. Raises MegatfmError if the corpus has none."""
+    stored = chunk.files.get(ANNOTATION)
     if stored is None:
         raise MegatfmError(
             f"a sample of the corpus has no .{ANNOTATION} file with its labels: use a corpus that `megatfm "
@@ -50,10 +50,10 @@ def read_annotation(piece: DocumentChunk) -> dict[str, Any]:
 
 
 class LabelledExamples(Objective):
-    """Objectives that read examples with labels, framed, such as [CLS] a [SEP] b [SEP]; several share a row.
+    """Base of objectives on labelled examples such as [CLS] a [SEP] b [SEP]. Several examples share a row.
 
-    An example may have several parts: texts that don't attend to one another, such as one for each choice. With
-    `lm_weight`, next tokens are predicted besides (Radford et al. 2018, section 3.2).
+    An example may have several parts, texts that don't attend to one another, such as one for each choice. lm_weight:
+    weight of next-token prediction as an auxiliary objective (Radford et al. 2018, section 3.2).
     """
 
     needs_files = True
@@ -85,25 +85,25 @@ class LabelledExamples(Objective):
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return n_tokens
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        annotation, n = read_annotation(piece), len(piece.tokens)
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        annotation, n = read_annotation(chunk), len(chunk.tokens)
         fields: Example = {name: field.filled(n) for name, field in self.fields.items()}
-        fields["tokens"] = piece.tokens.astype(np.int64)
+        fields["tokens"] = chunk.tokens.astype(np.int64)
         fields["examples"][annotation["at"]] = key.sample
         starts = np.array(annotation.get("starts", [0]))
         part = np.searchsorted(starts, np.arange(n), side="right") - 1
         if "parts" in fields:
             fields["parts"] = part
         if self.has_segments:
-            seconds = np.atleast_1d(annotation.get("second", n))
-            fields["segments"] = (np.arange(n) >= seconds[part]).astype(np.int64)
+            second_starts = np.atleast_1d(annotation.get("second", n))
+            fields["segments"] = (np.arange(n) >= second_starts[part]).astype(np.int64)
         if self.predicts_tokens:
             fields["targets"][:-1] = np.where(part[1:] == part[:-1], fields["tokens"][1:], IGNORE)
         self.place_labels(fields, annotation)
         return fields
 
     def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
-        """Put the labels of an example at their tokens."""
+        """Write the labels of an example into its fields."""
         raise NotImplementedError
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
@@ -114,23 +114,23 @@ class LabelledExamples(Objective):
         """Count the labels of a micro-batch."""
         return (batch["examples"] >= 0).sum()
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         n = int(random.integers(6, max(7, self.length // 2)))
         annotation = {"second": int(random.integers(1, n)), **self.random_annotation(random, n)}
         tokens = random.integers(0, self.special.vocab_size, n)
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps(annotation).encode()})
 
     def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
-        """Draw what is stored beside `n` tokens."""
+        """Return a random annotation of `n` tokens."""
         raise NotImplementedError
 
 
 @OBJECTIVES.register("text_classification")
 class TextClassification(LabelledExamples):
-    """Predict the labels of an example at the tokens that carry them: its first in encoders, its last in decoders, the
-    first of each word in tagging.
+    """Predict the labels of an example at the tokens that carry them.
 
-    Of a head with `both_orders`, an example has two parts, the pair in both orders, and the label of the first.
+    Encoders label the first token, decoders the last, tagging the first of each word. If the head has `both_orders`,
+    an example has two parts, the pair in both orders; the label is at the first.
     """
 
     model_families = ("encoder", "decoder")
@@ -144,8 +144,8 @@ class TextClassification(LabelledExamples):
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
         self.predicts_classes = self.head.loss == "cross_entropy"
-        numbers = Field("float32", (self.head.classes,))
-        self.fields["sentence_targets"] = Field(pad_value=IGNORE) if self.predicts_classes else numbers
+        value_field = Field("float32", (self.head.classes,))
+        self.fields["sentence_targets"] = Field(pad_value=IGNORE) if self.predicts_classes else value_field
         self.fields["parts" if self.head.both_orders else "words"] = Field()
 
     def term(self, model: ModelConfig) -> str:
@@ -153,31 +153,31 @@ class TextClassification(LabelledExamples):
         return "sentence"
 
     def place_labels(self, fields: Example, annotation: Mapping[str, Any]) -> None:
-        at, labels = np.array(annotation["at"], np.int64), annotation["labels"]
-        fields["sentence_targets"][at[: len(labels)]] = labels
+        positions, labels = np.array(annotation["at"], np.int64), annotation["labels"]
+        fields["sentence_targets"][positions[: len(labels)]] = labels
         if "words" in fields:
-            fields["words"][at] = np.arange(len(at))
+            fields["words"][positions] = np.arange(len(positions))
 
     def n_labels(self, batch: Batch) -> Tensor:
         labelled = batch["examples"] >= 0
         return (labelled & (batch["parts"] == 0)).sum() if self.head.both_orders else labelled.sum()
 
     def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
-        at = np.sort(random.choice(n, int(random.integers(1, 3)), replace=False))
+        positions = np.sort(random.choice(n, int(random.integers(1, 3)), replace=False))
         starts = {}
         if self.head.both_orders:
             middle = int(random.integers(1, n))
-            at, starts = np.array([middle - 1, n - 1]), {"starts": [0, middle], "second": [middle, n]}
-        shape = (1 if starts else len(at), self.head.classes)
+            positions, starts = np.array([middle - 1, n - 1]), {"starts": [0, middle], "second": [middle, n]}
+        shape = (1 if starts else len(positions), self.head.classes)
         is_flag = self.head.loss == "binary_cross_entropy"
-        numbers = random.integers(0, 2, shape) if is_flag else random.normal(size=shape)
-        labels = random.integers(self.head.classes, size=shape[0]) if self.predicts_classes else numbers
-        return {"at": at.tolist(), "labels": labels.tolist(), **starts}
+        values = random.integers(0, 2, shape) if is_flag else random.normal(size=shape)
+        labels = random.integers(self.head.classes, size=shape[0]) if self.predicts_classes else values
+        return {"at": positions.tolist(), "labels": labels.tolist(), **starts}
 
 
 @OBJECTIVES.register("multiple_choice")
 class MultipleChoice(LabelledExamples):
-    """Predict which choice is right, by a score at one token of each choice's text; an example has a part for each."""
+    """Predict the right choice by a score at one token of each choice. An example has one part for each choice."""
 
     model_families = ("encoder", "decoder")
 
@@ -212,8 +212,10 @@ class MultipleChoice(LabelledExamples):
 
 @OBJECTIVES.register("span_extraction")
 class SpanExtraction(LabelledExamples):
-    """Predict the first and last token of the answer to a question in a text that holds it; the text's own first token
-    stands for no answer (Devlin et al. 2019, section 4.3)."""
+    """Predict the first and last token of a question's answer in a text (Devlin et al. 2019, section 4.3).
+
+    The first token of the example, [CLS], stands for no answer. `answer_marks`: 1 first token, 2 last token, 3 both.
+    """
 
     model_families = ("encoder",)
 
@@ -244,7 +246,7 @@ H = TypeVar("H")
 
 
 def require_task_head(model: ModelConfig, kind: type[H], name: str) -> H:
-    """Return the section of a model's head. Raises UsageError where it has none of the kind."""
+    """Return the config of a model's head of class `kind`. Raises UsageError if it has none."""
     heads = [head for head in model.extra_heads.values() if isinstance(head, kind)]
     if not heads:
         head = "text_classifier" if name == "text_classification" else name
@@ -257,10 +259,10 @@ def require_task_head(model: ModelConfig, kind: type[H], name: str) -> H:
 
 @OBJECTIVES.register("answers")
 class Answers(Objective):
-    """Predict the tokens of answers, each from all tokens before it; prompts are read and not predicted.
+    """Predict the tokens of answers, each from all tokens before it. Prompts are read and not predicted.
 
-    Examples come framed, and several share a row. An encoder-decoder's encoder reads the prompt, EOS at its end, and
-    its decoder answers (Raffel et al. 2020, section 2.4).
+    Several examples share a row. An encoder-decoder's encoder reads the prompt and EOS, and its decoder predicts the
+    answer and EOS (Raffel et al. 2020, section 2.4).
     """
 
     model_families = ("decoder", "encoder_decoder")
@@ -287,17 +289,16 @@ class Answers(Objective):
 
     @property
     def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
-        """Lengths of both sides by the tokens of each [n, 2], which the index holds as it does sizes of images; EOS
-        ends both."""
+        """Sequence lengths [n, 2] from the tokens of both sides [n, 2], which the index stores as image sizes."""
         return (lambda sizes: sizes + 1) if self.is_encoder_decoder else None
 
     @property
-    def piece_sizes(self) -> Callable[[DocumentChunk], tuple[int, int]] | None:
-        """Gives the tokens of both sides of a piece that no index holds."""
+    def chunk_sizes(self) -> Callable[[DocumentChunk], tuple[int, int]] | None:
+        """Function that returns the tokens of both sides of a chunk, for corpora without an index."""
         return _answer_sizes if self.is_encoder_decoder else None
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
-        tokens, spans = piece.tokens.astype(np.int64), read_annotation(piece)["trained"]
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
+        tokens, spans = chunk.tokens.astype(np.int64), read_annotation(chunk)["trained"]
         if self.is_encoder_decoder:
             ((begin, end),) = spans
             return seq2seq_example(tokens[:begin], tokens[begin:end], self.special)
@@ -306,7 +307,7 @@ class Answers(Objective):
             targets[begin - 1 : end - 1] = tokens[begin:end]
         return {"tokens": tokens[:-1], "targets": targets}
 
-    def random_piece(self, random: np.random.Generator) -> DocumentChunk:
+    def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         n = int(random.integers(4, max(5, self.length // 2)))
         begin, end = np.sort(random.choice(np.arange(1, n + 1), 2, replace=False)).tolist()
         end = n if self.is_encoder_decoder else end
@@ -314,6 +315,6 @@ class Answers(Objective):
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps({"trained": [[begin, end]]}).encode()})
 
 
-def _answer_sizes(piece: DocumentChunk) -> tuple[int, int]:
-    ((begin, end),) = read_annotation(piece)["trained"]
+def _answer_sizes(chunk: DocumentChunk) -> tuple[int, int]:
+    ((begin, end),) = read_annotation(chunk)["trained"]
     return begin, end - begin

@@ -1,4 +1,4 @@
-"""Examples of prompts and answers for decoders: conversations and texts, with the tokens that are trained."""
+"""Prompts and answers: conversations and text pairs as tokens, with the spans that are trained."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,11 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class AnswerEncoder:
-    """Encodes the rows of one file. length: tokens of a row, which has room for one more, since the last is only a
-    target. target_length: of an encoder-decoder, tokens of the decoder's row; None: a decoder."""
+    """Encodes the rows of one file.
+
+    length: tokens of a row; a decoder's example may have one more, since its last token is only a target.
+    target_length: tokens of an encoder-decoder's decoder row; None: a decoder.
+    """
 
     path: str
     task: TaskConfig
@@ -33,51 +36,51 @@ class AnswerEncoder:
     target_length: int | None = None
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
-        """Return examples, and what to say of them. Raises UsageError that names the row."""
+        """Return examples and notes for the log. Raises UsageError that names the row."""
         if self.target_length is not None:
             return self._encode_pairs(rows, self.target_length)
         encode = self.encode_chats if self.task.form == "chat" else self.encode_prompts
-        examples, n_cut, n_ended = [], 0, 0
-        for number, (tokens, spans, text_bytes) in enumerate(encode(rows), start=1):
+        examples, n_cut, n_closed = [], 0, 0
+        for row_number, (tokens, spans, text_bytes) in enumerate(encode(rows), start=1):
             if len(tokens) > self.length + 1:
                 if self.task.too_long == "error":
                     needed = len(tokens) - 1
                     self.refuse(
-                        number,
+                        row_number,
                         f"has {needed} tokens, more than data.sequence_length = {self.length}: choose {needed} or "
                         "more, or task.too_long = 'truncate'",
                     )
                 n_cut += 1
                 tokens = tokens[: self.length + 1]
-            # The first token is predicted by none.
+            # No position predicts the first token.
             trained = [(max(begin, 1), min(end, len(tokens))) for begin, end in spans if begin < len(tokens)]
             trained = [(begin, end) for begin, end in trained if begin < end]
             if not trained:
                 self.refuse(
-                    number, "no token is trained: its answer is empty, or beyond data.sequence_length"
+                    row_number, "no token is trained: its answer is empty, or beyond data.sequence_length"
                 )
-            last = tokens[trained[-1][0] : trained[-1][1]]
-            n_ended += bool(np.isin(last, list(self.tokenizer.special.reserved)).any())
+            last_answer = tokens[trained[-1][0] : trained[-1][1]]
+            n_closed += bool(np.isin(last_answer, list(self.tokenizer.special.reserved)).any())
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
-        return examples, self._notes(examples, n_cut, n_ended)
+        return examples, self._notes(examples, n_cut, n_closed)
 
     def _encode_pairs(
         self, rows: Sequence[Row], target_length: int
     ) -> tuple[list[EncodedExample], list[str]]:
-        """Encode prefix and text for the encoder, then the answer; EOS ends both."""
+        """Encode prefix and text for the encoder, and the answer for the decoder. The objective adds EOS to both."""
         task, tokenizer, examples, n_cut = self.task, self.tokenizer, list[EncodedExample](), 0
         texts, answers = self._text_columns(rows)
-        sides = [tokenizer.encode_batch([f"{task.prefix}{text}" for text in texts], THREADS)]
-        sides.append(tokenizer.encode_batch(answers, THREADS))
+        encoded = [tokenizer.encode_batch([f"{task.prefix}{text}" for text in texts], THREADS)]
+        encoded.append(tokenizer.encode_batch(answers, THREADS))
         limits = {"data.sequence_length": self.length - 1, "data.target_length": target_length - 1}
-        for number, pair in enumerate(zip(*sides, strict=True), start=1):
-            n_cut += self._check_sides(number, pair, limits)
+        for row_number, pair in enumerate(zip(*encoded, strict=True), start=1):
+            n_cut += self._check_sides(row_number, pair, limits)
             source, answer = (side[:limit] for side, limit in zip(pair, limits.values(), strict=True))
             tokens = np.concatenate([source, answer]).astype(np.int64)
-            n_bytes = len((texts[number - 1] + answers[number - 1]).encode())
+            n_bytes = len((texts[row_number - 1] + answers[row_number - 1]).encode())
             spans = [[len(source), len(tokens)]]
-            sizes = (len(source), len(answer))
-            examples.append(EncodedExample(tokens, n_bytes, {"trained": spans}, sizes))
+            side_lengths = (len(source), len(answer))
+            examples.append(EncodedExample(tokens, n_bytes, {"trained": spans}, side_lengths))
         n_trained = sum(len(example.tokens) - example.annotation["trained"][0][0] + 1 for example in examples)
         notes = [f"{self.path}: {n_trained:,} tokens of answers are trained"]
         if n_cut:
@@ -85,20 +88,20 @@ class AnswerEncoder:
         return examples, notes
 
     def _check_sides(
-        self, number: int, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]
+        self, row_number: int, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]
     ) -> bool:
-        """Return whether a text or its answer has to be cut. Raises UsageError where that is not wanted."""
+        """Whether a text or its answer must be cut. Raises UsageError where the task forbids it."""
         is_cut = False
         for side, tokens, (key, limit) in zip(("text", "answer"), pair, limits.items(), strict=True):
             if not len(tokens):
-                self.refuse(number, f"its {side} makes no token: take the row out")
+                self.refuse(row_number, f"its {side} makes no token: take the row out")
             if limit < 1:
                 raise UsageError(
                     f"{key} = {limit + 1}: leaves no room for text beside the end token: choose more"
                 )
             if len(tokens) > limit and self.task.too_long == "error":
                 self.refuse(
-                    number,
+                    row_number,
                     f"its {side} has {len(tokens) + 1} tokens, more than {key} = {limit + 1}: choose {len(tokens) + 1} "
                     "or more, or task.too_long = 'truncate'",
                 )
@@ -110,13 +113,13 @@ class AnswerEncoder:
         columns = {"task.text": self.task.text, "task.label": self.task.label}
         require_columns(self.path, rows, columns)
         texts, answers = (
-            [row_text(self.path, number, row, column) for number, row in enumerate(rows, start=1)]
+            [row_text(self.path, row_number, row, column) for row_number, row in enumerate(rows, start=1)]
             for column in columns.values()
         )
         return texts, answers
 
     def encode_prompts(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
-        """[BOS] prefix and text, then the answer and EOS, which are trained."""
+        """Return tokens, trained spans and bytes of each row: BOS, prefix, text, then the trained answer and EOS."""
         task, tokenizer = self.task, self.tokenizer
         texts, labels = self._text_columns(rows)
         prompts = tokenizer.encode_batch([f"{task.prefix}{text}{task.separator}" for text in texts], THREADS)
@@ -129,78 +132,79 @@ class AnswerEncoder:
         return encoded
 
     def encode_chats(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
-        """Conversations as the chat template renders them; answers are trained."""
+        """Return tokens, trained spans (the answers) and bytes of each conversation, by the chat template."""
         tokenizer, column = self.tokenizer, self.task.messages
         require_columns(self.path, rows, {"task.messages": column})
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise UsageError(
-                "task.form = 'chat' needs a tokenizer.json, whose tokens tell their places in the text: use such a "
+                "task.form = 'chat' needs a tokenizer.json, whose tokens have offsets into the text: use such a "
                 "tokenizer, or task.form = 'generation'"
             )
         template = load_chat_template(self.tokenizer_file, tokenizer, self.task.chat_template)
         encoded = []
-        for number, row in enumerate(rows, start=1):
+        for row_number, row in enumerate(rows, start=1):
             messages = row[column]
             if problem := check_messages(messages, tokenizer):
-                self.refuse(number, problem)
-            encoded.append(self._encode_chat(number, messages, template, tokenizer))
+                self.refuse(row_number, problem)
+            encoded.append(self._encode_chat(row_number, messages, template, tokenizer))
         return encoded
 
     def _encode_chat(
-        self, number: int, messages: list[Any], template: ChatTemplate, tokenizer: HuggingFaceTokenizer
+        self, row_number: int, messages: list[Any], template: ChatTemplate, tokenizer: HuggingFaceTokenizer
     ) -> tuple[NDArray[np.int64], Spans, int]:
         try:
             text, answers = template.answer_spans(messages)
         except UsageError as error:
-            raise UsageError(f"{self.path}, row {number}: {error}") from None
+            raise UsageError(f"{self.path}, row {row_number}: {error}") from None
         tokens, offsets = tokenizer.encode_with_offsets(text)
         starts = np.array([start for start, _ in offsets], np.int64)
         spans = [(int(starts.searchsorted(begin)), int(starts.searchsorted(end))) for begin, end in answers]
         return tokens.astype(np.int64), spans, len(text.encode())
 
-    def _notes(self, examples: Sequence[EncodedExample], n_cut: int, n_ended: int) -> list[str]:
+    def _notes(self, examples: Sequence[EncodedExample], n_cut: int, n_closed: int) -> list[str]:
         n_tokens = sum(len(example.tokens) for example in examples)
         n_trained = sum(end - begin for example in examples for begin, end in example.annotation["trained"])
         notes = [f"{self.path}: {n_trained:,} of {n_tokens:,} tokens are trained"]
         if n_cut:
             notes.append(f"{self.path}: {n_cut} of {len(examples)} examples cut to {self.length} tokens")
-        if n_ended < len(examples):
+        if n_closed < len(examples):
             notes.append(
-                f"{self.path}: the last answer of {len(examples) - n_ended} of {len(examples)} examples has no special "
-                "token that ends it, and the model won't learn to stop: have the template close answers with one"
+                f"{self.path}: the last answer of {len(examples) - n_closed} of {len(examples)} examples has no "
+                "special token that ends it, and the model won't learn to stop: have the template close answers with "
+                "one"
             )
         return notes
 
-    def refuse(self, number: int, reason: str) -> None:
+    def refuse(self, row_number: int, reason: str) -> None:
         """Raise a UsageError that names the file and the row."""
-        raise UsageError(f"{self.path}, row {number}: {reason}")
+        raise UsageError(f"{self.path}, row {row_number}: {reason}")
 
 
-def spell_trained(
+def describe_example(
     sample: Sample, tokenizer: Tokenizer, *, colour: bool, labels: Sequence[str] = ()
 ) -> str | None:
-    """Return the text of an example with its trained tokens marked; None for a sample that is no such example.
+    """Return an example's text with its trained tokens marked; None for a sample of another kind.
 
-    Where labels are trained, marked are the tokens that carry them, or an answer, and the labels follow. labels: the
-    names of the classes.
+    Of labelled examples, the tokens that carry labels are marked, and the labels follow. Of span extraction, the
+    answer is marked. labels: names of the classes.
     """
     annotation = json.loads(sample.members.get(ANNOTATION, b"{}"))
     if "trained" in annotation:
         return format_trained(sample.tokens, annotation["trained"], tokenizer, colour=colour)
     if "at" not in annotation:
         return None
-    trained, shown = [[at, at + 1] for at in annotation["at"]], annotation["labels"]
-    if "window" in annotation:  # of a text that answers a question
-        ((begin, end),) = shown
-        trained, shown = [[begin, end + 1]], ["an answer" if begin else "no answer here"]
+    trained, shown_labels = [[position, position + 1] for position in annotation["at"]], annotation["labels"]
+    if "window" in annotation:  # span extraction
+        ((begin, end),) = shown_labels
+        trained, shown_labels = [[begin, end + 1]], ["an answer" if begin else "no answer here"]
     elif labels:
-        shown = [_names(label, labels) for label in shown]
+        shown_labels = [_label_names(label, labels) for label in shown_labels]
     text = format_trained(sample.tokens, trained, tokenizer, colour=colour)
-    return f"{text}\n\nlabel  {', '.join(map(str, shown))}"
+    return f"{text}\n\nlabel  {', '.join(map(str, shown_labels))}"
 
 
-def _names(label: Any, labels: Sequence[str]) -> str:
-    """Return the name of a class, or those of flags, joined."""
+def _label_names(label: Any, labels: Sequence[str]) -> str:
+    """Return the name of a class; for flags, the joined names of those that are set."""
     if isinstance(label, list):
         return "; ".join(name for name, flag in zip(labels, label, strict=True) if flag) or "none"
     return labels[label]
@@ -209,19 +213,19 @@ def _names(label: Any, labels: Sequence[str]) -> str:
 def format_trained(
     tokens: NDArray[Any], trained: Sequence[Sequence[int]], tokenizer: Tokenizer, *, colour: bool
 ) -> str:
-    """Return an example's text piece by piece; trained tokens in green, or between ⟦ and ⟧."""
+    """Return an example's text, with trained tokens in green, or between ⟦ and ⟧."""
     opening, closing = ("\033[32m", "\033[0m") if colour else ("⟦", "⟧")
-    parts, at = [], 0
+    parts, position = [], 0
     for begin, end in [*trained, (len(tokens), len(tokens))]:
-        parts.append(_spell(tokens[at:begin], tokenizer))
+        parts.append(_spell(tokens[position:begin], tokenizer))
         if begin < end:
             parts.append(f"{opening}{_spell(tokens[begin:end], tokenizer)}{closing}")
-        at = end
+        position = end
     return "".join(parts)
 
 
 def _spell(tokens: NDArray[Any], tokenizer: Tokenizer) -> str:
-    """Return the text of tokens, with special ones by their names, which decoding leaves out."""
+    """Return the text of tokens. Special tokens, which decoding drops, are spelled by their names."""
     reserved, parts, run = tokenizer.special.reserved, list[str](), list[int]()
     for token in [*tokens.tolist(), None]:
         if token is None or token in reserved:

@@ -1,4 +1,4 @@
-"""Chat templates: conversations as text, as the tokenizer's own template renders them, and which of it is an answer."""
+"""Chat templates: conversations rendered by the tokenizer's template, and the spans of the assistant's answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Message = Mapping[str, Any]
 
 
 class GenerationTag(Extension):
-    """Transformers' `{% generation %}`, which marks answers in a template: what it holds is rendered as it is."""
+    """Transformers' `{% generation %}`, which marks answers in a template. Its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -34,7 +34,7 @@ class GenerationTag(Extension):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, with the spellings of special tokens that it may use: bos_token, eos_token and so on."""
+    """A Jinja template and the special tokens it may spell: bos_token, eos_token and so on → their text."""
 
     source: str
     special_tokens: Mapping[str, str]
@@ -47,63 +47,70 @@ class ChatTemplate:
         environment.filters["tojson"] = lambda value, **options: json.dumps(
             value, ensure_ascii=False, **options
         )
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = _raise_exception
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template is no Jinja template: {error}") from None
 
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Render messages; asks: with the words that begin an answer. Raises UsageError where the template refuses."""
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Render messages as text. Raises UsageError where the template refuses them.
+
+        add_generation_prompt: end with the words that begin an answer.
+        """
         try:
             return self._compiled.render(
-                messages=list(messages), add_generation_prompt=asks, **self.special_tokens
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from None
 
     def answer_spans(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered conversation, and begin and end of each answer in it.
+        """Return the rendered conversation, and [begin, end) of each answer in characters.
 
-        An answer is what a message of the assistant adds to the messages before it and the words that ask for it.
-        Raises UsageError where a template changes earlier messages, so that answers can't be told from it.
+        An answer is the text that an assistant's message adds after the generation prompt. Raises UsageError where a
+        template changes earlier messages, so that an answer has no fixed place.
         """
         text, spans = self.render(messages), []
-        for number, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self.render(messages[:number], asks=True)
-            upto = self.render(messages[: number + 1])
-            if not upto.startswith(before) or not text.startswith(upto):
+            prompt = self.render(messages[:index], add_generation_prompt=True)
+            with_answer = self.render(messages[: index + 1])
+            if not with_answer.startswith(prompt) or not text.startswith(with_answer):
                 raise UsageError(
-                    f"the chat template renders the messages before message {number + 1} otherwise once that is there, "
+                    f"the chat template renders the messages before message {index + 1} otherwise once that is there, "
                     "so that its answer can't be told from them: split the conversation there, or use a template that "
-                    "adds to what it has"
+                    "only adds text"
                 )
-            spans.append((len(before), len(upto)))
+            spans.append((len(prompt), len(with_answer)))
         return text, spans
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def load_chat_template(tokenizer_file: str | Path, tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
-    """Return the template in the file `given`, or that beside a tokenizer. Raises UsageError if there is none."""
+def load_chat_template(
+    tokenizer_file: str | Path, tokenizer: Tokenizer, template_file: str | None
+) -> ChatTemplate:
+    """Return the template in `template_file`, or the one beside the tokenizer. Raises UsageError if there is none."""
     folder = Path(tokenizer_file)
     folder = folder if folder.is_dir() else folder.parent
-    about = _read_json(folder / CONFIG_FILE)
-    if given is not None:
+    tokenizer_config = _read_json(folder / CONFIG_FILE)
+    if template_file is not None:
         try:
-            source: Any = Path(given).read_text(encoding="utf-8")
+            source: Any = Path(template_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"task.chat_template = {given}: can't read it: {error}") from None
+            raise UsageError(f"task.chat_template = {template_file}: can't read it: {error}") from None
     elif (folder / TEMPLATE_FILE).is_file():
         source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
     else:
-        source = about.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = next((each["template"] for each in source if each.get("name") == "default"), None)
+        source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):  # named templates
+        source = next(
+            (template["template"] for template in source if template.get("name") == "default"), None
+        )
     if not isinstance(source, str):
         raise UsageError(
             f"{folder}: the tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}): give "
@@ -125,7 +132,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_messages(messages: Any, tokenizer: HuggingFaceTokenizer) -> str | None:
-    """Return what is wrong with a row's messages, or None."""
+    """Return what is wrong with a row's messages; None if nothing is."""
     if not isinstance(messages, list) or not messages:
         return "has no list of messages"
     for number, message in enumerate(messages, start=1):
@@ -134,8 +141,8 @@ def check_messages(messages: Any, tokenizer: HuggingFaceTokenizer) -> str | None
         content = message.get("content")
         if not isinstance(content, str):
             return f"message {number} has no text as its content"
-        if spelled := [mark for mark in tokenizer.reserved_spellings if mark in content]:
-            return f"message {number} spells the special token {spelled[0]!r}, and would be read as one: take it out"
+        if reserved := [spelling for spelling in tokenizer.reserved_spellings if spelling in content]:
+            return f"message {number} spells the special token {reserved[0]!r}, and would be read as one: take it out"
     if all(message["role"] != ASSISTANT for message in messages):
         return f"has no message with role {ASSISTANT!r}, so that no token is trained"
     return None

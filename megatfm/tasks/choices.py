@@ -1,4 +1,4 @@
-"""Multiple choice: each row becomes a text for each of its choices, framed after what they go on from."""
+"""Multiple choice: a row becomes one sequence for each of its choices, after the text they continue."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,25 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import THREADS, EncodedExample, class_of, join_parts, label_text, row_text
-from megatfm.tasks.frames import frame_of, truncate_longest
+from megatfm.tasks.forms import (
+    THREADS,
+    EncodedExample,
+    build_frame,
+    class_index,
+    join_sequences,
+    label_text,
+    row_text,
+    truncate_longest,
+)
 from megatfm.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
 class ChoiceEncoder:
-    """Encodes the rows of one file. carrier: the token that carries a choice's score, 0 or −1.
+    """Encodes the rows of one file. cls_index: the token that carries a choice's score, 0 or −1.
 
-    An encoder reads text, then question and choice; a decoder text and question, then the choice (Radford et al. 2018,
-    section 3.3).
+    An encoder's pair is (text, question and choice), a decoder's (text and question, choice): Radford et al. 2018,
+    section 3.3.
     """
 
     path: str
@@ -28,91 +36,91 @@ class ChoiceEncoder:
     tokenizer: Tokenizer
     length: int
     with_labels: bool
-    carrier: int
+    cls_index: int
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
-        """Return examples, and what to say of them. Raises UsageError that names the row."""
+        """Return examples and notes for the log. Raises UsageError that names the row."""
         task = self.task
         columns = {"task.text": task.text} | ({"task.text_pair": task.text_pair} if task.text_pair else {})
         require_columns(self.path, rows, columns | ({"task.label": task.label} if self.with_labels else {}))
         for column in task.choices:
             require_columns(self.path, rows, {"task.choices": column})
-        frame, examples, n_cut = (
-            frame_of(self.tokenizer, is_causal=self.carrier == -1),
-            list[EncodedExample](),
-            0,
-        )
-        for number, row in enumerate(rows, start=1):
-            texts = [row_text(self.path, number, row, column) for column in columns.values()]
-            choices = self._choices(number, row)
-            label = self._label(number, row, len(choices)) if self.with_labels else 0
+        frame = build_frame(self.tokenizer, is_causal=self.cls_index == -1)
+        examples, n_cut = list[EncodedExample](), 0
+        for row_number, row in enumerate(rows, start=1):
+            texts = [row_text(self.path, row_number, row, column) for column in columns.values()]
+            choices = self._choices(row_number, row)
+            label = self._label(row_number, row, len(choices)) if self.with_labels else 0
             firsts, seconds = self._sides(texts, choices)
             room = self.length // len(choices) - frame.n_special(pair=True)
             if room < 2:
                 self._refuse(
-                    number,
+                    row_number,
                     f"data.sequence_length = {self.length} has no room for {len(choices)} choices, which share a row: "
                     "choose more",
                 )
-            longest = max(len(a) + len(b) for a, b in zip(firsts, seconds, strict=True))
+            longest = max(len(first) + len(second) for first, second in zip(firsts, seconds, strict=True))
             if longest > room:
                 needed = (longest + frame.n_special(pair=True)) * len(choices)
                 if task.too_long == "error":
                     self._refuse(
-                        number,
+                        row_number,
                         f"has {len(choices)} choices, which share a row, of up to {longest} tokens, and needs {needed} "
                         f"of data.sequence_length = {self.length}: choose {needed} or more, or task.too_long = "
                         "'truncate'",
                     )
                 n_cut += 1
-            framed = [frame.wrap(*truncate_longest(a, b, room)) for a, b in zip(firsts, seconds, strict=True)]
+            framed = [
+                frame.wrap(*truncate_longest(first, second, room))
+                for first, second in zip(firsts, seconds, strict=True)
+            ]
             n_bytes = len("".join([*texts * len(choices), *choices]).encode())
-            examples.append(join_parts(framed, self.carrier, label, n_bytes))
-        cut = f"{self.path}: {n_cut} of {len(rows)} examples cut to {self.length} tokens for all choices"
-        return examples, [cut] if n_cut else []
+            examples.append(join_sequences(framed, self.cls_index, label, n_bytes))
+        note = f"{self.path}: {n_cut} of {len(rows)} examples cut to {self.length} tokens for all choices"
+        return examples, [note] if n_cut else []
 
     def _sides(
         self, texts: Sequence[str], choices: Sequence[str]
     ) -> tuple[list[NDArray[np.integer]], list[NDArray[np.integer]]]:
         """Return the tokens of the first and of the second text of each choice."""
         text, *question = texts
-        if self.carrier == -1:
+        if self.cls_index == -1:
             first, seconds = " ".join([text, *question]), list(choices)
         else:
             first, seconds = text, [" ".join([*question, choice]) for choice in choices]
         tokens = self.tokenizer.encode_batch([first, *seconds], THREADS)
         return [tokens[0]] * len(choices), [*tokens[1:]]
 
-    def _choices(self, number: int, row: Row) -> list[str]:
+    def _choices(self, row_number: int, row: Row) -> list[str]:
         columns = self.task.choices
         if len(columns) > 1:
-            return [row_text(self.path, number, row, column) for column in columns]
+            return [row_text(self.path, row_number, row, column) for column in columns]
         value = row.get(columns[0])
-        if isinstance(value, Mapping):  # as in ARC, with the names of the choices beside
+        if isinstance(value, Mapping):  # ARC: {"text": [...], "label": [...]}
             value = value.get("text")
         if not isinstance(value, list) or len(value) < 2:
             self._refuse(
-                number, f"column {columns[0]!r} is {value!r:.40}: give a list of two or more choices"
+                row_number, f"column {columns[0]!r} is {value!r:.40}: give a list of two or more choices"
             )
-        return [row_text(self.path, number, {columns[0]: choice}, columns[0]) for choice in value]
+        return [row_text(self.path, row_number, {columns[0]: choice}, columns[0]) for choice in value]
 
-    def _label(self, number: int, row: Row, n_choices: int) -> int:
+    def _label(self, row_number: int, row: Row, n_choices: int) -> int:
         value = row.get(self.task.label, "")
         if self.task.labels:
-            place = class_of(self.path, number, value, self.task.labels)
+            choice = class_index(self.path, row_number, value, self.task.labels)
         else:
             text = label_text(value)
             if not text.isdecimal():
                 self._refuse(
-                    number,
+                    row_number,
                     f"label {text!r} is no number of a choice, from 0: name the choices in task.labels",
                 )
-            place = int(text)
-        if place >= n_choices:
+            choice = int(text)
+        if choice >= n_choices:
             self._refuse(
-                number, f"label {label_text(value)!r} is none of its {n_choices} choices: mend the row"
+                row_number, f"label {label_text(value)!r} is none of its {n_choices} choices: mend the row"
             )
-        return place
+        return choice
 
-    def _refuse(self, number: int, reason: str) -> NoReturn:
-        raise UsageError(f"{self.path}, row {number}: {reason}")
+    def _refuse(self, row_number: int, reason: str) -> NoReturn:
+        raise UsageError(f"{self.path}, row {row_number}: {reason}")

@@ -1,4 +1,4 @@
-"""Labelled files tokenized once: a corpus of framed examples, each with its label, named by all that decides it."""
+"""Labelled files tokenized once, into a corpus named by the hash of rows, tokenizer and settings."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.files import read_rows, require_columns
-from megatfm.tasks.forms import EncodedExample, RowEncoder, labels_of
+from megatfm.tasks.forms import EncodedExample, RowEncoder, collect_labels
 from megatfm.tasks.preferences import LogProbabilities, PreferenceEncoder
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
@@ -34,7 +34,7 @@ NOT_STORED = frozenset(
 
 @dataclass(frozen=True)
 class TaskCorpus:
-    """A tokenized file: its folder, how many examples it has, and what to say of it."""
+    """A tokenized file: its folder, number of examples, and notes for the log."""
 
     folder: Path
     n_examples: int
@@ -42,12 +42,12 @@ class TaskCorpus:
 
 
 def read_labels(task: TaskConfig) -> list[str]:
-    """Return the labels of a task in the order of the classes: those of the config, or of the training file."""
+    """Return a task's labels in the order of the classes, from the config or else from the training file."""
     if task.labels or task.form not in ("classification", "multilabel", "tagging"):
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
-    return labels_of(task, rows)
+    return collect_labels(task, rows)
 
 
 def prepare_corpus(
@@ -64,15 +64,15 @@ def prepare_corpus(
     reference: LogProbabilities | None = None,
     reference_identity: str = "",
 ) -> TaskCorpus:
-    """Tokenize a file into a corpus below `folder`, or find the one that an earlier call left there.
+    """Tokenize a file into a corpus below `folder`, or reuse the one that an earlier call left there.
 
     task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
-    in which the last token of an example carries its label. target_length: tokens of an encoder-decoder's decoder.
-    reference: of preferences, the model at the start, and what tells it from others. Raises UsageError that names file
-    and row.
+    whose last token of an example carries the label. sequence_length: tokens of a row. target_length: tokens of an
+    encoder-decoder's decoder row. reference: for preferences, scores answers by the model at the start;
+    reference_identity names that model. Raises UsageError that names file and row.
     """
     rows = read_rows(path)
-    key = {
+    identity = {
         "version": __version__,
         "rows": blake3(json.dumps(rows, default=str, sort_keys=True).encode()).hexdigest(),
         "tokenizer": tokenizer.hash,
@@ -83,64 +83,64 @@ def prepare_corpus(
         "with_labels": with_labels,
         "is_causal": is_causal,
         "target_length": target_length,
-        "chat_template": _content(task.chat_template),
+        "chat_template": _hash_file(task.chat_template),
         **({"reference": reference_identity} if reference_identity else {}),
     }
-    target = folder / blake3(json.dumps(key, sort_keys=True).encode()).hexdigest(8)
-    if not (target / MANIFEST).is_file():
-        carrier = -1 if is_causal else 0
+    corpus_folder = folder / blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(8)
+    if not (corpus_folder / MANIFEST).is_file():
+        cls_index = -1 if is_causal else 0
         encoder: RowEncoder | AnswerEncoder | SpanEncoder | ChoiceEncoder | PreferenceEncoder
         if task.form == "span_extraction":
             encoder = SpanEncoder(path, task, tokenizer, sequence_length, with_labels)
         elif task.form == "multiple_choice":
-            encoder = ChoiceEncoder(path, task, tokenizer, sequence_length, with_labels, carrier)
+            encoder = ChoiceEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index)
         elif task.has_head:
-            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, carrier)
+            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index)
         elif reference is not None:
             encoder = PreferenceEncoder(path, task, tokenizer, tokenizer_file, sequence_length, reference)
         else:
             encoder = AnswerEncoder(path, task, tokenizer, tokenizer_file, sequence_length, target_length)
         encoded, notes = encoder.encode(rows)
-        _write(target, encoded, str(path), tokenizer, key | {"notes": notes})
-    manifest = json.loads((target / MANIFEST).read_bytes())
-    return TaskCorpus(target, len(rows), manifest["provenance"]["notes"])
+        _write(corpus_folder, encoded, str(path), tokenizer, identity | {"notes": notes})
+    manifest = json.loads((corpus_folder / MANIFEST).read_bytes())
+    return TaskCorpus(corpus_folder, len(rows), manifest["provenance"]["notes"])
 
 
-def _content(path: str | None) -> str | None:
-    """Return the hash of a file's content, where there is one."""
+def _hash_file(path: str | None) -> str | None:
+    """Return the hash of a file's content; None without a file."""
     return blake3(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
 
 
 def _write(
-    target: Path,
+    corpus_folder: Path,
     examples: Sequence[EncodedExample],
     source: str,
     tokenizer: Tokenizer,
     provenance: dict[str, object],
 ) -> None:
-    """Write a corpus beside its place, and give it its name when it is whole."""
-    partial = temporary_path(target)
+    """Write a corpus to a temporary folder, and rename it once it is complete."""
+    partial = temporary_path(corpus_folder)
     with ShardWriter(partial, tokenizer_hash=tokenizer.hash, token_dtype=tokenizer.token_dtype) as writer:
-        for number, example in enumerate(examples):
+        for index, example in enumerate(examples):
             writer.add(
-                f"{number:08d}",
+                f"{index:08d}",
                 example.tokens,
                 source,
                 example.text_bytes,
                 members={ANNOTATION: json.dumps(example.annotation, separators=(",", ":")).encode()},
-                image_size=example.sizes,
+                image_size=example.side_lengths,
             )
         writer.finish(provenance)
     try:
-        partial.rename(target)
+        partial.rename(corpus_folder)
     except OSError:
         shutil.rmtree(partial)
-        if not (target / MANIFEST).is_file():
+        if not (corpus_folder / MANIFEST).is_file():
             raise
 
 
 def check_files_exist(task: TaskConfig) -> None:
-    """Raise UsageError for a file of the task that is not there, before anything else is done."""
+    """Raise UsageError for a file of the task that does not exist."""
     for key in ("train", "validation", "test"):
         path = getattr(task, key)
         if path is not None and not Path(path).exists():

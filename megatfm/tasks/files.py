@@ -41,7 +41,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
-    """Raise UsageError unless the first row has all columns; columns: key of the config → name of the column."""
+    """Raise UsageError unless the first row has all columns. columns: config key → column name."""
     for key, name in columns.items():
         if name not in rows[0]:
             raise UsageError(
@@ -51,7 +51,7 @@ def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str,
 
 
 def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
-    """Rows of a file whose first line names the columns; a tab-separated one has no quotes, as in GLUE."""
+    """Read a file whose first line names the columns. Tab-separated files have no quotes, as GLUE's."""
     dialect: Any = {"quoting": csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL, "strict": True}
     text = path.read_bytes().decode("utf-8-sig")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, **dialect)
@@ -63,9 +63,9 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
                 continue
             if columns is None:
                 columns = fields
-                if twice := [name for name in columns if columns.count(name) > 1]:
+                if repeated := [name for name in columns if columns.count(name) > 1]:
                     raise UsageError(
-                        f"{path}, line 1: names column {twice[0]!r} twice: give each its own name"
+                        f"{path}, line 1: names column {repeated[0]!r} twice: give each its own name"
                     )
                 continue
             if len(fields) != len(columns):
@@ -80,11 +80,11 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
     text = path.read_bytes().decode("utf-8-sig")
-    begins = text.lstrip()[:1]
+    first_character = text.lstrip()[:1]
     values: Any = None
-    if begins == "{" and path.suffix == ".json" and '"paragraphs"' in text:
+    if first_character == "{" and path.suffix == ".json" and '"paragraphs"' in text:
         values = _squad_rows(path, _parse_json(path, 1, text))
-    elif begins == "[":
+    elif first_character == "[":
         values = _parse_json(path, 1, text)
     if values is None:
         values = [
@@ -101,17 +101,22 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def _squad_rows(path: Path, content: Any) -> list[Row]:
-    """Rows of a file as SQuAD's: articles of paragraphs, each a context with its questions (`qas`)."""
+    """Read SQuAD's format: articles of paragraphs, each a context with its questions (`qas`)."""
     try:
         return [
-            {"id": asked["id"], "title": article.get("title", ""), "context": paragraph["context"], **asked}
+            {
+                "id": question["id"],
+                "title": article.get("title", ""),
+                "context": paragraph["context"],
+                **question,
+            }
             for article in content["data"]
             for paragraph in article["paragraphs"]
-            for asked in paragraph["qas"]
+            for question in paragraph["qas"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path}: begins as a file of SQuAD, but has not its data, paragraphs and qas ({error}): mend it, or give "
+            f"{path}: begins as a file of SQuAD, but lacks its data, paragraphs or qas ({error}): mend it, or give "
             "one object a line"
         ) from None
 
@@ -137,7 +142,7 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _read_dataset_folder(path: Path) -> list[Row]:
-    """Rows of a folder that `Dataset.save_to_disk` wrote, or with parquet files, as the Hub stores them."""
+    """Read a folder that `Dataset.save_to_disk` wrote, or one of parquet files, as the Hub stores them."""
     if parquet := sorted(path.glob("*.parquet")):
         return [row for file in parquet for row in _read_parquet(file)]
     arrow = sorted(path.glob("*.arrow"))

@@ -1,4 +1,4 @@
-"""Predictions of a task, collected while an engine evaluates, under any layout, and their metrics."""
+"""Predictions of a task, collected while an engine evaluates under any layout, and their metrics."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from megatfm import object_collectives
 from megatfm.config import TaskConfig
 from megatfm.errors import MegatfmError
-from megatfm.tasks.metrics import METRICS_OF_FORM, calibration_error, span_f1
+from megatfm.tasks.metrics import FORM_METRICS, calibration_error, span_f1
 from megatfm.tasks.span_predictions import SpanPredictions
 
-Part = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
+PredictionBatch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
+"""Example index [N], word index [N], logits [N, C], targets [N] or [N, C]."""
 
 
 @dataclass
 class Predictions:
-    """Logits [N, C] and targets [N] or [N, C] of examples, or of their words, in the order of their numbers [N]."""
+    """Logits [N, C] and targets [N] or [N, C] of examples, or of their words, sorted by example and word index [N]."""
 
     task: TaskConfig
     examples: NDArray[np.int64]
@@ -30,21 +31,21 @@ class Predictions:
 
     @property
     def predicted(self) -> NDArray[Any]:
-        """The class with the largest logit; flags of classes with a positive one; or the number."""
+        """Predicted classes [N]; multilabel: flags [N, C] of positive logits; regression: values [N]."""
         if self.task.form == "multilabel":
             return (self.logits > 0).astype(np.int64)
         return self.logits[:, 0] if self.task.form == "regression" else self.logits.argmax(-1)
 
     @property
     def expected(self) -> NDArray[Any]:
-        """Labels that `predicted` is compared with."""
+        """Targets in the shape of `predicted`."""
         if self.task.form == "multilabel":
             return self.targets.astype(np.int64)
         return self.targets[:, 0] if self.task.form == "regression" else self.targets
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
-        """Softmax of the logits [N, C]; of many labels, each class's own."""
+        """Softmax of the logits [N, C]; multilabel: the sigmoid."""
         logits = self.logits.astype(np.float64)
         if self.task.form == "multilabel":
             separate: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
@@ -55,7 +56,7 @@ class Predictions:
 
     def metrics(self) -> dict[str, float]:
         """Return every metric of the task's form."""
-        table = METRICS_OF_FORM[self.task.form]
+        table = FORM_METRICS[self.task.form]
         values = {name: metric(self.expected, self.predicted) for name, metric in table.items()}
         if self.task.form == "classification":
             values["calibration_error"] = calibration_error(self.expected, self.probabilities)
@@ -65,62 +66,66 @@ class Predictions:
         return values
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over predictions by row of the file, counted from 1."""
+        """Iterate over the lines of the predictions file. `row` counts the file's rows from 1."""
         labels, form = self.task.labels, self.task.form
         if form == "multiple_choice" and not labels:
-            labels = [str(number) for number in range(self.logits.shape[1])]
+            labels = [str(choice) for choice in range(self.logits.shape[1])]
         if form == "tagging":
-            numbers = np.unique(self.examples).tolist()
-            for number, tags in zip(numbers, self._tags(self.predicted), strict=True):
-                yield {"row": number + 1, "labels": tags}
+            example_indices = np.unique(self.examples).tolist()
+            for example, tags in zip(example_indices, self._tags(self.predicted), strict=True):
+                yield {"row": example + 1, "labels": tags}
             return
-        for place, number in enumerate(self.examples.tolist()):
+        for index, example in enumerate(self.examples.tolist()):
             if form == "regression":
-                yield {"row": number + 1, "value": round(float(self.logits[place, 0]), 6)}
+                yield {"row": example + 1, "value": round(float(self.logits[index, 0]), 6)}
                 continue
-            shares = {
+            probabilities = {
                 label: round(float(p), 6)
                 for label, p, logit in zip(
-                    labels, self.probabilities[place], self.logits[place], strict=False
+                    labels, self.probabilities[index], self.logits[index], strict=False
                 )
                 if logit > -np.inf
             }
             if form == "multilabel":
-                chosen = [label for label, flag in zip(labels, self.predicted[place], strict=True) if flag]
-                yield {"row": number + 1, "labels": chosen, "probabilities": shares}
+                chosen = [label for label, flag in zip(labels, self.predicted[index], strict=True) if flag]
+                yield {"row": example + 1, "labels": chosen, "probabilities": probabilities}
             else:
-                best = labels[int(self.predicted[place])]
-                yield {"row": number + 1, "label": best, "probability": shares[best], "probabilities": shares}
+                best = labels[int(self.predicted[index])]
+                yield {
+                    "row": example + 1,
+                    "label": best,
+                    "probability": probabilities[best],
+                    "probabilities": probabilities,
+                }
 
     def _tags(self, classes: NDArray[Any]) -> list[list[str]]:
         """Return the labels of each example's words."""
-        _, starts = np.unique(self.examples, return_index=True)
-        parts = np.split(classes, starts[1:])
-        return [[self.task.labels[number] for number in part.tolist()] for part in parts]
+        labels, (_, starts) = self.task.labels, np.unique(self.examples, return_index=True)
+        return [[labels[index] for index in words.tolist()] for words in np.split(classes, starts[1:])]
 
 
 @dataclass
 class PredictionCollector:
-    """Logits that this rank's heads have computed."""
+    """Batches of logits that this rank's heads have computed."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[PredictionBatch] = field(default_factory=list)
 
     def add(self, examples: Tensor, words: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Add the examples of a micro-batch."""
-        numbers = (examples.cpu().numpy(), words.cpu().numpy())
-        self.parts.append((*numbers, logits.detach().float().cpu().numpy(), targets.cpu().numpy()))
+        indices = (examples.cpu().numpy(), words.cpu().numpy())
+        self.parts.append((*indices, logits.detach().float().cpu().numpy(), targets.cpu().numpy()))
 
     def gather(self, task: TaskConfig, corpus: str) -> Predictions | SpanPredictions:
-        """Gather all examples on every rank; copies that several ranks computed count once. A collective.
+        """Gather all examples on every rank, each once. Collective.
 
-        corpus: folder of the examples.
+        corpus: folder of the examples. Raises MegatfmError if no rank has any.
         """
-        parts = [part for parts in object_collectives.all_gather(self.parts) for part in parts]
-        if not parts:
+        batches = [batch for batches in object_collectives.all_gather(self.parts) for batch in batches]
+        if not batches:
             raise MegatfmError("no rank's head has predicted anything: evaluate a set with examples")
-        examples, words, logits, targets = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        _, first = np.unique(np.stack([examples, words]), axis=1, return_index=True)
-        columns = (examples[first], words[first], logits[first], targets[first])
+        examples, words, logits, targets = (np.concatenate(columns) for columns in zip(*batches, strict=True))
+        _, unique = np.unique(np.stack([examples, words]), axis=1, return_index=True)
+        columns = (examples[unique], words[unique], logits[unique], targets[unique])
         if task.form == "span_extraction":
             return SpanPredictions(task, corpus, *columns[:3])
         return Predictions(task, *(join_choices(*columns) if task.form == "multiple_choice" else columns))
@@ -130,20 +135,23 @@ def join_choices(
     examples: NDArray[np.int64],
     choices: NDArray[np.int64],
     logits: NDArray[np.float32],
-    is_right: NDArray[Any],
-) -> Part:
-    """Return numbers of examples [N], zeros, the logits of their choices [N, C] and the right ones [N], from those of
-    each choice. An example with fewer choices than another has −∞ for those that it lacks."""
-    numbers, place = np.unique(examples, return_inverse=True)
-    shape = len(numbers), int(choices.max()) + 1
-    by_choice, right = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int64)
-    by_choice[place, choices], right[place, choices] = logits[:, 0], is_right
-    return numbers, np.zeros_like(numbers), by_choice, right.argmax(1)
+    is_correct: NDArray[Any],
+) -> PredictionBatch:
+    """Group the logits of single choices [M, 1] by example.
+
+    Returns example indices [N], zeros [N], logits [N, C] and the correct choices [N]. Missing choices of an example
+    with fewer than C have −∞.
+    """
+    example_indices, example_positions = np.unique(examples, return_inverse=True)
+    shape = len(example_indices), int(choices.max()) + 1
+    choice_logits, correct = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int64)
+    choice_logits[example_positions, choices], correct[example_positions, choices] = logits[:, 0], is_correct
+    return example_indices, np.zeros_like(example_indices), choice_logits, correct.argmax(1)
 
 
 @contextmanager
 def collect_predictions(model: nn.Module) -> Iterator[PredictionCollector]:
-    """Collect what a model's task heads predict in evaluation, until the block ends."""
+    """Collect the predictions of a model's task heads until the block ends."""
     heads: list[Any] = [module for module in model.modules() if hasattr(module, "on_logits")]
     collector = PredictionCollector()
     for head in heads:
@@ -155,8 +163,8 @@ def collect_predictions(model: nn.Module) -> Iterator[PredictionCollector]:
             head.on_logits = None
 
 
-def model_of(engine: Any) -> nn.Module:
-    """Return the model of an engine. Raises MegatfmError for an engine that doesn't show it."""
+def engine_model(engine: Any) -> nn.Module:
+    """Return an engine's model. Raises MegatfmError for an engine without a `model`."""
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module):
         raise MegatfmError(

@@ -1,4 +1,4 @@
-"""From likelihoods and texts of a model to the metrics of an evaluation task: for each question, then over all."""
+"""Metrics of an evaluation task from a model's likelihoods and texts: by question, then over all questions."""
 
 import math
 import re
@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 
 from megatfm.tasks.metrics import bootstrap_interval
-from megatfm.tasks.questions import EvaluationTask, Question, answer_bytes
+from megatfm.tasks.questions import EvaluationTask, Question, TextPair, answer_bytes, question_pairs
 
-Values = dict[str, float]
+MetricValues = dict[str, float]
 """Metric → its value for one question."""
-SUMMED = BITS, BYTES, NATS = "bits", "bytes", "nats"
-"""Of the right answer: not averaged over questions, but put into ratios of sums."""
+SUMMED_METRICS = BITS, BYTES, NATS = "bits", "bytes", "nats"
+"""Values of the right answer that are summed over questions instead of averaged."""
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """log p(answer | prompt) in nats, the number of the answer's tokens, and whether each of them is the likeliest at
-    its place; None: not known."""
+    """log p(answer | prompt) in nats, number of tokens, and whether each is the likeliest next one; None: unknown."""
 
     log_probability: float
     n_tokens: int
@@ -32,9 +31,9 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class QuestionResult:
-    """Result of a question: metrics of it, and a record for the file of predictions."""
+    """Metrics of a question, and its record for the predictions file."""
 
-    values: Values
+    values: MetricValues
     record: Mapping[str, Any]
 
 
@@ -44,10 +43,10 @@ def score_choices(
     delimiter: str,
     unconditional: Sequence[Likelihood] = (),
 ) -> QuestionResult:
-    """Compare the answers of a question; of equal ones the first wins.
+    """Compare the answers of a question. The first of equal ones wins.
 
-    accuracy: by the likelihood. accuracy_per_token, accuracy_per_byte: by it over the answer's tokens or UTF-8 bytes.
-    accuracy_pmi: by it over that without the question.
+    accuracy: the likeliest answer is right. accuracy_per_token, accuracy_per_byte: by log-probability per token or
+    UTF-8 byte of the answer. accuracy_pmi: by log-probability minus that after the unconditional prompt.
     """
     log_probabilities = np.array([answer.log_probability for answer in answers])
     n_bytes = answer_bytes(question, delimiter)
@@ -71,7 +70,7 @@ def score_choices(
 
 
 def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> QuestionResult:
-    """accuracy: whether the model's likeliest tokens are the answer's, one after another; left out if not known."""
+    """Score a cloze. accuracy: every token of the answer is the likeliest next one; left out if unknown."""
     values = {} if answer.is_greedy is None else {"accuracy": float(answer.is_greedy)}
     record = {
         "row": question.number + 1,
@@ -82,7 +81,7 @@ def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> Quest
     return QuestionResult(values | _code_length(answer, n_bytes), record)
 
 
-def _code_length(right: Likelihood, n_bytes: int) -> Values:
+def _code_length(right: Likelihood, n_bytes: int) -> MetricValues:
     nats = -right.log_probability
     return {BITS: nats / math.log(2), BYTES: float(n_bytes), NATS: nats}
 
@@ -97,8 +96,10 @@ def score_text(question: Question, text: str) -> QuestionResult:
 
 
 def score_rank(question: Question, rank: int) -> QuestionResult:
-    """recall_at_1, recall_at_10: whether the right answer is among the so many nearest. reciprocal_rank: 1 / rank, from
-    1 on, whose mean is the MRR."""
+    """Score a retrieval. recall_at_1, recall_at_10: the right answer is among the nearest 1 or 10.
+
+    rank: of the right answer, from 1. reciprocal_rank: 1 / rank, whose mean is the MRR.
+    """
     values = {
         "recall_at_1": float(rank <= 1),
         "recall_at_10": float(rank <= 10),
@@ -133,15 +134,31 @@ def _word_f1(expected: str, text: str) -> float:
 TEXT_METRICS: Mapping[str, Callable[[str, str], float]] = {"exact_match": _exact_match, "f1": _word_f1}
 
 
-def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, float]:
-    """Return metrics over all questions; sums are exact, and so depend on no order.
+def score_questions(task: EvaluationTask, scored: Mapping[TextPair, Likelihood]) -> list[QuestionResult]:
+    """Return the results of a task's questions from the likelihoods of its pairs (`questions.scored_pairs`)."""
+    results, delimiter = [], task.config.delimiter
+    for question in task.questions:
+        likelihoods = [scored[pair] for pair in question_pairs(question)]
+        n_answers = len(question.choices)
+        answers, unconditional = likelihoods[:n_answers], likelihoods[n_answers:]
+        if task.config.kind == "cloze":
+            results.append(score_cloze(question, answers[0], delimiter))
+        else:
+            results.append(score_choices(question, answers, delimiter, unconditional))
+    return results
 
-    bits_per_byte: of the right answers, bits of all over bytes of all. perplexity, of a cloze: exp of the mean nats of
+
+def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, float]:
+    """Return metrics over all questions. Sums are exact, so the order of the questions does not matter.
+
+    bits_per_byte: total bits of the right answers over their total bytes. perplexity (cloze): exp of the mean nats of
     an answer.
     """
     columns = _columns(results)
     metrics = {
-        name: math.fsum(column) / len(column) for name, column in columns.items() if name not in SUMMED
+        name: math.fsum(column) / len(column)
+        for name, column in columns.items()
+        if name not in SUMMED_METRICS
     }
     if BITS in columns:
         metrics["bits_per_byte"] = math.fsum(columns[BITS]) / math.fsum(columns[BYTES])
@@ -151,11 +168,11 @@ def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, floa
 
 
 def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -> dict[str, Any]:
-    """Return metrics over all questions, with bootstrap intervals of those that are means."""
+    """Return metrics over all questions, with bootstrap intervals for means."""
     intervals = {
         name: bootstrap_interval(lambda _, values: float(values.mean()), np.array(column), np.array(column))
         for name, column in _columns(results).items()
-        if name not in SUMMED
+        if name not in SUMMED_METRICS
     }
     return {
         "kind": task.config.kind,

@@ -1,4 +1,4 @@
-"""Questions of an evaluation task: its rows as prompts, with answers, and with solved examples before them."""
+"""Questions of an evaluation task: rows rendered as prompts and answers, after solved examples (shots)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,18 @@ from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 from megatfm.tasks.files import Row, read_rows, require_columns
 from megatfm.tasks.forms import label_text
+from megatfm.tokenizers import Tokenizer
 
 NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row of a task: the prompt, with what stands before the answer, and the answers.
+    """A row of a task as a prompt and its answers. Its `repr` is part of the task's fingerprint.
 
-    choices: answers that are compared, or, of a cloze, the right one. right: the number of the right one.
-    accepted: texts that count as right where a text is generated. unconditional: the prompt without the question.
+    number: index of the row. choices: the answers to compare; a cloze has only the right one. right: index of the
+    right choice. accepted: texts that count as right where a text is generated. unconditional: the prompt without the
+    question, for accuracy_pmi.
     """
 
     number: int
@@ -41,7 +43,7 @@ class Question:
 class EvaluationTask:
     """A task by its name, with its questions in the order of the file.
 
-    fingerprint: BLAKE3 of the config and of all rows, so that results can be told to be of one task.
+    fingerprint: BLAKE3 of config and rows, in hexadecimal; results with the same one are comparable.
     """
 
     name: str
@@ -51,7 +53,7 @@ class EvaluationTask:
 
 
 def open_evaluation_task(path: str | Path, *, name: str | None = None, limit: int = 0) -> EvaluationTask:
-    """Read a task's file and its rows. limit: only the first so many questions; 0: all.
+    """Read a task's file and its rows. limit: number of questions to keep; 0: all.
 
     Raises UsageError that names the file, the row and the column.
     """
@@ -71,7 +73,7 @@ def open_evaluation_task(path: str | Path, *, name: str | None = None, limit: in
 
 @dataclass(frozen=True)
 class QuestionReader:
-    """Renders the rows of a file."""
+    """Renders the rows of a file as questions."""
 
     path: str
     config: EvaluationTaskConfig
@@ -83,27 +85,33 @@ class QuestionReader:
         if isinstance(config.choices, str):
             columns["choices"] = config.choices
         require_columns(self.path, rows, columns)
-        plain = [self._question(number, row) for number, row in enumerate(rows)]
+        questions = [self._question(number, row) for number, row in enumerate(rows)]
         if not config.shots:
-            return plain
-        examples, among_rows = plain, True
+            return questions
+        examples, excludes_itself = questions, True
         if config.shots_from is not None:
-            stored = read_rows(config.shots_from)
-            require_columns(config.shots_from, stored, columns)
+            shot_rows = read_rows(config.shots_from)
+            require_columns(config.shots_from, shot_rows, columns)
             reader = QuestionReader(config.shots_from, config)
-            examples, among_rows = [reader._question(number, row) for number, row in enumerate(stored)], False
-        if len(examples) - among_rows < config.shots:
-            raise UsageError(
-                f"shots = {config.shots}: {config.shots_from or config.data} has {len(examples) - among_rows} other "
-                "examples: choose fewer, or name a larger file in shots_from"
+            examples, excludes_itself = (
+                [reader._question(number, row) for number, row in enumerate(shot_rows)],
+                False,
             )
-        return [self._with_shots(question, examples, among_rows) for question in plain]
+        n_examples = len(examples) - excludes_itself
+        if n_examples < config.shots:
+            raise UsageError(
+                f"shots = {config.shots}: {config.shots_from or config.data} has {n_examples} other examples: choose "
+                "fewer, or name a larger file in shots_from"
+            )
+        return [self._with_shots(question, examples, excludes_itself) for question in questions]
 
-    def _with_shots(self, question: Question, examples: Sequence[Question], among_rows: bool) -> Question:
-        """Put solved examples before a question, drawn for its number; never the question itself."""
+    def _with_shots(
+        self, question: Question, examples: Sequence[Question], excludes_itself: bool
+    ) -> Question:
+        """Put solved examples before a question, drawn by its number. excludes_itself: never draw the question."""
         config = self.config
         order = rng.permutation(len(examples), config.shots_seed, "shots", question.number).tolist()
-        chosen = [number for number in order if not (among_rows and number == question.number)]
+        chosen = [number for number in order if not (excludes_itself and number == question.number)]
         solved = "".join(
             f"{shot.prompt}{shot.choices[shot.right] if shot.choices else config.delimiter + shot.accepted[0]}"
             f"{config.shots_separator}"
@@ -127,7 +135,7 @@ class QuestionReader:
             texts = [self._render(template, number, row) for template in config.choices]
         if len(texts) < 2:
             self._refuse(number, "has one answer: give two or more, or set kind = 'cloze'")
-        if empty := [place for place, text in enumerate(texts) if not text.strip()]:
+        if empty := [index for index, text in enumerate(texts) if not text.strip()]:
             self._refuse(number, f"answer {empty[0]} is empty: give a text, or take the row out")
         unconditional = config.unconditional_prompt
         return Question(
@@ -139,7 +147,7 @@ class QuestionReader:
         )
 
     def _right(self, number: int, value: Any, texts: Sequence[str]) -> int:
-        """Return the number of the right answer."""
+        """Return the index of the right answer."""
         name, labels = "" if value is None else label_text(value), self.config.labels
         if labels:
             if name not in labels[: len(texts)]:
@@ -161,7 +169,7 @@ class QuestionReader:
         return int(name)
 
     def _texts(self, number: int, row: Row) -> tuple[str, ...]:
-        """Return the texts that count as right."""
+        """Return the accepted texts."""
         value = row.get(self.config.answer)
         texts = [
             label_text(text) for text in (value if isinstance(value, list) else [value]) if text is not None
@@ -193,19 +201,56 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def answer_bytes(question: Question, delimiter: str) -> list[int]:
-    """Return the UTF-8 bytes of each answer, without the delimiter before it."""
+    """Return each answer's number of UTF-8 bytes, without the delimiter before it."""
     return [len(choice.removeprefix(delimiter).encode()) for choice in question.choices]
 
 
-def named_task_files(words: Sequence[str]) -> Mapping[str, str]:
-    """Return task files by name, from words `FILE` or `NAME=FILE`. Raises UsageError for a name that comes twice."""
+def named_task_files(arguments: Sequence[str]) -> Mapping[str, str]:
+    """Return name → task file from arguments `FILE` or `NAME=FILE`. Raises UsageError for a repeated name."""
     files: dict[str, str] = {}
-    for word in words:
-        name, equals, path = word.rpartition("=")
+    for argument in arguments:
+        name, equals, path = argument.rpartition("=")
         name = name if equals else Path(path).stem
         if name in files:
             raise UsageError(
-                f"--task {word}: {name!r} is named already: give it another name, for example --task {name}-2={path}"
+                f"--task {argument}: {name!r} is named already: give it another name, for example --task "
+                f"{name}-2={path}"
             )
         files[name] = path
     return files
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """A prompt and an answer that continues it."""
+
+    prompt: str
+    answer: str
+
+
+def split_pair(tokenizer: Tokenizer, pair: TextPair) -> tuple[str, list[int]]:
+    """Return the prompt without its trailing spaces, which move to the answer, and the answer's tokens (maybe none).
+
+    Both are tokenized as one text and cut where the prompt's tokens end, as in lm-evaluation-harness. If a token spans
+    the cut, the answer is tokenized alone.
+    """
+    prompt = pair.prompt.rstrip()
+    answer = pair.prompt[len(prompt) :] + pair.answer
+    joint_tokens, prompt_tokens = (
+        tokenizer.encode(prompt + answer).tolist(),
+        tokenizer.encode(prompt).tolist(),
+    )
+    if joint_tokens[: len(prompt_tokens)] == prompt_tokens and len(joint_tokens) > len(prompt_tokens):
+        return prompt, joint_tokens[len(prompt_tokens) :]
+    return prompt, tokenizer.encode(answer).tolist()
+
+
+def scored_pairs(task: EvaluationTask) -> list[TextPair]:
+    """Return the distinct pairs whose likelihood a task needs: answers after prompts and unconditional prompts."""
+    return list(dict.fromkeys(pair for question in task.questions for pair in question_pairs(question)))
+
+
+def question_pairs(question: Question) -> list[TextPair]:
+    """Return a question's choices after its prompt, then after its unconditional prompt if it has one."""
+    prompts = [question.prompt] + ([] if question.unconditional is None else [question.unconditional])
+    return [TextPair(prompt, answer) for prompt in prompts for answer in question.choices]

@@ -1,4 +1,4 @@
-"""Answers from the scores of windows' tokens: the best over windows, and whether there is one (Devlin et al. 2019)."""
+"""Answers from the logits of windows: the best span over windows, or no answer (Devlin et al. 2019, section 4.3)."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.text_metrics import best_threshold, exact_match, token_f1
 
 SHOWN_ANSWERS = 5
-"""Further answers that a line of the predictions holds."""
+"""Number of further answers in a line of the predictions file."""
 
 
 @dataclass(frozen=True)
 class AnswerCandidate:
-    """An answer: its characters in the text, and the sum of the logits of its first and last token."""
+    """An answer: its characters [begin, end) in the text, and the sum of its start and end logits."""
 
     begin: int
     end: int
@@ -29,7 +29,10 @@ class AnswerCandidate:
 
 @dataclass(frozen=True)
 class QuestionAnswers:
-    """A question's answers, best first, and the score of none. references: those of the file; empty: no answer."""
+    """A question's candidate answers, best first, and the score of no answer.
+
+    references: the file's answers; empty: the question has none.
+    """
 
     row: int
     name: str
@@ -40,11 +43,11 @@ class QuestionAnswers:
 
     @property
     def difference(self) -> float:
-        """The score of no answer less that of the best one."""
+        """Score of no answer minus that of the best one; infinite without candidates."""
         return self.null_score - self.candidates[0].score if self.candidates else float("inf")
 
     def text(self, candidate: AnswerCandidate) -> str:
-        """Return an answer as the text spells it."""
+        """Return an answer's text."""
         return self.context[candidate.begin : candidate.end].strip()
 
     @cached_property
@@ -55,10 +58,10 @@ class QuestionAnswers:
 
 @dataclass(frozen=True)
 class SpanPredictions:
-    """Answers to a file's questions, from logits [N, 2] of tokens with their windows [N] and places in them [N].
+    """Answers to a file's questions, from start and end logits [N, 2] of tokens.
 
-    threshold: a question is answered if `QuestionAnswers.difference` is at most this; None: choose the threshold
-    with the best F1 on these questions.
+    examples: each token's window [N]; words: its index in the window [N]. threshold: a question is answered if
+    `QuestionAnswers.difference` is at most this; None: choose the threshold with the best F1 on these questions.
     """
 
     task: TaskConfig
@@ -70,21 +73,21 @@ class SpanPredictions:
 
     @cached_property
     def questions(self) -> list[QuestionAnswers]:
-        """The questions whose windows were seen, in the order of the file."""
+        """The questions with predicted windows, in the order of the file."""
         numbers, starts = np.unique(self.examples, return_index=True)
         logits_by_window = dict(zip(numbers.tolist(), np.split(self.logits, starts[1:]), strict=True))
         by_row: dict[int, list[tuple[dict[str, Any], NDArray[np.float32]]]] = {}
-        facts: dict[int, dict[str, Any]] = {}
+        question_fields: dict[int, dict[str, Any]] = {}
         for number, annotation in read_annotations(self.corpus):
             row = annotation["row"]
-            if "context" in annotation:  # of the first window
-                facts[row] = annotation
+            if "context" in annotation:  # first window
+                question_fields[row] = annotation
             if number in logits_by_window:
                 by_row.setdefault(row, []).append((annotation, logits_by_window[number]))
-        return [self._question(row, facts[row], windows) for row, windows in sorted(by_row.items())]
+        return [self._question(row, question_fields[row], windows) for row, windows in sorted(by_row.items())]
 
     def metrics(self) -> dict[str, float]:
-        """Return SQuAD's F1 and exact match, and where some have no answer both for those with and without one."""
+        """Return SQuAD's F1 and exact match; with `no_answer`, also over questions with and without an answer."""
         exact, f1 = self.scores(exact_match), self.scores(token_f1)
         values = {"f1": float(f1.mean()), "exact_match": float(exact.mean())}
         if not self.task.no_answer:
@@ -102,13 +105,16 @@ class SpanPredictions:
         """Return a metric of each question's answer [Q], given under the threshold."""
         answers = [self.answer(question) for question in self.questions]
         return np.array(
-            [metric(answer, q.references or [""]) for answer, q in zip(answers, self.questions, strict=True)],
+            [
+                metric(answer, question.references or [""])
+                for answer, question in zip(answers, self.questions, strict=True)
+            ],
             np.float64,
         )
 
     @cached_property
     def answered_up_to(self) -> float:
-        """The threshold: `threshold`, else that with the best F1 here; infinite where all questions have an answer."""
+        """`threshold`, or else the one with the best F1 here; infinite where every question has an answer."""
         if not self.task.no_answer:
             return float("inf")
         if self.threshold is not None:
@@ -122,7 +128,7 @@ class SpanPredictions:
         return question.best if question.difference <= self.answered_up_to else ""
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Iterate over predictions by row of the file, counted from 1."""
+        """Iterate over the lines of the predictions file. `row` counts the file's rows from 1."""
         for question in self.questions:
             best = question.candidates[: 1 + SHOWN_ANSWERS]
             scores = np.array([candidate.score for candidate in best], np.float64)
@@ -153,41 +159,52 @@ class SpanPredictions:
     def _question(
         self,
         row: int,
-        facts: Mapping[str, Any],
+        question_fields: Mapping[str, Any],
         windows: Sequence[tuple[Mapping[str, Any], NDArray[np.float32]]],
     ) -> QuestionAnswers:
         begins = [annotation["window"][0] for annotation, _ in windows]
         sizes = [len(annotation["offsets"]) for annotation, _ in windows]
         best: dict[tuple[int, int], float] = {}
         null = float("inf")
-        for number, (annotation, logits) in enumerate(windows):
+        for window, (annotation, logits) in enumerate(windows):
             null = min(null, float(logits[0].astype(np.float64).sum()))
-            for begin, end, score in self._window_candidates(number, annotation, logits, begins, sizes):
+            for begin, end, score in self._window_candidates(window, annotation, logits, begins, sizes):
                 best[begin, end] = max(best.get((begin, end), -np.inf), score)
         ordered = sorted(best.items(), key=lambda item: (-item[1], item[0]))[: self.task.n_best]
         candidates = [AnswerCandidate(*span, score) for span, score in ordered]
-        return QuestionAnswers(row, facts["id"], facts["context"], facts["answers"], candidates, null)
+        return QuestionAnswers(
+            row,
+            question_fields["id"],
+            question_fields["context"],
+            question_fields["answers"],
+            candidates,
+            null,
+        )
 
     def _window_candidates(
-        self, number: int, annotation: Mapping[str, Any], logits: NDArray[np.float32], begins: Sequence[int],
+        self, window: int, annotation: Mapping[str, Any], logits: NDArray[np.float32], begins: Sequence[int],
         sizes: Sequence[int],
     ) -> Iterator[tuple[int, int, float]]:  # fmt: skip
-        """Iterate over a window's answers that begin at a token of which no other window shows more context."""
+        """Iterate over (begin, end, score) of a window's answers.
+
+        A start token counts only in the window that shows most of its context.
+        """
         offsets = np.array(annotation["offsets"]).reshape(-1, 2)
-        of_text = logits[annotation["first"] :][: len(offsets)].astype(np.float64)
-        starts, ends = (_largest(of_text[:, side], self.task.n_best) for side in (0, 1))
+        text_logits = logits[annotation["first"] :][: len(offsets)].astype(np.float64)
+        starts, ends = (_largest(text_logits[:, side], self.task.n_best) for side in (0, 1))
         for start in starts:
-            if shows_most_context(number, begins[number] + start, begins, sizes):
+            if shows_most_context(window, begins[window] + start, begins, sizes):
                 for end in ends:
                     if start <= end < start + self.task.max_answer_tokens:
-                        score = float(of_text[start, 0] + of_text[end, 1])
+                        score = float(text_logits[start, 0] + text_logits[end, 1])
                         yield int(offsets[start, 0]), int(offsets[end, 1]), score
 
 
-def shows_most_context(number: int, token: int, begins: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a window shows as much of the text on both sides of a token as any; of equals the first counts.
+def shows_most_context(window: int, token: int, begins: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a window is the first with the most context around a token.
 
-    As in BERT's code: the lesser of both sides, and a little for a longer window.
+    Context is the smaller of both sides, plus 0.01 of the window's length (BERT's `_check_is_max_context`).
+    begins, sizes: first token and number of tokens of each window.
     """
     scores = [
         min(token - begin, begin + size - 1 - token) + 0.01 * size
@@ -195,17 +212,17 @@ def shows_most_context(number: int, token: int, begins: Sequence[int], sizes: Se
         else -np.inf
         for begin, size in zip(begins, sizes, strict=True)
     ]
-    return int(np.argmax(scores)) == number
+    return int(np.argmax(scores)) == window
 
 
 def _largest(values: NDArray[np.float64], n: int) -> list[int]:
-    """Return the places of the n largest values; of equals the first."""
-    places: list[int] = np.argsort(-values, kind="stable")[:n].tolist()
-    return places
+    """Return the indices of the n largest values; the first of equal ones."""
+    indices: list[int] = np.argsort(-values, kind="stable")[:n].tolist()
+    return indices
 
 
 def read_annotations(folder: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over what is stored beside each sample of a task's corpus, with its number."""
+    """Iterate over (index, annotation) of the samples of a task's corpus."""
     corpus = Corpus.open(folder)
     for block in range(corpus.n_blocks):
         for sample in corpus.read_block_samples(block):

@@ -43,17 +43,17 @@ def _word_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
 def best_threshold(
     scores: NDArray[np.float64], has_answer: NDArray[np.bool_], differences: NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Return the best mean score over thresholds, and the threshold up to which questions are answered (SQuAD 2.0).
+    """Return the best mean score over thresholds, and that threshold (SQuAD 2.0's evaluation script).
 
-    scores [N]: of the answers that would be given; one to a question without an answer must be wrong. differences [N]:
-    the score of no answer less that of the best answer. A question with more than the threshold gets no answer.
+    scores [N]: of the best answers, where the question has one. differences [N]: score of no answer minus that of the
+    best answer; a question above the threshold gets no answer.
     """
     score = best = float((~has_answer).sum())
-    threshold, sorted_places = 0.0, np.argsort(differences, kind="stable").tolist()
-    for place in sorted_places:
-        score += float(scores[place]) if has_answer[place] else -1.0
+    threshold, order = 0.0, np.argsort(differences, kind="stable").tolist()
+    for index in order:
+        score += float(scores[index]) if has_answer[index] else -1.0
         if score > best:
-            best, threshold = score, float(differences[place])
+            best, threshold = score, float(differences[index])
     return best / max(len(scores), 1), threshold
 
 

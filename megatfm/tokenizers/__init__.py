@@ -1,4 +1,4 @@
-"""Tokenizers: train one, read one from elsewhere, encode and decode."""
+"""Tokenizers: train one, read published ones, encode and decode."""
 
 from megatfm.tokenizers.base import Tokenizer
 from megatfm.tokenizers.hugging_face import HuggingFaceTokenizer

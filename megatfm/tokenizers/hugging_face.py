@@ -1,4 +1,4 @@
-"""A tokenizer.json of the `tokenizers` library: byte-level BPE, WordPiece, unigram and what else it can hold."""
+"""Tokenizers of the `tokenizers` library (tokenizer.json): byte-level BPE, WordPiece, unigram and others."""
 
 import json
 import os
@@ -18,60 +18,59 @@ from megatfm.tokenizers.base import (
     ROLES,
     SPACE_MARK,
     ReservedTokenEscaper,
-    Special,
+    SpecialTokenIds,
     Tokenizer,
     check_unicode,
     find_special_tokens,
 )
 
-# The library's own threads can't be told how many they are, and warn whenever a process forks. They are therefore
-# left off, unless the user wants them, and texts are shared among threads of ours.
+# The number of the library's own threads can't be set, and they warn at every fork. So they are off by default, and
+# texts are shared among Python threads.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 CONFIG = "tokenizer_config.json"
 _KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "WordLevel": "word-level"}
-# Processors of BERT's and RoBERTa's files name the tokens around a text by their role.
+# Post-processors that name the tokens around a text by their role.
 _FRAMES = ("BertProcessing", "RobertaProcessing")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`, with the roles that a `tokenizer_config.json` beside it gives to its special tokens.
+    """A `tokenizer.json`, with the roles of special tokens from a `tokenizer_config.json` beside it.
 
-    Byte-level BPE that neither normalises its text nor puts a space before it is lossless; all else is not.
+    It is lossless if it is a byte-level BPE that neither normalises text nor puts a space before it. data: content of
+    tokenizer.json. config: content of tokenizer_config.json. name: for errors. Raises UsageError for other files.
     """
 
     def __init__(self, data: bytes, config: bytes | None = None, name: str = "tokenizer") -> None:
         self._tokenizer = _read(data, name)
-        self._file = json.loads(
-            self._tokenizer.to_str()
-        )  # normalised, independent of the version that wrote it
+        self._file = json.loads(self._tokenizer.to_str())  # in the format of the installed version
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.special, extra_state = self._find_special(_roles_from_config(config, name), name)
+        self.special, extra_state = self._find_special_tokens(_roles_from_config(config, name), name)
         self.hash = blake3(data + extra_state).hexdigest()
         self._is_bytes = any(part["type"] == "ByteLevel" for part in self._components("pre_tokenizer"))
         self.kind = _KINDS.get(self._file["model"]["type"], "byte-bpe" if self._is_bytes else "bpe")
-        self._bytes = self._all_bytes()
+        self._bytes = self._bytes_by_id()
         self.lossless = self._bytes is not None
         self._skipped_ids = self.special.reserved - {self.special.unk}
-        # A unigram model may hold </s> among its pieces, and would find it in HTML.
+        # A unigram model may have </s> among its pieces, and would find it in HTML.
         pieces = {token: self._tokenizer.model.id_to_token(token) for token in self._skipped_ids}
         self._escape_reserved = ReservedTokenEscaper(
             {token: self._character_ids(piece) for token, piece in pieces.items() if piece}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
-        share = max(1, min(threads, len(texts)))
-        parts = [texts[number::share] for number in range(share)]
+        n_threads = max(1, min(threads, len(texts)))
+        parts = [texts[thread::n_threads] for thread in range(n_threads)]
         try:
-            if share == 1:
+            if n_threads == 1:
                 encoded = [self._encode(texts)]
             else:
-                with ThreadPoolExecutor(share) as pool:
+                with ThreadPoolExecutor(n_threads) as pool:
                     encoded = list(pool.map(self._encode, parts))
         except (TypeError, UnicodeEncodeError):
             check_unicode(texts)
             raise
-        return [encoded[number % share][number // share] for number in range(len(texts))]
+        return [encoded[thread % n_threads][thread // n_threads] for thread in range(len(texts))]
 
     def decode(self, ids: Iterable[int]) -> str:
         tokens = [token for token in self.validate_ids(ids) if token not in self._skipped_ids]
@@ -84,40 +83,40 @@ class HuggingFaceTokenizer(Tokenizer):
         return None if self._bytes is None else list(self._bytes)
 
     def word_starts(self) -> NDArray[np.bool_] | None:
-        begins = self._word_start()
-        if begins is None:
+        begins_word = self._word_start_test()
+        if begins_word is None:
             return None
         pieces = [self.id_to_piece(token) for token in range(self.vocab_size)]
-        starts = np.array(list(map(begins, pieces)), np.bool_)
-        for token, added_token in self._added().items():
-            starts[token] = added_token.content[:1].isspace() or begins(added_token.content)
+        starts = np.array(list(map(begins_word, pieces)), np.bool_)
+        for token, added_token in self._added_tokens().items():
+            starts[token] = added_token.content[:1].isspace() or begins_word(added_token.content)
         starts[list(self.special.reserved)] = True
         return starts
 
     @property
     def reserved_spellings(self) -> list[str]:
-        """Spellings of special tokens in texts for `encode_with_offsets`."""
+        """Spellings that `encode_with_offsets` reads as special tokens."""
         return list(self._special_tokens())
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
-        """The ids [n] of a text in which special tokens are spelled and read as such, and the characters of each."""
-        encoding = self._reads_special.encode(text, add_special_tokens=False)
+        """Encode a text in which special tokens are spelled out; return ids [n] and their characters (begin, end)."""
+        encoding = self._special_reader.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), list(encoding.offsets)
 
     def encode_text_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids [n] of a text, as `encode` gives them, and begin and end of the characters of each [n, 2]."""
+        """Return the ids [n] of `encode`, and begin and end of the characters of each [n, 2]."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
         if not np.isin(ids, list(self._skipped_ids)).any():
             return ids, offsets
         escaped = [
-            self._escape_reserved(ids[place : place + 1].astype(np.int32)) for place in range(len(ids))
+            self._escape_reserved(ids[index : index + 1].astype(np.int32)) for index in range(len(ids))
         ]
         return np.concatenate(escaped).astype(np.int64), np.repeat(offsets, list(map(len, escaped)), axis=0)
 
     @cached_property
-    def _reads_special(self) -> tokenizers.Tokenizer:
-        """A copy that reads special tokens where a text spells them."""
+    def _special_reader(self) -> tokenizers.Tokenizer:
+        """A copy of the library's tokenizer that reads special tokens in text."""
         copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         copy.no_padding()
         copy.no_truncation()
@@ -125,17 +124,25 @@ class HuggingFaceTokenizer(Tokenizer):
         return copy
 
     def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-        """The special tokens before, between and after two texts, as the file's post-processor adds them; None if it
-        adds none, or stands them elsewhere."""
+        """Return the special tokens that the post-processor adds before, between and after two texts.
+
+        None if it adds none, or adds them elsewhere.
+        """
         first, second = (self._tokenizer.encode("a", add_special_tokens=False) for _ in range(2))
         if not first.ids or self._tokenizer.post_processor is None:
             return None
         n = len(first.ids)
         pair = self._tokenizer.post_process(first, second, add_special_tokens=True)
-        at = [place for place, is_special in enumerate(pair.special_tokens_mask) if not is_special]
-        if len(pair.ids) == 2 * n or len(at) != 2 * n:
+        text_positions = [
+            position for position, is_special in enumerate(pair.special_tokens_mask) if not is_special
+        ]
+        if len(pair.ids) == 2 * n or len(text_positions) != 2 * n:
             return None
-        before, between, after = pair.ids[: at[0]], pair.ids[at[n - 1] + 1 : at[n]], pair.ids[at[-1] + 1 :]
+        before, between, after = (
+            pair.ids[: text_positions[0]],
+            pair.ids[text_positions[n - 1] + 1 : text_positions[n]],
+            pair.ids[text_positions[-1] + 1 :],
+        )
         single = self._tokenizer.post_process(first, add_special_tokens=True).ids
         return (
             (tuple(before), tuple(between), tuple(after)) if single == [*before, *first.ids, *after] else None
@@ -145,8 +152,8 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._escape_reserved(np.array(encoding.ids, np.int32)) for encoding in encodings]
 
-    def _find_special(self, role_names: Mapping[str, str], name: str) -> tuple[Special, bytes]:
-        """The reserved ids, and what of them is known from elsewhere than the file, to be hashed with it."""
+    def _find_special_tokens(self, role_names: Mapping[str, str], name: str) -> tuple[SpecialTokenIds, bytes]:
+        """Return the reserved ids, and JSON to hash with the file if the config beside it changes them."""
         frame = self._post_processor_roles()
         try:
             from_file = find_special_tokens(self._special_tokens(), frame, name)
@@ -166,35 +173,37 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _special_tokens(self) -> dict[str, int]:
         return {
-            added_token.content: token for token, added_token in self._added().items() if added_token.special
+            added_token.content: token
+            for token, added_token in self._added_tokens().items()
+            if added_token.special
         }
 
-    def _added(self) -> dict[int, tokenizers.AddedToken]:
-        """Tokens that are no pieces of the model, and pieces that are found in text before all else."""
+    def _added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Added tokens by id: found in text before the model runs."""
         return self._tokenizer.get_added_tokens_decoder()
 
     def _post_processor_roles(self) -> dict[str, str]:
-        """The roles that are known from what the file puts around a text."""
+        """Return role → token text, from the file's post-processor."""
         parts = (part for part in self._components("post_processor") if part["type"] in _FRAMES)
         return {role: part[role][0] for part in parts for role in ("cls", "sep")}
 
     def _components(self, section: str) -> list[dict[str, Any]]:
-        """The steps of a section of the file, nested sequences laid flat."""
+        """Return the components of a section of the file, with nested sequences flattened."""
         return list(_flatten(self._file[section]))
 
     def _character_ids(self, piece: str) -> list[int]:
-        """The ids of a piece's characters, one by one."""
+        """Return the ids of a piece's single characters."""
         characters = "".join(_BYTE_CHARACTERS[byte] for byte in piece.encode()) if self._is_bytes else piece
         return [token.id for character in characters for token in self._tokenizer.model.tokenize(character)]
 
-    def _all_bytes(self) -> list[bytes] | None:
-        """The bytes of each id, if the whole way from text to ids and back keeps every byte; else None."""
+    def _bytes_by_id(self) -> list[bytes] | None:
+        """Return the bytes of each id [vocab_size] if encoding and decoding keep every byte; else None."""
         model = self._file["model"]
         has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         steps = self._components("pre_tokenizer")
         added = {
             token: added_token
-            for token, added_token in self._added().items()
+            for token, added_token in self._added_tokens().items()
             if token not in self.special.reserved
         }
         if (
@@ -221,8 +230,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 result.append(_to_bytes(self.id_to_piece(token)))
         return result
 
-    def _word_start(self) -> Callable[[str], bool] | None:
-        """Whether a piece begins a word; None if pieces don't show it."""
+    def _word_start_test(self) -> Callable[[str], bool] | None:
+        """Return a test whether a piece begins a word; None if pieces don't show it."""
         model = self._file["model"]
         if model["type"] == "WordLevel":
             return lambda piece: True
@@ -230,21 +239,21 @@ class HuggingFaceTokenizer(Tokenizer):
             return lambda piece: not piece.startswith(prefix)
         if self._is_bytes:
             return lambda piece: piece.startswith(_SPACES)
-        marks = [
+        components = [
             *self._components("pre_tokenizer"),
             *self._components("normalizer"),
             *self._components("decoder"),
         ]
-        if any(SPACE_MARK in json.dumps(mark, ensure_ascii=False) for mark in marks):
+        if any(SPACE_MARK in json.dumps(component, ensure_ascii=False) for component in components):
             return lambda piece: piece.startswith((SPACE_MARK, *" \t\n\r\f\v"))
         return None
 
 
 def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
-    """The library's tokenizer, with all switched off that makes more or less of a text than its ids."""
+    """Return the library's tokenizer without truncation, padding, dropout and special tokens in text."""
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises a bare Exception
         raise UsageError(
             f"{name}: not a tokenizer.json of the tokenizers library ({error}): give one, or a tokenizer.model"
         ) from None
@@ -257,7 +266,7 @@ def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
 
 
 def _roles_from_config(config: bytes | None, name: str) -> dict[str, str]:
-    """Role → text of its token, as a `tokenizer_config.json` has them."""
+    """Return role → token text from a `tokenizer_config.json`."""
     try:
         values = json.loads(config) if config else {}
         tokens = {role: values.get(f"{role}_token") for role in ROLES}
@@ -269,28 +278,30 @@ def _roles_from_config(config: bytes | None, name: str) -> dict[str, str]:
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
-def _flatten(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if part is None:
+def _flatten(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if component is None:
         return
-    if part["type"] != "Sequence":
-        yield part
+    if component["type"] != "Sequence":
+        yield component
         return
-    for steps in part.values():
+    for steps in component.values():
         if isinstance(steps, list):
             for step in steps:
                 yield from _flatten(step)
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Whether a step of cutting text into words leaves every byte of it."""
+    """Whether a pre-tokenization step keeps every byte of the text."""
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
     return step["type"] in ("Split", "Digits", "Punctuation") and step.get("behavior") != "Removed"
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte: itself if it can be seen in Latin-1, else one from 256 on
-    (Radford et al. 2019, section 2.2; the table is that of their code)."""
+    """Return GPT-2's character of each byte: itself if visible in Latin-1, else one from U+0100 on.
+
+    Radford et al. 2019, section 2.2; the table is that of their code.
+    """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = iter(range(256, 512))
     return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]
@@ -302,13 +313,13 @@ _SPACES = tuple(_BYTE_CHARACTERS[byte] for byte in b" \t\n\r\f\v")
 
 
 def _to_bytes(piece: str) -> bytes:
-    """The reverse; a piece with any other character is taken literally, as the library does."""
+    """Return a piece's bytes. A piece with another character is taken literally, as by the library."""
     if all(character in _BYTES for character in piece):
         return bytes(_BYTES[character] for character in piece)
     return piece.encode()
 
 
-# Files older than tokenizer.json: BERT's vocab.txt; GPT-2's and RoBERTa's vocab.json with merges.txt.
+# Formats older than tokenizer.json: BERT's vocab.txt; GPT-2's and RoBERTa's vocab.json with merges.txt.
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
 ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -318,22 +329,22 @@ CONVERT_HINT = (
 
 
 def wordpiece_json(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
-    """The tokenizer.json that transformers makes of a vocab.txt; config: the tokenizer_config.json beside it.
+    """Return the tokenizer.json that transformers makes of a vocab.txt. config: the tokenizer_config.json beside it.
 
-    Raises UsageError if it is no WordPiece.
+    Raises UsageError if the file is no WordPiece vocabulary.
     """
     try:
         pieces = vocabulary.decode("utf-8").split("\n")
         tokenizer_config = json.loads(config) if config else {}
     except ValueError as error:
         raise UsageError(f"{name}: not a vocabulary, a piece a line in UTF-8: {error}") from None
-    ids = {piece.rstrip("\r"): number for number, piece in enumerate(pieces) if piece.strip()}
+    ids = {piece.rstrip("\r"): index for index, piece in enumerate(pieces) if piece.strip()}
     if missing := [piece for piece in SPECIAL if piece not in ids]:
         raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {CONVERT_HINT}")
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
-    lower = tokenizer_config.get("do_lower_case", True)
+    lowercase = tokenizer_config.get("do_lower_case", True)
     tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lower,
+        lowercase=lowercase,
         strip_accents=tokenizer_config.get("strip_accents"),
         handle_chinese_chars=tokenizer_config.get("tokenize_chinese_chars", True),
     )
@@ -345,9 +356,9 @@ def wordpiece_json(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
 
 
 def byte_bpe_json(vocabulary: bytes, merges: bytes, config: bytes | None, name: str) -> bytes:
-    """The tokenizer.json that transformers makes of GPT-2's or RoBERTa's vocab.json and merges.txt.
+    """Return the tokenizer.json that transformers makes of GPT-2's or RoBERTa's vocab.json and merges.txt.
 
-    config: the tokenizer_config.json beside them. Raises UsageError if they are no byte-level BPE of one of these two.
+    config: the tokenizer_config.json beside them. Raises UsageError for other files.
     """
     try:
         ids = json.loads(vocabulary)
@@ -357,7 +368,7 @@ def byte_bpe_json(vocabulary: bytes, merges: bytes, config: bytes | None, name: 
         ]
         pairs = [(first, second) for first, second in (line.rstrip("\r").split(" ") for line in lines)]
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False))
-    except Exception as error:  # the library raises its own bare Exception for what doesn't fit together
+    except Exception as error:  # the library raises a bare Exception if vocabulary and merges don't fit
         raise UsageError(f"{name}: not the vocabulary and merges of a BPE: {error}") from None
     is_roberta = all(piece in ids for piece in ROBERTA)
     has_bytes = set(pre_tokenizers.ByteLevel.alphabet()) <= ids.keys()

@@ -1,4 +1,4 @@
-"""Find the files of a tokenizer, and open them by the class that reads them."""
+"""Find the files of a tokenizer, and load them."""
 
 import codecs
 import json
@@ -12,40 +12,40 @@ from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
 VOCAB_JSON, MERGES_TXT = "vocab.json", "merges.txt"
 CHAT_TEMPLATE = "chat_template.jinja"
-"""Beside a tokenizer.json, where transformers keeps how conversations are rendered."""
+"""The chat template beside a tokenizer.json, as transformers names it."""
 TOKENIZER_FILENAMES = (SP_MODEL, TOKENIZER_JSON, CONFIG)
-"""Names of a tokenizer's files where megatfm writes them."""
+"""Names of the tokenizer files that megatfm writes."""
 
 SP_MODELS = (SP_MODEL, "spiece.model", "sentencepiece.bpe.model")
 
 
 def load(path: str | Path) -> Tokenizer:
-    """The tokenizer in a file, a `tokenizer.json` or a SentencePiece model, or in a folder that holds one.
+    """Load a tokenizer from a file, a `tokenizer.json` or a SentencePiece model, or from a folder with one.
 
-    Raises UsageError if there is none or it is something else.
+    Raises UsageError if there is none, or the file is something else.
     """
-    place = Path(path)
-    if place.is_dir():
-        file = find_tokenizer_file(place)
-        if file is None:
-            raise UsageError(f"{path}: {_not_found_message(place)}")
-        place = file
-    data = _without_blanks(place, _read(place))
-    if converted := _convert_legacy(place, data):
-        return HuggingFaceTokenizer(converted, None, str(place))
+    file = Path(path)
+    if file.is_dir():
+        folder, in_folder = file, find_tokenizer_file(file)
+        if in_folder is None:
+            raise UsageError(f"{path}: {_not_found_message(folder)}")
+        file = in_folder
+    data = _without_blanks(file, _read(file))
+    if converted := _convert_legacy(file, data):
+        return HuggingFaceTokenizer(converted, None, str(file))
     if data[:1] != b"{":
-        return SentencePieceTokenizer(data, str(place))
+        return SentencePieceTokenizer(data, str(file))
     if not _is_hugging_face(data):
         raise UsageError(
-            f"{place}: this is prep's description of a tokenizer, not the tokenizer: give {SP_MODEL} beside it"
+            f"{file}: this is prep's description of a tokenizer, not the tokenizer: give {SP_MODEL} beside it"
         )
-    return HuggingFaceTokenizer(data, _read_config_for(place), str(place))
+    return HuggingFaceTokenizer(data, _read_config_for(file), str(file))
 
 
 def find_tokenizer_file(folder: str | Path) -> Path | None:
-    """The tokenizer's file in a prepared corpus, a run or a Hugging Face folder, or None.
+    """Return the tokenizer's file in a prepared corpus, a run or a Hugging Face folder; None if there is none.
 
-    A `tokenizer.json` comes first if it is one of the tokenizers library: beside a `.model` it has more special tokens.
+    A `tokenizer.json` of the tokenizers library wins: it has more special tokens than a `.model` beside it.
     """
     tokenizer_json = Path(folder, TOKENIZER_JSON)
     if tokenizer_json.is_file() and _is_hugging_face(_read(tokenizer_json)):
@@ -55,62 +55,64 @@ def find_tokenizer_file(folder: str | Path) -> Path | None:
         return Path(folder, VOCAB_TXT)
     if not models and all(Path(folder, name).is_file() for name in (VOCAB_JSON, MERGES_TXT)):
         return Path(folder, VOCAB_JSON)
-    # A configuration without tokenizer.json adds tokens that the model alone has not.
+    # A config without tokenizer.json adds tokens that the model alone lacks.
     return models[0] if models and not Path(folder, CONFIG).is_file() else None
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Name → content of all that has to lie together for `load` to give the same tokenizer elsewhere.
+    """Return name → content of the files from which `load` gives the same tokenizer elsewhere.
 
-    To be written in this order: while the last is missing, `find_tokenizer_file` finds nothing.
+    Write them in this order: `find_tokenizer_file` finds nothing until the last one is there.
     """
-    place = Path(path)
-    place = (find_tokenizer_file(place) or place) if place.is_dir() else place
-    data = _without_blanks(place, _read(place))
-    if converted := _convert_legacy(place, data):
+    file = Path(path)
+    file = (find_tokenizer_file(file) or file) if file.is_dir() else file
+    data = _without_blanks(file, _read(file))
+    if converted := _convert_legacy(file, data):
         return {TOKENIZER_JSON: converted}
     if data[:1] != b"{":
         return {SP_MODEL: data}
-    config = _read_config_for(place)
-    template = place.with_name(CHAT_TEMPLATE)
-    template_file = {CHAT_TEMPLATE: _read(template)} if config is not None and template.is_file() else {}
+    config = _read_config_for(file)
+    template_path = file.with_name(CHAT_TEMPLATE)
+    template_entry = (
+        {CHAT_TEMPLATE: _read(template_path)} if config is not None and template_path.is_file() else {}
+    )
     return (
-        {TOKENIZER_JSON: data} if config is None else {**template_file, CONFIG: config, TOKENIZER_JSON: data}
+        {TOKENIZER_JSON: data} if config is None else {**template_entry, CONFIG: config, TOKENIZER_JSON: data}
     )
 
 
-def _without_blanks(place: Path, data: bytes) -> bytes:
-    """Return a JSON file from its brace on: editors put a byte order mark before it."""
-    if place.suffix != ".json":
+def _without_blanks(file: Path, data: bytes) -> bytes:
+    """Return a JSON file's content from its brace on. Some editors put a byte order mark before it."""
+    if file.suffix != ".json":
         return data
     stripped = data.removeprefix(codecs.BOM_UTF8).lstrip()
     return stripped if stripped[:1] == b"{" else data
 
 
-def _convert_legacy(place: Path, data: bytes) -> bytes | None:
-    """Return the tokenizer.json that a vocab.txt or vocab.json stands for; None for other files."""
-    if place.name == VOCAB_TXT:
-        return wordpiece_json(data, _read_config(place), str(place))
-    if place.name == VOCAB_JSON:
-        return byte_bpe_json(data, _read(place.with_name(MERGES_TXT)), _read_config(place), str(place))
+def _convert_legacy(file: Path, data: bytes) -> bytes | None:
+    """Return the tokenizer.json equivalent to a vocab.txt or vocab.json; None for other files."""
+    if file.name == VOCAB_TXT:
+        return wordpiece_json(data, _read_config(file), str(file))
+    if file.name == VOCAB_JSON:
+        return byte_bpe_json(data, _read(file.with_name(MERGES_TXT)), _read_config(file), str(file))
     return None
 
 
-def _read_config_for(place: Path) -> bytes | None:
-    return _read_config(place) if place.name == TOKENIZER_JSON else None
+def _read_config_for(file: Path) -> bytes | None:
+    return _read_config(file) if file.name == TOKENIZER_JSON else None
 
 
-def _read_config(place: Path) -> bytes | None:
-    config = place.with_name(CONFIG)
+def _read_config(file: Path) -> bytes | None:
+    config = file.with_name(CONFIG)
     return _read(config) if config.is_file() else None
 
 
 def _is_hugging_face(data: bytes) -> bool:
-    """Whether this is the tokenizers library's tokenizer.json, not the facts that prep leaves beside a model."""
+    """Whether this is the tokenizers library's tokenizer.json, not prep's description of a model."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
-        return True  # the library's reader says best what is wrong
+        return True  # the library's reader has the better error
     return not (isinstance(values, dict) and "blake3" in values and "model" not in values)
 
 

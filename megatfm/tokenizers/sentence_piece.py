@@ -1,4 +1,4 @@
-"""A SentencePiece model: our own as a lossless map between text and ids, others as they are."""
+"""SentencePiece models. Those trained by megatfm are lossless maps between text and ids."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,32 +19,36 @@ from megatfm.tokenizers.base import (
 )
 
 _BYTE = "<0x{:02X}>"
-# Kinds by the model_type of sentencepiece_model.proto. The first says no more because it was the only one once.
+# model_type of sentencepiece_model.proto → kind. BPE is "sentencepiece", for it was the only one once.
 _KINDS = {1: "sentencepiece-unigram", 2: "sentencepiece", 3: "sentencepiece-word", 4: "sentencepiece-char"}
-_TRAINER, _NORMALIZER = 2, 3  # numbers of the messages that tell how a model was made
+_TRAINER, _NORMALIZER = 2, 3  # field numbers of TrainerSpec and NormalizerSpec
 
 
 def encode_between_metaspaces(
-    texts: Sequence[str], encode: Callable[[list[str]], Sequence[NDArray[np.int32]]], mark: NDArray[np.int32]
+    texts: Sequence[str],
+    encode: Callable[[list[str]], Sequence[NDArray[np.int32]]],
+    mark_ids: NDArray[np.int32],
 ) -> list[NDArray[np.int32]]:
-    """Return the ids of texts: what lies between U+2581s is encoded, all at once, and each of these is `mark`.
+    """Return the ids of texts: segments between U+2581 are encoded in one batch, and each U+2581 becomes `mark_ids`.
 
-    SentencePiece writes a space in a piece as U+2581, so a U+2581 of the text would come back as a space. It is
-    therefore spelled in byte pieces, as SentencePiece itself spells every rare character.
+    SentencePiece writes a space in a piece as U+2581, so a U+2581 of the text would be decoded to a space. Byte pieces,
+    which SentencePiece uses for rare characters, keep it.
     """
-    parts = iter(encode([part for text in texts for part in text.split(SPACE_MARK)]))
+    segments = iter(encode([segment for text in texts for segment in text.split(SPACE_MARK)]))
     ids_by_text = []
     for text in texts:
-        ids = [next(parts)]
+        ids = [next(segments)]
         for _ in range(text.count(SPACE_MARK)):
-            ids += [mark, next(parts)]
+            ids += [mark_ids, next(segments)]
         ids_by_text.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
     return ids_by_text
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A `tokenizer.model`. Models trained by megatfm are lossless; one that normalises its text, adds a space in
-    front of it or lacks byte pieces is not."""
+    """A `tokenizer.model`, lossless unless it normalises text, adds a space before it or lacks byte pieces.
+
+    model: content of the file. name: for errors. Raises UsageError for other files.
+    """
 
     def __init__(self, model: bytes, name: str = "tokenizer") -> None:
         self._sp = sentencepiece.SentencePieceProcessor()
@@ -63,26 +67,26 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._sp.vocab_size()
         ids = {role: getattr(self._sp, f"{role}_id")() for role in ("unk", "bos", "eos", "pad")}
         role_names = {role: self.id_to_piece(token) for role, token in ids.items() if token >= 0}
-        special = {
-            self.id_to_piece(token): token for token in range(self.vocab_size) if self._is_silent(token)
+        special_tokens = {
+            self.id_to_piece(token): token for token in range(self.vocab_size) if self._is_reserved(token)
         }
-        special |= {piece: ids[role] for role, piece in role_names.items()}
-        defined = self._user_defined(settings["user_defined_symbols"])
-        self.special = find_special_tokens({**special, **defined}, role_names, name)
-        bytes_ = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in range(256)]
-        self.lossless = all(map(self._sp.is_byte, bytes_)) and not settings["changes_text"]
-        self._space_mark = np.array([bytes_[byte] for byte in SPACE_MARK.encode()], np.int32)
-        self._spelled = ReservedTokenEscaper(
-            {token: self._spell(piece) for piece, token in defined.items()}, self.vocab_size
+        special_tokens |= {piece: ids[role] for role, piece in role_names.items()}
+        user_defined = self._user_defined(settings["user_defined_symbols"])
+        self.special = find_special_tokens({**special_tokens, **user_defined}, role_names, name)
+        byte_tokens = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in range(256)]
+        self.lossless = all(map(self._sp.is_byte, byte_tokens)) and not settings["changes_text"]
+        self._space_mark = np.array([byte_tokens[byte] for byte in SPACE_MARK.encode()], np.int32)
+        self._escape_reserved = ReservedTokenEscaper(
+            {token: self._character_ids(piece) for piece, token in user_defined.items()}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
         if not self.lossless:
-            return [self._spelled(ids) for ids in self._encode(texts, threads)]
+            return [self._escape_reserved(ids) for ids in self._encode(texts, threads)]
         ids_by_text = encode_between_metaspaces(
             texts, lambda parts: self._encode(parts, threads), self._space_mark
         )
-        return [self._spelled(ids) for ids in ids_by_text]
+        return [self._escape_reserved(ids) for ids in ids_by_text]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._sp.decode(self.validate_ids(ids)))
@@ -104,7 +108,7 @@ class SentencePieceTokenizer(Tokenizer):
         return starts
 
     def _encode(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
-        """Copies, as SentencePiece's arrays can't be written to."""
+        """Return writable copies of SentencePiece's read-only arrays."""
         try:
             encoded = [text.encode() for text in texts]
         except UnicodeEncodeError:
@@ -118,20 +122,19 @@ class SentencePieceTokenizer(Tokenizer):
             return bytes([int(piece[3:5], 16)])
         return b"" if token in self.special.reserved else piece.replace(SPACE_MARK, " ").encode()
 
-    def _is_silent(self, token: int) -> bool:
+    def _is_reserved(self, token: int) -> bool:
         return bool(self._sp.is_control(token) or self._sp.is_unknown(token))
 
     def _user_defined(self, symbols: Iterable[str]) -> Mapping[str, int]:
-        """Reserved names that SentencePiece would find in text: ids of its user-defined symbols, which are never
-        split."""
+        """Return name → id of reserved names among the user-defined symbols, which SentencePiece finds in text."""
         return {
             piece: token
             for piece in special_token_names(list(symbols))
-            if not self._is_silent(token := self._sp.piece_to_id(piece))
+            if not self._is_reserved(token := self._sp.piece_to_id(piece))
         }
 
-    def _spell(self, piece: str) -> list[int]:
-        """The ids of a piece's characters, one by one."""
+    def _character_ids(self, piece: str) -> list[int]:
+        """Return the ids of a piece's single characters."""
         ids: list[int] = []
         for character in piece:
             token = self._sp.piece_to_id(character)
@@ -140,23 +143,23 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
 
-# Just enough of protobuf's wire format for the files of SentencePiece. The protobuf package would do, were it not that
-# its version must fit the one that SentencePiece was built with.
+# A subset of protobuf's wire format, enough for SentencePiece's files. The protobuf package is no alternative: its
+# version must fit the one that SentencePiece was built with.
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types (protobuf.dev/programming-guides/encoding)."""
 
 
-def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Read the integer at `at`, seven bits to a byte, and where it ends."""
+def read_varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Read the varint at `offset`; return its value and the offset behind it."""
     value, shift = 0, 0
-    while data[at] & 0x80:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-    return value | data[at] << shift, at + 1
+    while data[offset] & 0x80:
+        value |= (data[offset] & 0x7F) << shift
+        offset, shift = offset + 1, shift + 7
+    return value | data[offset] << shift, offset + 1
 
 
-def as_varint(value: int) -> bytes:
-    """Encode what `read_varint` reads."""
+def encode_varint(value: int) -> bytes:
+    """Encode an integer as a varint, seven bits to a byte."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -164,31 +167,31 @@ def as_varint(value: int) -> bytes:
     return bytes([*encoded, value])
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field of a message, in its order; numbers of fixed width are left as bytes."""
-    at = 0
-    while at < len(message):
-        tag, at = read_varint(message, at)
+def read_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield (field number, value) of a message in order; values of fixed width stay bytes."""
+    offset = 0
+    while offset < len(message):
+        tag, offset = read_varint(message, offset)
         number, kind = tag >> 3, tag & 7
         if kind == VARINT:
-            value, at = read_varint(message, at)
+            value, offset = read_varint(message, offset)
             yield number, value
             continue
         if kind == BYTES:
-            size, at = read_varint(message, at)
+            size, offset = read_varint(message, offset)
         else:
             size = {FIXED64: 8, FIXED32: 4}[kind]
-        yield number, message[at : at + size]
-        at += size
+        yield number, message[offset : offset + size]
+        offset += size
 
 
 def _settings(model: bytes) -> dict[str, Any]:
-    """Fields that decide how text is treated, of sentencepiece_model.proto, whose defaults these are."""
+    """Return a model's settings of text, with the field numbers and defaults of sentencepiece_model.proto."""
     messages = {number: dict[int, Any]() for number in (_TRAINER, _NORMALIZER)}
     symbols = []
-    for number, value in fields(model):
+    for number, value in read_fields(model):
         if number in messages and isinstance(value, bytes):
-            for key, item in fields(value):
+            for key, item in read_fields(value):
                 messages[number][key] = item
                 if (number, key) == (_TRAINER, 31) and isinstance(item, bytes):
                     symbols.append(item.decode())

@@ -1,4 +1,4 @@
-"""Train a tokenizer: a SentencePiece model (BPE, unigram), byte-level BPE or WordPiece. Deterministic and silent."""
+"""Train a tokenizer, deterministically: a SentencePiece model (BPE, unigram), byte-level BPE or WordPiece."""
 
 import io
 import re
@@ -12,24 +12,24 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers.base import ROLES, reserved_names
-from megatfm.tokenizers.sentence_piece import as_varint, read_varint
+from megatfm.tokenizers.sentence_piece import encode_varint, read_varint
 
-# No piece is learnt across these: line breaks with the indentation after them, a word or a run of punctuation with
-# the space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the comparison.
-# The model itself encodes whole texts.
+# No piece crosses these segments: line breaks with the indentation after them, a word or a run of punctuation with the
+# space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the comparison. The model
+# encodes unsegmented texts.
 _SEGMENT = re.compile(r"\n[\n\t ]*| ?\w+| ?[^\w\s]+|\s+")
-# The trainer separates segments by tabs, so no piece could hold one, and lets none but an all-space piece end in a
-# space, so no piece could be a line break with its indentation. Both are therefore learnt as characters of private
-# use, and put back into the pieces, where a space is U+2581; the model then spells all of them exactly.
+# The trainer separates segments by tabs, so no piece could contain one, and only all-space pieces may end in a space,
+# so no piece could be a line break with its indentation. Both are therefore learnt as private-use characters, and
+# restored in the pieces, where a space is U+2581.
 _SPACE_MARK, _TAB_MARK = "\ue020", "\ue009"
 _MARKS_TO_TEXT = str.maketrans({_SPACE_MARK: " ", _TAB_MARK: "\t"})
 _MARKS_TO_PIECE = {_SPACE_MARK: "\u2581", _TAB_MARK: "\t"}
-# For training alone, characters with a meaning of their own count as spaces: the marks, the space of pieces, and
-# U+2585, SentencePiece's mark for unknown characters, for which it would skip the whole sentence without a word.
+# In training, characters with a special meaning count as spaces: the marks, U+2581, and U+2585, SentencePiece's mark
+# for unknown characters, for which it would silently skip the sentence.
 _TEXT_TO_MARKS = str.maketrans(
     {" ": _SPACE_MARK, "\t": _TAB_MARK, "\u2581": _SPACE_MARK, "\u2585": _SPACE_MARK, _TAB_MARK: _SPACE_MARK}
 )
-# Longer sentences would be skipped too; a text is one sentence.
+# Longer sentences would be skipped; a text is one sentence.
 _MAX_SENTENCE_BYTES = 2**30
 _FIELD_1 = 0x0A  # protobuf's tag of field 1 as a byte string
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
@@ -44,21 +44,21 @@ def train_sentencepiece(
     modes: bool = False,
     model_type: Literal["bpe", "unigram"] = "bpe",
 ) -> bytes:
-    """The model (the bytes of a `tokenizer.model`) of `vocab_size` pieces for `texts`.
+    """Train a SentencePiece model of `vocab_size` pieces; return the content of a `tokenizer.model`.
 
-    The vocabulary holds <unk>, <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, UL2's mode tokens if
-    `modes`, 256 bytes and the pieces learnt. The same texts in the same order give the same bytes. Raises UsageError
-    if the texts are too few for the vocabulary.
+    The vocabulary has <unk>, <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, UL2's mode tokens if
+    `modes`, 256 bytes and the learnt pieces. The same texts in the same order give the same bytes. Raises UsageError if
+    the texts are too few for the vocabulary.
     """
     model = io.BytesIO()
     failures: list[BaseException] = []
     model_options: dict[str, Any] = {
         "sentence_iterator": _record_errors(_sentences(texts), failures),
         "pretokenizer": _segments,
-        "allow_inconsistent_pretokenization": True,  # pieces respect the segments, encoding needn't know them
+        "allow_inconsistent_pretokenization": True,  # encoding needs no segments
     }
     if model_type == "unigram":
-        # It learns from the segments themselves, each once with its count; docs/LOG.md has the comparison.
+        # Unigram learns from distinct segments with their counts; docs/LOG.md has the comparison.
         model_options = {
             "sentence_iterator": _record_errors(_counted_segments(texts), failures),
             "input_format": "tsv",
@@ -85,37 +85,37 @@ def train_sentencepiece(
             split_by_number=False,
             max_sentencepiece_length=32,
             max_sentence_length=_MAX_SENTENCE_BYTES,
-            num_threads=1,  # the number is written into the model, so it must not follow the machine
+            num_threads=1,  # stored in the model, so it must not depend on the machine
             minloglevel=2,
             **model_options,
         )
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        raise _readable(error, vocab_size) from error
-    return _with_spaces(model.getvalue())
+        raise _training_error(error, vocab_size) from error
+    return _restore_spaces(model.getvalue())
 
 
-def _with_spaces(model: bytes) -> bytes:
-    """The model with spaces and tabs instead of their marks in its pieces.
+def _restore_spaces(model: bytes) -> bytes:
+    """Return the model with spaces and tabs instead of their marks in its pieces.
 
-    A model is a protobuf message whose fields are all byte strings; field 1, repeated, is a piece, whose own field 1
-    is its text and stands first. So this needs no protobuf package, whose version would have to fit SentencePiece's.
+    A model is a protobuf message whose fields are all byte strings. Field 1, repeated, is a piece, whose first field,
+    number 1, is its text.
     """
-    changed, at = bytearray(), 0
-    while at < len(model):
-        tag = model[at]
-        size, start = read_varint(model, at + 1)
-        at = start + size
-        payload = model[start:at]
+    restored, offset = bytearray(), 0
+    while offset < len(model):
+        tag = model[offset]
+        size, payload_start = read_varint(model, offset + 1)
+        offset = payload_start + size
+        payload = model[payload_start:offset]
         if tag == _FIELD_1:
             text_size, text_start = read_varint(payload, 1)
             text = payload[text_start : text_start + text_size]
             for mark, piece_text in _MARKS_TO_PIECE.items():
                 text = text.replace(mark.encode(), piece_text.encode())
-            payload = bytes([_FIELD_1, *as_varint(len(text)), *text, *payload[text_start + text_size :]])
-        changed += bytes([tag, *as_varint(len(payload))]) + payload
-    return bytes(changed)
+            payload = bytes([_FIELD_1, *encode_varint(len(text)), *text, *payload[text_start + text_size :]])
+        restored += bytes([tag, *encode_varint(len(payload))]) + payload
+    return bytes(restored)
 
 
 def _segments(sentence: str) -> list[str]:
@@ -129,7 +129,7 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
-    """Each segment with its count, the most frequent first."""
+    """Yield distinct segments with their counts, the most frequent first, as TSV lines."""
     counts = Counter[str]()
     for text in texts:
         counts.update(_SEGMENT.findall(text))
@@ -138,8 +138,10 @@ def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
-    """Yield the training texts. SentencePiece turns errors of the iterator into its own RuntimeError, even a Ctrl-C, so
-    the cause is kept in `failures`."""
+    """Yield the sentences, and append an error of the iterator to `failures`.
+
+    SentencePiece replaces such errors by a RuntimeError, even KeyboardInterrupt.
+    """
     try:
         yield from sentences
     except BaseException as error:
@@ -147,7 +149,7 @@ def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> I
         raise
 
 
-def _readable(error: RuntimeError, vocab_size: int) -> MegatfmError:
+def _training_error(error: RuntimeError, vocab_size: int) -> MegatfmError:
     message = str(error)
     if max_match := _TOO_LARGE.search(message):
         return UsageError(
@@ -165,10 +167,10 @@ def _readable(error: RuntimeError, vocab_size: int) -> MegatfmError:
 
 
 Pattern = Literal["gpt2", "llama3"]
-# Llama 3's and GPT-4's way to cut words: numbers into groups of three digits, breaks with the spaces before them.
+# Pre-tokenization of Llama 3 and GPT-4: numbers in groups of up to three digits, line breaks with the spaces before.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = _LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-MIN_FREQUENCY = 2  # what stands in the text only once makes no piece
+MIN_FREQUENCY = 2  # occurrences that a pair needs to become a piece
 CHARACTER_COVERAGE = 0.9999  # rarer characters get no piece, as in our SentencePiece models
 CONTINUING_PREFIX = "##"
 _WORDPIECE_NAMES = {usual[0]: usual[1] for role, usual in ROLES.items() if role not in ("bos", "eos")}
@@ -182,11 +184,11 @@ def train_byte_bpe(
     modes: bool = True,
     pattern: Pattern = "gpt2",
 ) -> bytes:
-    """A lossless byte-level BPE (Radford et al. 2019, section 2.2): the bytes of a `tokenizer.json`.
+    """Train a lossless byte-level BPE (Radford et al. 2019, section 2.2); return the content of a `tokenizer.json`.
 
-    The vocabulary holds <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, UL2's mode tokens if `modes`,
-    256 bytes and the pieces learnt. The same texts in the same order give the same bytes. Raises UsageError if the
-    texts are too few for the vocabulary.
+    The vocabulary has <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, UL2's mode tokens if `modes`, 256
+    bytes and the learnt pieces. The same texts in the same order give the same bytes. Raises UsageError if the texts
+    are too few for the vocabulary.
     """
     reserved = reserved_names(sentinels, modes)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -214,41 +216,43 @@ def train_byte_bpe(
 def train_wordpiece(
     texts: Iterable[str], *, vocab_size: int, sentinels: int = 32, modes: bool = True, lowercase: bool = True
 ) -> bytes:
-    """A WordPiece as BERT's (Devlin et al. 2019, section 3): the bytes of a `tokenizer.json`.
+    """Train a WordPiece like BERT's (Devlin et al. 2019, section 3); return the content of a `tokenizer.json`.
 
-    Words are cut at white space and punctuation, without accents if `lowercase`; white space is not kept. The
-    vocabulary holds [UNK], <s>, </s>, [PAD], [MASK], [CLS], [SEP], sentinels and modes as `train_byte_bpe`, the
-    characters and the pieces learnt. The texts are held in memory. The same texts in the same order give the same
+    Words are split at white space and punctuation, and lose their accents if `lowercase`; white space is not kept. The
+    vocabulary has [UNK], <s>, </s>, [PAD], [MASK], [CLS], [SEP], sentinels and modes as in `train_byte_bpe`, the
+    characters and the learnt pieces. All texts are held in memory. The same texts in the same order give the same
     bytes. Raises UsageError if the texts are too few for the vocabulary.
     """
     reserved = ["[UNK]", *(_WORDPIECE_NAMES.get(name, name) for name in reserved_names(sentinels, modes))]
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    with _unicode():
-        normal = [normalizer.normalize_str(text) for text in texts]
-    alphabet = _alphabet(normal)
-    # The trainer would number the characters that continue a word as it meets them, in an order that changes from run
-    # to run, and break ties between pairs by these numbers. Taken for special tokens they have an order of their own.
-    inside = [
+    with _report_invalid_unicode():
+        normalized = [normalizer.normalize_str(text) for text in texts]
+    alphabet = _alphabet(normalized)
+    # The trainer numbers continuing characters in an order that changes from run to run, and breaks ties between pairs
+    # by these numbers. As special tokens they have a fixed order.
+    inner_characters = [
         character
         for character in alphabet
         if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + character))) == 1
     ]
-    continuing = [CONTINUING_PREFIX + character for character in inside]
-    learner = Tokenizer(models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX))
-    learner.pre_tokenizer = pre_tokenizer
+    continuations = [CONTINUING_PREFIX + character for character in inner_characters]
+    trained_tokenizer = Tokenizer(
+        models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX)
+    )
+    trained_tokenizer.pre_tokenizer = pre_tokenizer
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=MIN_FREQUENCY,
         show_progress=False,
-        special_tokens=[*reserved, *continuing],
+        special_tokens=[*reserved, *continuations],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         continuing_subword_prefix=CONTINUING_PREFIX,
     )
-    min_vocab_size = len(reserved) + len(continuing) + len(alphabet)
-    _train(learner, trainer, normal, vocab_size, min_vocab_size)
-    vocabulary = learner.get_vocab(with_added_tokens=True)
+    min_vocab_size = len(reserved) + len(continuations) + len(alphabet)
+    _train(trained_tokenizer, trainer, normalized, vocab_size, min_vocab_size)
+    vocabulary = trained_tokenizer.get_vocab(with_added_tokens=True)
     tokenizer = Tokenizer(
         models.WordPiece(vocab=vocabulary, unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX)
     )
@@ -271,8 +275,8 @@ def _train(
             f"tokenizer.vocab_size={min_vocab_size} or more"
         )
     has_text = Counter[bool]()
-    with _unicode():
-        tokenizer.train_from_iterator(_counted(texts, has_text), trainer)
+    with _report_invalid_unicode():
+        tokenizer.train_from_iterator(_count_texts(texts, has_text), trainer)
     if not has_text[True]:
         raise UsageError("no text to train a tokenizer on: every document is empty")
     max_vocab_size = tokenizer.get_vocab_size()
@@ -284,7 +288,7 @@ def _train(
 
 
 @contextmanager
-def _unicode() -> Iterator[None]:
+def _report_invalid_unicode() -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError as error:
@@ -293,24 +297,24 @@ def _unicode() -> Iterator[None]:
         ) from None
 
 
-def _counted(texts: Iterable[str], has_text: Counter[bool]) -> Iterator[str]:
+def _count_texts(texts: Iterable[str], has_text: Counter[bool]) -> Iterator[str]:
     for text in texts:
         has_text[bool(text.strip())] += 1
         yield text
 
 
 def _alphabet(texts: list[str]) -> list[str]:
-    """The characters that make up nearly all of the texts, without white space, in the order of their codes."""
+    """Return the characters that cover CHARACTER_COVERAGE of the texts, without white space, by code point."""
     counts = Counter[str]()
     for text in texts:
         counts.update(text)
     for space in [character for character in counts if character.isspace()]:
         del counts[space]
-    uncovered = CHARACTER_COVERAGE * counts.total()
+    n_uncovered = CHARACTER_COVERAGE * counts.total()
     characters = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if uncovered <= 0:
+        if n_uncovered <= 0:
             break
         characters.append(character)
-        uncovered -= count
+        n_uncovered -= count
     return sorted(characters)

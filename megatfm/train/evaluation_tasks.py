@@ -28,11 +28,10 @@ from megatfm.layers.output_head import LMHead
 from megatfm.objectives.base import Batch, Example, Losses, SpecialTokens
 from megatfm.objectives.supervised import Answers
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.rng import PieceKey
-from megatfm.tasks.continuations import TextPair, judge_answers, scored_pairs, split_pair
-from megatfm.tasks.predictions import model_of
-from megatfm.tasks.question_scores import Likelihood, mean_metrics
-from megatfm.tasks.questions import EvaluationTask, open_evaluation_task
+from megatfm.rng import ChunkKey
+from megatfm.tasks.predictions import engine_model
+from megatfm.tasks.question_scores import Likelihood, mean_metrics, score_questions
+from megatfm.tasks.questions import EvaluationTask, TextPair, open_evaluation_task, scored_pairs, split_pair
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.corpora import special_tokens
 from megatfm.train.evaluation import evaluate
@@ -56,9 +55,9 @@ class AnswerLikelihood(Answers):
         }
         self.recorder = TokenLossRecorder()
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Example:
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         """Return an example with the fields `examples` (its index) and `words` (index of the token in the answer)."""
-        fields = super().build_example(piece, key)
+        fields = super().build_example(chunk, key)
         counted = fields["targets"] != IGNORE
         return {
             **fields,
@@ -192,7 +191,9 @@ class TaskEvaluator:
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> dict[str, dict[str, float]]:
         """Return the metrics of each task by its name. A collective."""
         return {
-            task.name: mean_metrics(task.config.kind, judge_answers(task, self._score(pairs, rows, on_batch)))
+            task.name: mean_metrics(
+                task.config.kind, score_questions(task, self._score(pairs, rows, on_batch))
+            )
             for task, pairs, rows in self._tasks
         }
 
@@ -200,7 +201,7 @@ class TaskEvaluator:
         self, pairs: Sequence[TextPair], rows: SizedRowDataset, on_batch: Callable[[], None]
     ) -> Mapping[TextPair, Likelihood]:
         objective = AnswerLikelihood(self._special, self._config)
-        heads = [module for module in model_of(self._engine).modules() if isinstance(module, LMHead)]
+        heads = [module for module in engine_model(self._engine).modules() if isinstance(module, LMHead)]
         for head in heads:
             head.recorder = objective.recorder  # type: ignore[assignment]
         try:
@@ -240,6 +241,6 @@ def check_supported(engine: Engine, config: Config, tokenizer: Tokenizer | None)
             f"evaluate.tasks: parallel.engine = {config.parallel.engine!r} does not declare 'loss_by_source' among its "
             "features, which this needs: use parallel.engine = 'native', or leave it out"
         )
-    n_heads = sum(isinstance(module, LMHead) for module in model_of(engine).modules())
+    n_heads = sum(isinstance(module, LMHead) for module in engine_model(engine).modules())
     if not sum(object_collectives.all_gather(n_heads)):
         raise UsageError("evaluate.tasks: the model has no head over the vocabulary: leave it out")

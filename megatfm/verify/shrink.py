@@ -119,7 +119,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     )
     freeze = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
     small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": freeze})})
-    inexact = config.deepspeed.quantized
+    inexact = config.deepspeed.quantized_keys
     exact = config.deepspeed.model_copy(update=dict.fromkeys(inexact, False))
     inexact_changes = [
         f"deepspeed.{key} true → false: {config.deepspeed.INEXACT}, and is for GPUs alone" for key in inexact
@@ -378,7 +378,7 @@ def random_documents(
     }[kind]
     while n_tokens < min_tokens:
         if objective.needs_files or not objective.reads_text:
-            chunk = objective.random_piece(random)
+            chunk = objective.random_chunk(random)
         else:
             chunk = DocumentChunk(
                 random.integers(0, config.model.vocab_size or 1, random.integers(min_value, max_value))

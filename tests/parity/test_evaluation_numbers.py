@@ -19,9 +19,8 @@ from megatfm.inference.likelihood import Continuation, score
 from megatfm.layers.initialisation import draw
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
-from megatfm.tasks.continuations import judge_answers, scored_pairs, split_pair
-from megatfm.tasks.question_scores import mean_metrics
-from megatfm.tasks.questions import open_evaluation_task
+from megatfm.tasks.question_scores import mean_metrics, score_questions
+from megatfm.tasks.questions import open_evaluation_task, scored_pairs, split_pair
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
@@ -86,7 +85,7 @@ def by_rows(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> Results:
             prompt, answer = split_pair(tokenizer, pair)
             continuations.append(Continuation([tokenizer.bos, *tokenizer.encode(prompt).tolist()], answer))
         scored = dict(zip(pairs, score(model, continuations, batch_size=3), strict=True))
-        metrics = mean_metrics(task.config.kind, judge_answers(task, scored))
+        metrics = mean_metrics(task.config.kind, score_questions(task, scored))
         results[name] = metrics if task.config.kind == "choice" else metrics | {"accuracy": None}
     return results
 

@@ -12,7 +12,7 @@ from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
 from megatfm.models import build
 from megatfm.object_collectives import all_gather
-from megatfm.tasks.predictions import collect_predictions, model_of
+from megatfm.tasks.predictions import collect_predictions, engine_model
 from tests.support.batches import task_batch
 from tests.support.encoder_batches import BERT_ENCODER, PAD, draw_tokens, padded_batch
 from tests.support.grids import cells
@@ -237,7 +237,7 @@ def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     expected = collector.parts[0]
     for layout, parallel in layouts.items():
         engine = build_engine(config, parallel)
-        with collect_predictions(model_of(engine)) as collector:
+        with collect_predictions(engine_model(engine)) as collector:
             engine.evaluate(layout_microbatches(engine, batch), objective)
         parts = [part for parts in all_gather(collector.parts) for part in parts]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]

@@ -58,17 +58,17 @@ class TellTopics(Objective):
     def sequence_lengths(self, n_tokens, keys):
         return np.minimum(n_tokens + 1, self.length)
 
-    def build_example(self, piece, key):
-        tokens = np.append(self.special.bos, piece.tokens)[: self.length].astype(np.int64)
+    def build_example(self, chunk, key):
+        tokens = np.append(self.special.bos, chunk.tokens)[: self.length].astype(np.int64)
         return {
             "tokens": tokens,
             "in_text": np.ones(len(tokens), np.bool_),
-            "labels": np.array(int(piece.files["cls"])),
+            "labels": np.array(int(chunk.files["cls"])),
         }
 
     def target_counts(self, batch):
         return {"topic": (batch["labels"] != NONE).sum()}
 
-    def random_piece(self, random):
+    def random_chunk(self, random):
         tokens = random.integers(0, self.special.vocab_size, int(random.integers(2, self.length * 2)))
         return DocumentChunk(tokens, files={"cls": b"%d" % random.integers(self.classes)})

@@ -67,16 +67,16 @@ class PredictVectors(Objective):
     def sequence_lengths(self, n_tokens, keys):
         return n_tokens
 
-    def build_example(self, piece, key):
-        vectors = np.frombuffer(piece.files["f32"], np.float32).reshape(-1, self.width)
-        vectors = vectors[key.piece * self.max_tokens :][: len(piece.tokens)]
+    def build_example(self, chunk, key):
+        vectors = np.frombuffer(chunk.files["f32"], np.float32).reshape(-1, self.width)
+        vectors = vectors[key.chunk * self.max_tokens :][: len(chunk.tokens)]
         has_next = np.arange(len(vectors)) < len(vectors) - 1
         return {"vectors": vectors, "next_vectors": np.roll(vectors, -1, axis=0), "has_next": has_next}
 
     def target_counts(self, batch):
         return {"next_vector": batch["has_next"].sum()}
 
-    def random_piece(self, random):
+    def random_chunk(self, random):
         n = int(random.integers(2, self.max_tokens // 2))
         vectors = random.standard_normal((n, self.width), np.float32)
         return DocumentChunk(np.zeros(n, np.uint16), files={"f32": vectors.tobytes()})

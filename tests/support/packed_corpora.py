@@ -11,7 +11,7 @@ import pytest
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.sequences import DocumentChunk
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 BOS, EOS = 1, 2
 
@@ -27,14 +27,14 @@ class Causal:
     needs_files = False
 
     def __init__(self) -> None:
-        self.keys: list[PieceKey] = []
+        self.keys: list[ChunkKey] = []
 
     def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return n_tokens + 1
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> dict[str, np.ndarray]:
         self.keys.append(key)
-        ids = piece.tokens.astype(np.int64)
+        ids = chunk.tokens.astype(np.int64)
         return {"tokens": np.append(BOS, ids), "targets": np.append(ids, EOS)}
 
 

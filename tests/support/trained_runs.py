@@ -49,7 +49,7 @@ def write_trained_run(
     """Write a run at step 30; returns its folder."""
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
-    length = min(24, model.config.longest_row[0] or 24)
+    length = min(24, model.config.max_row_length[0] or 24)
     config = Config(
         name="small",
         model=model.config,

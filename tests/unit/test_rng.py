@@ -77,23 +77,23 @@ def test_hashes_keep_their_golden_values() -> None:
         2514947007226666148,
         15164154967367666321,
     ]
-    assert rng.piece_keys(3, np.array([0, 0, 1]), np.array([0, 1, 0])).tolist() == [
+    assert rng.chunk_keys(3, np.array([0, 0, 1]), np.array([0, 1, 0])).tolist() == [
         6198772376103169062,
         15343448976193684557,
         12554490214519274839,
     ]
     assert rng.row_keys(3, np.array([0, 1])).tolist() == [163100055346747955, 5506878964348894781]
     assert (
-        rng.PieceKey(3, 9, 0, 1).without_epoch.tolist()
-        == rng.piece_keys(3, np.array([0]), np.array([1])).tolist()
+        rng.ChunkKey(3, 9, 0, 1).without_epoch.tolist()
+        == rng.chunk_keys(3, np.array([0]), np.array([1])).tolist()
     )
 
 
 def test_hashes_are_uniform_and_differ() -> None:
-    samples, pieces = np.arange(300).repeat(300), np.tile(np.arange(300), 300)
-    keys = rng.piece_keys(0, samples, pieces)
+    samples, chunks = np.arange(300).repeat(300), np.tile(np.arange(300), 300)
+    keys = rng.chunk_keys(0, samples, chunks)
     assert len(set(keys.tolist())) == len(keys)
-    assert not set(keys.tolist()) & set(rng.piece_keys(1, samples, pieces).tolist())
+    assert not set(keys.tolist()) & set(rng.chunk_keys(1, samples, chunks).tolist())
     bits = (keys[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
     assert np.abs(bits.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(keys))
     correlations = np.corrcoef(bits.T.astype(float))[np.triu_indices(64, 1)]

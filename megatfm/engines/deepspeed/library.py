@@ -323,11 +323,11 @@ def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Setting
             f"{ranks} ranks of parallel.dp_shard and parallel.cp: "
             "set a number that does"
         )
-    if options.quantized:
-        keys = " and ".join(f"deepspeed.{key}" for key in options.quantized)
+    if options.quantized_keys:
+        keys = " and ".join(f"deepspeed.{key}" for key in options.quantized_keys)
         load_quantizer(package, setup.device, keys)
         log.warning("%s: %s", keys, options.INEXACT)
-    if options.nvme_path and options.in_files:
+    if options.nvme_path and options.offloads_to_nvme:
         install_aio_handle(package)
         folder = OffloadDirectory(Path(options.nvme_path))
     derived = derive(config, setup.precision, folder.path if folder else None)

@@ -34,7 +34,7 @@ def should_compile(config: Config, device: torch.device) -> bool:
     """Whether the native engine compiles blocks. "auto" compiles on GPUs if nothing is in the way; on a CPU compiling
     gains a few per cent at most, and takes seconds at the start."""
     if config.train.compile == "auto":
-        return device.type == "cuda" and config.refuses_compile() is None and config.parallel.cp == 1
+        return device.type == "cuda" and config.compile_conflict() is None and config.parallel.cp == 1
     return bool(config.train.compile)
 
 

@@ -162,7 +162,7 @@ class Experts(nn.Module):
         self.activation, self.n_experts, self.first = activation, n, 0
         self.capacity_factor, self.fixed_capacity = options.capacity_factor, options.expert_capacity
         self.by_position, self.is_unlimited = options.drop_policy == "position", False
-        if options.is_limited and options.top_k > 1 and not self.by_position and config.family in CAUSAL:
+        if options.has_capacity and options.top_k > 1 and not self.by_position and config.family in CAUSAL:
             _warn_noncausal_capacity(options.top_k)
         self.top_k, self.ep_size = options.top_k, 1
         self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}

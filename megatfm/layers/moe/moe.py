@@ -124,7 +124,7 @@ class MoE(nn.Module):
         self.real, self.experts = RealTokens(), Experts(config, initial)
         self.shared = None
         if options.n_shared_experts:
-            self.shared = FFN(config.with_changes({"ffn": options.shared}), initial)
+            self.shared = FFN(config.with_changes({"ffn": options.shared_ffn}), initial)
         # Under parallelism, sums over a rank's tokens of a row become sums over the full row here.
         self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), RowSums()
         self.register_buffer(
@@ -138,7 +138,7 @@ class MoE(nn.Module):
     def cp_plan(self) -> str:
         """How context parallelism treats the layer: "moe" if routing needs full rows."""
         needs_full_rows = (
-            self.options.seq_aux_loss_coef or self.options.of_encoders or self.experts.has_capacity
+            self.options.seq_aux_loss_coef or self.options.is_bidirectional or self.experts.has_capacity
         )
         return "moe" if needs_full_rows else "local"
 
@@ -152,7 +152,8 @@ class MoE(nn.Module):
             "router_z": AuxiliaryLoss(router.z_loss_coef, "tokens"),
         }
         losses |= {
-            name: AuxiliaryLoss(getattr(router, f"{name}_loss_coef"), "tokens") for name in router.evens
+            name: AuxiliaryLoss(getattr(router, f"{name}_loss_coef"), "tokens")
+            for name in router.balance_losses
         }
         return {name: term for name, term in losses.items() if term.weight}
 
@@ -235,7 +236,7 @@ class MoE(nn.Module):
         load_shares_E = load_E.double() / n_choices.clamp(min=1)
         self.shares.copy_(load_shares_E.where(n_choices > 0, self.shares.double()))
         means = {}
-        for name in self.options.evens:
+        for name in self.options.balance_losses:
             if (sums_E := observed.get(f"evened {name}")) is None:
                 continue
             means_E = sums_E.double() * COUNT_STEP / tokens.clamp(min=1)
@@ -261,7 +262,7 @@ class MoE(nn.Module):
             "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
             **{
                 f"{name}_cv2": squared_cv(observed[f"evened {name}"])
-                for name in self.options.evens
+                for name in self.options.balance_losses
                 if f"evened {name}" in observed
             },
         }

@@ -177,8 +177,8 @@ class NoisyTopKRouter(Router):
         self.noise_weight = nn.Parameter(torch.empty(options.n_experts, config.d_model))
         # Starts at 0; muP scales its learning rate like that of the other matrix with the same inputs.
         self.initial["noise_weight"] = Constant(0.0, width_ratio=self.initial["weight"].width_ratio)
-        self.evens = [name for name in router.evens if getattr(router, f"{name}_loss_coef")]
-        for name in self.evens:
+        self.balance_losses = [name for name in router.balance_losses if getattr(router, f"{name}_loss_coef")]
+        for name in self.balance_losses:
             self.register_buffer(name, torch.empty(options.n_experts), persistent=True)
             self.initial[name] = Constant(1 / options.n_experts)
 
@@ -190,9 +190,9 @@ class NoisyTopKRouter(Router):
         choices_BTK = best_BTX[..., : self.top_k]
         weights_BTK = logits_BTE.gather(-1, choices_BTK).softmax(-1)
         balanced: dict[str, Tensor] = {}
-        if "importance" in self.evens:
+        if "importance" in self.balance_losses:
             balanced["importance"] = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, weights_BTK)
-        if "load" in self.evens:
+        if "load" in self.balance_losses:
             last_BT2 = logits_BTE.gather(-1, best_BTX[..., self.top_k - 1 :])
             chosen_BTE = torch.zeros_like(logits_BTE).scatter(-1, choices_BTK, 1.0).bool()
             # To be chosen, an expert's score must exceed the k-th best score of the others.

@@ -213,7 +213,7 @@ def test_a_word_stays_in_the_config_and_follows_every_width(tmp_path: Path) -> N
         Config.model_validate(config.model_dump(mode="json")).with_changes(narrow),
     ):
         assert (copy.model.embedding_scale, copy.model.head_scale) == (16.0, 1 / 16)
-    numbers = config.model.with_numbers()
+    numbers = config.model.with_resolved_factors()
     assert (numbers.embedding.scale, numbers.lm_head.scale) == (512**0.5, 512**-0.5)
     with pytest.raises(
         UsageError, match=r"model\.embedding\.scale = 'd_model': input should be a valid number"

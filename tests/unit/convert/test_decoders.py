@@ -25,7 +25,8 @@ from megatfm.convert.architecture import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.inference.text import build_prompts, generate_text_beam, load
+from megatfm.inference.prompts import build_prompts
+from megatfm.inference.text import generate_text_beam, load
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece

@@ -1,4 +1,4 @@
-"""Packing by fitting: every piece once an epoch, every sequence whole, few rows, on one side or two."""
+"""Packing by fitting: every chunk once an epoch, every sequence whole, few rows, on one side or two."""
 
 from collections import Counter
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from megatfm.data.sequences import (
     split_documents,
 )
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.rng import PieceKey, piece_keys, random_uint64
+from megatfm.rng import ChunkKey, chunk_keys, random_uint64
 
 PAD = 0
 
@@ -30,8 +30,8 @@ Row = dict[str, np.ndarray]
 
 
 class Whole:
-    """A piece of n ≥ 1 tokens becomes them and one to three zeros, as the planning key says; its "marks" tell epoch,
-    sample and piece at each place. With two sides, the first has the tokens and the second twice as many marks."""
+    """A chunk of n ≥ 1 tokens becomes them and one to three zeros, as the planning key says; its "marks" tell epoch,
+    sample and chunk at each place. With two sides, the first has the tokens and the second twice as many marks."""
 
     padding_values = MappingProxyType({"marks": -7})
     fields = None
@@ -46,12 +46,12 @@ class Whole:
         first = np.where(n_tokens > 0, n_tokens + 1 + (keys % np.uint64(3)).astype(np.int64), 0)
         return np.stack([first, 2 * n_tokens], axis=1) if len(self.field_prefixes) > 1 else first
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> Row:
-        tokens, planned = piece.tokens, piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Row:
+        tokens, planned = chunk.tokens, chunk_keys(key.seed, np.array([key.sample]), np.array([key.chunk]))
         lengths = self.sequence_lengths(np.array([len(tokens)]), planned).reshape(-1)
         displayed = np.zeros(lengths[0], np.int64)
         displayed[: len(tokens)] = tokens
-        code = int(random_uint64(1, *key)[0] >> np.uint64(40)) * 100 + key.piece
+        code = int(random_uint64(1, *key)[0] >> np.uint64(40)) * 100 + key.chunk
         marks = np.full(lengths[-1], code % 2**31)
         prefix = self.field_prefixes[0]
         fields = {f"{prefix}tokens": displayed, "marks": marks}
@@ -96,7 +96,7 @@ blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size
     shuffle=st.booleans(),
     two=st.booleans(),
 )
-def test_every_piece_is_whole_and_comes_once_an_epoch(
+def test_every_chunk_is_whole_and_comes_once_an_epoch(
     memory_corpus: Any, blocks: Any, most: int, slack: int, seed: int, epoch: int, shuffle: bool, two: bool
 ) -> None:
     corpus, objective = memory_corpus(blocks), Whole(most, two)
@@ -104,9 +104,9 @@ def test_every_piece_is_whole_and_comes_once_an_epoch(
     options = {"sequence_length": lengths[0], "target_length": lengths[1], "seed": seed, "shuffle": shuffle}
     expected: Counter[tuple[int, ...]] = Counter()
     for sample, tokens in enumerate(corpus.documents):
-        for piece in range(-(-len(tokens) // most)):
-            part = tokens[piece * most : (piece + 1) * most]
-            key = piece_keys(seed, np.array([sample]), np.array([piece]))
+        for chunk in range(-(-len(tokens) // most)):
+            part = tokens[chunk * most : (chunk + 1) * most]
+            key = chunk_keys(seed, np.array([sample]), np.array([chunk]))
             expected[(*part.tolist(), *[0] * (1 + int(key[0] % np.uint64(3))))] += 1
     if not expected:
         with pytest.raises(UsageError, match=r"none of its .* documents is long enough"):
@@ -125,7 +125,7 @@ def test_every_piece_is_whole_and_comes_once_an_epoch(
             ], "a sequence has one number on both sides"
     assert counts == expected
     empty = sum(len(tokens) == 0 for tokens in corpus.documents)
-    wanted = f"{empty:,} of {empty + expected.total():,} pieces of documents are too short"
+    wanted = f"{empty:,} of {empty + expected.total():,} chunks of documents are too short"
     assert any(wanted in note for note in rows.warnings) == (empty > 0)
 
 
@@ -149,11 +149,11 @@ def test_best_fit_is_johnsons(lengths: list[int], capacity: int) -> None:
 
 def test_rows_hold_what_was_planned_in_stored_order(memory_corpus: Any) -> None:
     documents, objective = memory_corpus([[30, 5, 17, 8, 40, 3, 0, 11]]).documents, Whole(20)
-    pieces = split_documents(np.array([len(d) for d in documents]), objective, 0, 3).without_empty()
-    planned = best_fit_decreasing(pieces.lengths, (48,))
+    chunks = split_documents(np.array([len(d) for d in documents]), objective, 0, 3).without_empty()
+    planned = best_fit_decreasing(chunks.lengths, (48,))
     packed = pack_in_memory(documents, PackingConfig(objective, (48,), 3))
     assert packed.n_rows == planned.max() + 1
-    parts = [documents[number][start:end] for number, start, end, _, _ in pieces.iter_chunks()]
+    parts = [documents[number][start:end] for number, start, end, _, _ in chunks.iter_chunks()]
     for row in range(packed.n_rows):
         tokens = packed.row(row)["tokens"]
         expected = np.concatenate([parts[at] for at in np.flatnonzero(planned == row)])
@@ -184,7 +184,7 @@ def test_few_rows_are_needed() -> None:
 def test_rows_fill_whatever_the_lengths_of_rows_and_documents(
     memory_corpus: Any, causal_type: Any, length: int, mean: int
 ) -> None:
-    """Blocks of 512 tokens, so rows of an eighth of a block and of eight; of documents cut to pieces where they are
+    """Blocks of 512 tokens, so rows of an eighth of a block and of eight; of documents cut to chunks where they are
     longer. No group is large."""
     draw = np.random.default_rng(0)
     lengths = np.maximum(1, draw.lognormal(np.log(mean), 0.7, 110 * max(length, 512) // mean)).astype(int)
@@ -278,13 +278,13 @@ def test_partners_are_the_other_documents_of_the_group(
     seen: dict[tuple[int, int], list[list[int]]] = {}
 
     class Looking(Whole):
-        def build_example(self, piece: DocumentChunk, key: PieceKey) -> Row:
+        def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Row:
             read = [
-                piece.other_documents.tokens(i).tolist() for i in range(len(piece.other_documents.lengths))
+                chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))
             ]
-            assert [len(one) for one in read] == piece.other_documents.lengths.tolist()
-            seen[key.sample, key.piece] = read
-            return super().build_example(piece, key)
+            assert [len(one) for one in read] == chunk.other_documents.lengths.tolist()
+            seen[key.sample, key.chunk] = read
+            return super().build_example(chunk, key)
 
     corpus = memory_corpus([[30, 0], [5], [7], [4, 4]])
     monkeypatch.setattr("megatfm.data.packing_plan.group_blocks", lambda *_: [(2, 2), (3, 1), (4, 1)])

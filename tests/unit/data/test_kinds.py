@@ -16,7 +16,7 @@ from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import MegatfmError
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 WIDTH, PIXELS = 3, (3, 4, 4)
 
@@ -39,8 +39,8 @@ class Vectors:
     def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return n_tokens
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
-        vectors = np.frombuffer(piece.files["f32"], np.float32).reshape(-1, WIDTH)
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> dict[str, Any]:
+        vectors = np.frombuffer(chunk.files["f32"], np.float32).reshape(-1, WIDTH)
         n = len(vectors)
         return {"vectors": vectors, "marks": np.full(n, key.sample % 7, np.uint8), "order": np.arange(n)}
 
@@ -59,9 +59,9 @@ class Images:
     def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return np.full(len(n_tokens), 5)
 
-    def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
-        pixels = np.frombuffer(piece.files["raw"], np.uint8).reshape(PIXELS)
-        return {"pixels": pixels, "labels": int(piece.files["cls"])}
+    def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> dict[str, Any]:
+        pixels = np.frombuffer(chunk.files["raw"], np.uint8).reshape(PIXELS)
+        return {"pixels": pixels, "labels": int(chunk.files["cls"])}
 
 
 def vectors(number: int) -> np.ndarray:
@@ -185,14 +185,14 @@ def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
         kind = type("Broken", (Vectors,), change)
         return lambda: PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3).row(0)
 
-    def doubled(self: Any, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
+    def doubled(self: Any, chunk: DocumentChunk, key: ChunkKey) -> dict[str, Any]:
         return {
             name: values.astype(float) if name == "vectors" else values
-            for name, values in Vectors.build_example(self, piece, key).items()
+            for name, values in Vectors.build_example(self, chunk, key).items()
         }
 
-    def short(self: Any, piece: DocumentChunk, key: PieceKey) -> dict[str, Any]:
-        return {"vectors": Vectors.build_example(self, piece, key)["vectors"]}
+    def short(self: Any, chunk: DocumentChunk, key: ChunkKey) -> dict[str, Any]:
+        return {"vectors": Vectors.build_example(self, chunk, key)["vectors"]}
 
     for broken, message in (
         (made(build_example=doubled), r"sample \d+ with 'vectors' = float64 .* say float32 \[n, 3\]"),

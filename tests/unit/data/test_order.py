@@ -16,7 +16,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.order import RowAddress, make_row_order
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID, DocumentChunk
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.rng import PieceKey, permutation
+from megatfm.rng import ChunkKey, permutation
 
 BOS, EOS, PAD = 1, 2, 0
 FIELDS = {"tokens", "targets", "documents", "positions"}
@@ -28,8 +28,8 @@ def epoch_rows(rows: PackedDataset, epoch: int = 0) -> list[Row]:
     return [rows.row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
 
 
-def pieces(row: Row) -> list[Row]:
-    """The documents' pieces in a row, after checking how the row is built."""
+def chunks(row: Row) -> list[Row]:
+    """The documents' chunks in a row, after checking how the row is built."""
     real = row["documents"] != PAD_DOCUMENT_ID
     n = int(real.sum())
     assert real[:n].all(), "padding is at the end"
@@ -40,8 +40,8 @@ def pieces(row: Row) -> list[Row]:
     assert numbers[:1].tolist() == [0][:n]
     assert set(np.diff(numbers).tolist()) <= {0, 1}, "documents are numbered 0, 1, 2 …"
     actual = [{name: row[name][:n][numbers == number] for name in row} for number in np.unique(numbers)]
-    for piece in actual:
-        np.testing.assert_array_equal(piece["positions"], np.arange(len(piece["positions"])))
+    for chunk in actual:
+        np.testing.assert_array_equal(chunk["positions"], np.arange(len(chunk["positions"])))
     return actual
 
 
@@ -86,8 +86,8 @@ def test_every_epoch_has_every_row_and_every_token_once(
     for row in epoch_rows(rows, epoch):
         assert set(row) == FIELDS
         assert all(field.shape == (length,) and field.dtype == np.int64 for field in row.values())
-        for piece in pieces(row):
-            pairs.update(zip(piece["tokens"].tolist(), piece["targets"].tolist(), strict=True))
+        for chunk in chunks(row):
+            pairs.update(zip(chunk["tokens"].tolist(), chunk["targets"].tolist(), strict=True))
     assert pairs == Counter(
         pair
         for ids in corpus.documents
@@ -283,25 +283,25 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any
         def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
             return n_tokens
 
-        def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
-            tokens = piece.tokens
+        def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> dict[str, np.ndarray]:
+            tokens = chunk.tokens
             return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
 
     rows = PackedDataset(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
     for row in [row for epoch in range(10) for row in epoch_rows(rows, epoch)]:
-        assert pieces(row), "documents of no length take no number"
+        assert chunks(row), "documents of no length take no number"
         real = row["documents"] >= 0
         np.testing.assert_array_equal(row["marks"], np.where(real, row["tokens"] % 7 + 1, 0))
 
 
 def test_an_objective_that_breaks_its_word_is_named(memory_corpus: Any, causal_type: Any) -> None:
     class Short(causal_type):  # type: ignore[misc]
-        def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
-            return {"tokens": piece.tokens, "targets": piece.tokens}
+        def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> dict[str, np.ndarray]:
+            return {"tokens": chunk.tokens, "targets": chunk.tokens}
 
     class Wide(causal_type):  # type: ignore[misc]
-        def build_example(self, piece: DocumentChunk, key: PieceKey) -> dict[str, np.ndarray]:
-            return dict.fromkeys(("tokens", "targets"), np.full(len(piece.tokens) + 1, 2**31))
+        def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> dict[str, np.ndarray]:
+            return dict.fromkeys(("tokens", "targets"), np.full(len(chunk.tokens) + 1, 2**31))
 
     corpus = memory_corpus([[5, 5]])
     with pytest.raises(MegatfmError, match=r"built sample \d with lengths .*'tokens': 5.*, not 6"):

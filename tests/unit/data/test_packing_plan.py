@@ -94,8 +94,8 @@ def test_a_plan_that_was_made_by_another_objective_is_named(folder: Path, causal
         def sequence_lengths(self, n_tokens: Any, keys: Any) -> Any:
             return n_tokens + 100
 
-        def build_example(self, piece: Any, key: Any) -> Any:
-            fields = super().build_example(piece, key)
+        def build_example(self, chunk: Any, key: Any) -> Any:
+            fields = super().build_example(chunk, key)
             return {name: [*field, *[0] * 99] for name, field in fields.items()}
 
     open_rows(folder, causal_type())

@@ -91,11 +91,11 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
 
 def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_type: Any) -> None:
     class Watching(causal_type):  # type: ignore[misc]
-        def build_example(self, piece: Any, key: Any) -> Any:
+        def build_example(self, chunk: Any, key: Any) -> Any:
             seen.append(
-                [piece.other_documents.tokens(i).tolist() for i in range(len(piece.other_documents.lengths))]
+                [chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))]
             )
-            return super().build_example(piece, key)
+            return super().build_example(chunk, key)
 
     seen: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])

@@ -194,7 +194,7 @@ def test_a_difference_is_found(
         "__call__",
         lambda self, texts, threads: [ids[:-1] for ids in right(self, texts, threads)],
     )
-    name = "gigatoken" if isinstance(fast._fast, _Gigatoken) else "the memory of words"
+    name = "gigatoken" if isinstance(fast._fast, _Gigatoken) else "the cache of words"
     with pytest.raises(MegatfmError, match=f"^{name} gave other ids than the tokenizer"):
         fast.encode_batch(texts[:5], 1)
 
@@ -208,5 +208,5 @@ def test_the_memory_of_words_is_bounded(
         text = " ".join(f"w{number}x{index}" for index in range(20)) + "y" * 100
         (ids,) = memory([text], 1)
         assert np.array_equal(ids, reference.encode_batch([text], 1)[0])
-        assert len(memory._known) <= 50 + 20
-        assert max(map(len, memory._known)) <= 64
+        assert len(memory._cache) <= 50 + 20
+        assert max(map(len, memory._cache)) <= 64

@@ -187,11 +187,11 @@ def test_a_tree_joins_what_the_edges_join() -> None:
 
 def test_rows_are_divided_by_what_there_is() -> None:
     """A chunk and a range fit the memory, and there are enough tasks for many processes where rows are many."""
-    small = Partitioning.of(10**6, 2**20, 100, 100)
+    small = Partitioning.fit_memory(10**6, 2**20, 100, 100)
     assert small.chunk_rows * 100 <= 2**20
     assert 10**6 / small.ranges * 100 <= 2**20
-    assert Partitioning.of(10**9, 2**30, 100, 100).chunks >= index_module.TASKS
-    assert Partitioning.of(1000, 2**30, 100, 100) == Partitioning(1000, index_module.TASK_ROWS, 1)
+    assert Partitioning.fit_memory(10**9, 2**30, 100, 100).chunks >= index_module.TASKS
+    assert Partitioning.fit_memory(1000, 2**30, 100, 100) == Partitioning(1000, index_module.TASK_ROWS, 1)
 
 
 @pytest.mark.parametrize("memory", [2**20, 2**22])

@@ -18,7 +18,7 @@ from warcio.warcwriter import WARCWriter
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers import FORMATS, get_reader
 from megatfm.data_prep.readers.record import Bad
-from megatfm.data_prep.readers.web import plain
+from megatfm.data_prep.readers.web import strip_wikitext
 from megatfm.errors import MegatfmError
 from tests.support.text_files import (
     FILES,
@@ -279,7 +279,7 @@ def test_wikitext_loses_its_markup() -> None:
         "'''Bold''' [[link|shown]] and [[plain]].<ref>{{cite|x}}</ref>\n[[File:a.jpg|thumb|A [[caption]]]]\n"
         "{{Infobox|name=x}}\n== Title ==\n{| class=x\n|a cell\n|}\n* item &amp; more\n[[Category:Cats]]"
     )
-    actual = plain(text)
+    actual = strip_wikitext(text)
     assert actual.startswith("Bold shown and plain.")
     assert "Title" in actual
     assert "item & more" in actual

@@ -16,7 +16,7 @@ from datatrove.data import Document as TheirDocument
 
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.filters.base import filter_names
-from megatfm.data_prep.filters.repetition import _Runs
+from megatfm.data_prep.filters.repetition import _RepeatedNgrams
 from megatfm.errors import UsageError
 from tests.support.cleaning_rules import WORDS, random_pages, rule, rule_outcome
 
@@ -165,7 +165,7 @@ def test_ngrams_by_definition() -> None:
     for _ in range(150):
         words = rng.choices(WORDS[: rng.randrange(2, len(WORDS))], k=rng.randrange(1, 60))
         words += words[: rng.randrange(20)]
-        runs, limited = _Runs(words), _Runs(words)
+        runs, limited = _RepeatedNgrams(words), _RepeatedNgrams(words)
         for n in range(2, 11):
             runs.grow()
             grams = [" ".join(words[at : at + n]) for at in range(len(words) - n + 1)]
@@ -174,13 +174,13 @@ def test_ngrams_by_definition() -> None:
             repeated = their_repetition.find_all_duplicate(words, n)
             assert runs.repeated_characters() == repeated
             near = rng.choice((-3, -1, 0, 0.5, 1, 40))
-            for each in (limited, _Runs(words)):
+            for each in (limited, _RepeatedNgrams(words)):
                 assert each.top_is_over(n, len(top) * times + near) == (near < 0)
                 assert each.repeated_are_over(n, repeated + near) == (near < 0)
             over += limited.n < n
         # One limit among loose ones, unless the words of a run overlap and come to more than the text.
         text = " ".join(words)
-        top_over = any(_Runs(words).top_is_over(n, len(text)) for n in (2, 3, 4))
+        top_over = any(_RepeatedNgrams(words).top_is_over(n, len(text)) for n in (2, 3, 4))
         for n in range(5, 11):
             share = their_repetition.find_all_duplicate(words, n) / len(text)
             loose = {

@@ -10,7 +10,8 @@ import torch
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.inference.decoding import Prompts, Sampling
-from megatfm.inference.text import TextModel, build_prompts, generate_text, generate_text_beam, load
+from megatfm.inference.prompts import build_prompts
+from megatfm.inference.text import TextModel, generate_text, generate_text_beam, load
 from megatfm.objectives import SpecialTokens
 from megatfm.objectives.base import prefix_lm_example, seq2seq_example
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run

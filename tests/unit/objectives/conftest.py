@@ -9,7 +9,7 @@ import pytest
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.data.sequences import NO_OTHER_DOCUMENTS, DocumentChunk
 from megatfm.objectives import Example, Objective, SpecialTokens, build_objective
-from megatfm.rng import PieceKey, piece_keys
+from megatfm.rng import ChunkKey, chunk_keys
 from tests.support.packed_corpora import MemoryCorpus
 
 VOCABULARY = 1000
@@ -83,10 +83,10 @@ def built(
     objective: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
 ) -> Example:
     """A sequence, after checking that it has the planned lengths."""
-    key = PieceKey(7, epoch, sample, 0)
+    key = ChunkKey(7, epoch, sample, 0)
     fields = objective.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS()), key)
     planned = objective.sequence_lengths(
-        np.array([len(tokens)]), piece_keys(7, np.array([sample]), np.array([0]))
+        np.array([len(tokens)]), chunk_keys(7, np.array([sample]), np.array([0]))
     ).reshape(-1)
     for name, field in fields.items():
         side = next(i for i, prefix in enumerate(objective.field_prefixes) if name.startswith(prefix))

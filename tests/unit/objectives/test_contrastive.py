@@ -15,12 +15,12 @@ from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 from tests.support.tower_models import TOWERS
 
 BOS, EOS, PAD = 1, 2, 0
 SPECIAL = SpecialTokens(bos=BOS, eos=EOS, pad=PAD, vocab_size=50)
-KEY = PieceKey(0, 0, 0, 0)
+KEY = ChunkKey(0, 0, 0, 0)
 
 
 def objective(
@@ -39,8 +39,8 @@ def png(seed: int = 0) -> bytes:
 
 
 def build_tokens(caption: list[int], **options: Any) -> list[int]:
-    piece = DocumentChunk(np.array(caption, np.uint16), files={"png": png()})
-    fields = objective(**options).build_example(piece, KEY)
+    chunk = DocumentChunk(np.array(caption, np.uint16), files={"png": png()})
+    fields = objective(**options).build_example(chunk, KEY)
     assert fields["encoder_patches"].shape == (5, 48)
     assert fields["encoder_grid"][1:].tolist() == [[0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2]]
     return list(fields["tokens"].tolist())
@@ -61,8 +61,8 @@ def test_lengths_are_told_before_anything_is_read(options: dict[str, Any]) -> No
     contrastive = objective(**options)
     lengths = contrastive.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
     for n, (of_image, of_text) in enumerate(lengths.tolist(), 1):
-        piece = DocumentChunk(np.full(n, 9, np.uint16), files={"png": png()})
-        fields = contrastive.build_example(piece, KEY)
+        chunk = DocumentChunk(np.full(n, 9, np.uint16), files={"png": png()})
+        fields = contrastive.build_example(chunk, KEY)
         assert (len(fields["encoder_patches"]), len(fields["tokens"])) == (of_image, of_text)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.rng import piece_keys
+from megatfm.rng import chunk_keys
 
 MODES = {6: "R", 7: "S", 8: "X"}
 EOS, IGNORE = 2, -100
@@ -64,7 +64,7 @@ def test_weights_choose_among_them(make_objective: Any, build_one: Any) -> None:
 def test_all_lengths_fit_and_are_kept(
     make_objective: Any, build_one: Any, special: Any, family: str, with_modes: bool
 ) -> None:
-    """Including the longest pieces, of which each denoiser must fit."""
+    """Including the longest chunks, of which each denoiser must fit."""
     tokenizer = special if with_modes else replace(special, modes={})
     rows = (128, 80)[: 2 if family == "encoder_decoder" else 1]
     result = make_objective("ul2", family=family, rows=rows, special=tokenizer)
@@ -81,7 +81,7 @@ def test_all_lengths_fit_and_are_kept(
                 assert (fields["targets"][:-1][fields["prefix"][1:] == 1] == IGNORE).all()
                 assert fields["targets"][-1] == EOS
                 assert (fields["targets"] != IGNORE).sum() >= 2
-    keys = piece_keys(7, np.arange(200), np.zeros(200))
+    keys = chunk_keys(7, np.arange(200), np.zeros(200))
     assert (result.sequence_lengths(np.full(200, result.max_tokens), keys) <= rows).all()
     assert (result.sequence_lengths(np.full(200, 1), keys) == 0).all()
 

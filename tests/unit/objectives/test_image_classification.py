@@ -15,9 +15,9 @@ from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.objectives import Objective, build_objective
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
-KEY = PieceKey(0, 0, 0, 0)
+KEY = ChunkKey(0, 0, 0, 0)
 
 
 def model(**options: Any) -> ModelConfig:
@@ -54,8 +54,8 @@ def noise(height: int, width: int, seed: int = 0, *channels: int) -> np.ndarray:
 
 def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
     pixels = noise(12, 12)
-    piece = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"3\n"})
-    fields = objective().build_example(piece, KEY)
+    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"3\n"})
+    fields = objective().build_example(chunk, KEY)
     assert fields["patches"].shape == (12, 48)
     assert not fields["patches"][:3].any()
     for row in range(3):
@@ -86,8 +86,8 @@ def test_rows_hold_images_and_padding() -> None:
 def test_grey_images_have_one_channel() -> None:
     result = objective(channels=1)
     pixels = noise(12, 12, 0, 3)[..., 0]
-    piece = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"0"})
-    fields = result.build_example(piece, KEY)
+    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"0"})
+    fields = result.build_example(chunk, KEY)
     assert fields["patches"].shape == (12, 16)
     assert fields["patches"][3].tolist() == pixels[:4, :4].flatten().tolist()
 
@@ -117,10 +117,10 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         objective(rows=11)
 
 
-def test_random_pieces_are_pictures() -> None:
+def test_random_chunks_are_pictures() -> None:
     result = objective()
-    piece = result.random_piece(np.random.default_rng(1))
-    assert result.build_example(piece, KEY)["patches"][3:].any()
+    chunk = result.random_chunk(np.random.default_rng(1))
+    assert result.build_example(chunk, KEY)["patches"][3:].any()
 
 
 def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:

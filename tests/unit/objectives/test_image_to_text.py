@@ -12,12 +12,12 @@ from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import SampleError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
 
 BOS, EOS, PAD, IMG, NONE = 1, 2, 0, IMAGE_TOKEN, -100
 SPECIAL = SpecialTokens(bos=BOS, eos=EOS, pad=PAD, vocab_size=VOCABULARY)
-KEY = PieceKey(0, 0, 0, 0)
+KEY = ChunkKey(0, 0, 0, 0)
 
 
 def objective(lengths: tuple[int, ...] = (10, 30), images: Any = None, **options: Any) -> Objective:
@@ -34,12 +34,12 @@ def png() -> bytes:
     return out.getvalue()
 
 
-def piece(text: list[int]) -> DocumentChunk:
+def chunk(text: list[int]) -> DocumentChunk:
     return DocumentChunk(np.array(text, np.uint16), files={"png": png()})
 
 
 def build(text: list[int], **options: Any) -> tuple[list[int], list[int]]:
-    fields = objective(**options).build_example(piece(text), KEY)
+    fields = objective(**options).build_example(chunk(text), KEY)
     assert fields["encoder_patches"].shape == (5, 48)
     return fields["tokens"].tolist(), fields["targets"].tolist()
 
@@ -66,7 +66,7 @@ def test_lengths_are_known_before_anything_is_read(options: dict[str, Any], leng
     lengths = image_to_text.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
     for n, (image_length, text_length) in enumerate(lengths.tolist(), 1):
         text = [IMG] * (options.get("image_placement") == "in_text") + [9] * 12
-        fields = image_to_text.build_example(piece(text[:n]), KEY)
+        fields = image_to_text.build_example(chunk(text[:n]), KEY)
         assert (len(fields["encoder_patches"]), len(fields["tokens"])) == (image_length, text_length)
         assert len(fields["targets"]) == text_length
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.rng import piece_keys
+from megatfm.rng import chunk_keys
 
 BOS, EOS, PAD, IGNORE = 1, 2, 0, -100
 
@@ -62,5 +62,5 @@ def test_planned_lengths_are_those_of_any_epoch(make_objective: Any, make_text: 
             len(build_one(result, make_text(n), sample=3, epoch=epoch)["targets"]) for epoch in range(4)
         }
         assert len(lengths) == 1
-    keys = piece_keys(0, np.arange(5), np.zeros(5))
+    keys = chunk_keys(0, np.arange(5), np.zeros(5))
     assert result.sequence_lengths(np.array([0, 1, 2, 5, 63]), keys).min(1).tolist()[:3] == [0, 0, 2]

@@ -13,7 +13,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import DocumentChunk
 from megatfm.objectives import OBJECTIVES, Objective
-from megatfm.rng import PieceKey, piece_keys
+from megatfm.rng import ChunkKey, chunk_keys
 
 IGNORE = -100
 # Objective and family → the first hex digits of what a pinned text becomes. A change here changes what a resumed run
@@ -75,7 +75,7 @@ def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str,
             hashed.update(
                 digest(
                     objective.build_example(
-                        DocumentChunk(make_text(n), remaining), PieceKey(12, 1, sample, sample % 3)
+                        DocumentChunk(make_text(n), remaining), ChunkKey(12, 1, sample, sample % 3)
                     )
                 )
             )
@@ -86,7 +86,7 @@ def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str,
 def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, family: str) -> None:
     """Neither the order of building, nor what was built before, nor the instance; and inputs stay as they are."""
     keys = [
-        PieceKey(5, epoch, sample, piece) for epoch in range(2) for sample in range(6) for piece in range(2)
+        ChunkKey(5, epoch, sample, chunk) for epoch in range(2) for sample in range(6) for chunk in range(2)
     ]
     remaining = Others([make_text(50, 1), make_text(9, 2)])
     one, two = (made(make_objective, name, family) for _ in range(2))
@@ -99,7 +99,7 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
     assert forwards == backwards[::-1]
     if name != "causal":
         seen = set(forwards)
-        assert len(seen) > len(keys) / 3, "samples and pieces differ, and but for planned cuts epochs"
+        assert len(seen) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
         other_seed = {
             digest(one.build_example(DocumentChunk(tokens, remaining), key._replace(seed=6))) for key in keys
         }
@@ -127,7 +127,7 @@ def test_lengths_are_kept_and_fit(
     objective = made(make_objective, name, family)
     n = round(share * (objective.max_tokens or 200))
     planned = objective.sequence_lengths(
-        np.array([n]), piece_keys(seed, np.array([sample]), np.array([1]))
+        np.array([n]), chunk_keys(seed, np.array([sample]), np.array([1]))
     ).reshape(-1)
     assert len(planned) == len(objective.field_prefixes)
     assert (planned > 0).all() or (planned == 0).all()
@@ -137,7 +137,7 @@ def test_lengths_are_kept_and_fit(
         assert n < 2
         return
     fields = objective.build_example(
-        DocumentChunk(make_text(n, 3), Others([make_text(partner, 4)])), PieceKey(seed, 3, sample, 1)
+        DocumentChunk(make_text(n, 3), Others([make_text(partner, 4)])), ChunkKey(seed, 3, sample, 1)
     )
     for field, values in fields.items():
         assert len(values) == planned[0 if field.startswith("encoder_") else -1]

@@ -7,7 +7,7 @@ import pytest
 
 from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 CLS, SEP, IGNORE = 4, 5, -100
 NO_MASK = {"mask_replace_prob": 0.0, "random_replace_prob": 0.0}
@@ -15,7 +15,7 @@ NO_MASK = {"mask_replace_prob": 0.0, "random_replace_prob": 0.0}
 
 
 class Block:
-    """Documents of a block other than the piece's; the tokens of each are its own."""
+    """Documents of a block other than the chunk's; the tokens of each are its own."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.documents = [np.arange(300 + 50 * i, 300 + 50 * i + n) for i, n in enumerate(lengths)]
@@ -125,4 +125,4 @@ def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: An
     without = make_objective(
         "sentence_order", model_config=make_model("encoder", **{"embedding.n_segments": 0})
     )
-    assert "segments" not in without.build_example(DocumentChunk(np.arange(200, 210)), PieceKey(0, 0, 0, 0))
+    assert "segments" not in without.build_example(DocumentChunk(np.arange(200, 210)), ChunkKey(0, 0, 0, 0))

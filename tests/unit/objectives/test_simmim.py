@@ -11,7 +11,7 @@ from megatfm.config import ImagesConfig, ModelConfig, SimMIMObjective
 from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, build_objective
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 SIDE, SIZE = 4, 40
 
@@ -31,7 +31,7 @@ def objective(config: ModelConfig | None = None, **options: Any) -> Objective:
     return build_objective(section, config or model(), None, (101,), images)
 
 
-def piece() -> DocumentChunk:
+def chunk() -> DocumentChunk:
     out = io.BytesIO()
     pixels = np.random.default_rng(0).integers(1, 256, (SIZE, SIZE, 3), np.uint8)
     Image.fromarray(pixels).save(out, "PNG")
@@ -41,7 +41,7 @@ def piece() -> DocumentChunk:
 @pytest.mark.parametrize(("ratio", "n_masked"), [(0.6, 15), (0.5, 13), (0.01, 1), (0.96, 24)])
 def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
     """Of 25 squares the share, rounded up; a class token is none."""
-    fields = objective(mask_ratio=ratio).build_example(piece(), PieceKey(0, 0, 0, 0))
+    fields = objective(mask_ratio=ratio).build_example(chunk(), ChunkKey(0, 0, 0, 0))
     masked = fields["masked"]
     assert masked[0] == 0
     squares = masked[1:].reshape(5, 2, 5, 2)
@@ -58,10 +58,10 @@ def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
 def test_masks_follow_from_the_key() -> None:
     """Another epoch or sample masks other squares; the same one the same."""
     chosen = objective()
-    keys = [PieceKey(0, 0, 0, 0), PieceKey(0, 1, 0, 0), PieceKey(0, 0, 7, 0), PieceKey(3, 0, 0, 0)]
-    masks = [chosen.build_example(piece(), key)["masked"] for key in keys]
+    keys = [ChunkKey(0, 0, 0, 0), ChunkKey(0, 1, 0, 0), ChunkKey(0, 0, 7, 0), ChunkKey(3, 0, 0, 0)]
+    masks = [chosen.build_example(chunk(), key)["masked"] for key in keys]
     assert len({mask.tobytes() for mask in masks}) == len(keys)
-    np.testing.assert_array_equal(objective().build_example(piece(), keys[1])["masked"], masks[1])
+    np.testing.assert_array_equal(objective().build_example(chunk(), keys[1])["masked"], masks[1])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import DocumentChunk, PackingConfig
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=95, cls=3, sep=4)
 CHOICES = {"at": [3, 9], "labels": [1], "starts": [0, 4], "second": [2, 7]}
@@ -36,8 +36,8 @@ def chunk(n: int, annotation: dict[str, Any], first: int = 10) -> DocumentChunk:
     return DocumentChunk(tokens, files={"json": json.dumps(annotation).encode()})
 
 
-def fields_of(objective: Objective, piece: DocumentChunk) -> dict[str, list[int]]:
-    built = objective.build_example(piece, PieceKey(seed=0, epoch=0, sample=6, piece=0))
+def fields_of(objective: Objective, chunk: DocumentChunk) -> dict[str, list[int]]:
+    built = objective.build_example(chunk, ChunkKey(seed=0, epoch=0, sample=6, chunk=0))
     return {name: values.tolist() for name, values in built.items()}
 
 
@@ -59,11 +59,11 @@ def test_choices_and_next_tokens_stay_in_their_parts() -> None:
 def test_parts_are_documents_of_their_own_and_examples_stay_apart() -> None:
     config = model("encoder", {"name": "multiple_choice"})
     objective = build_objective(MultipleChoiceObjective(), config, SPECIAL, (32,))
-    pieces = [chunk(10, CHOICES), chunk(4, {"at": [3], "labels": [0]}, 50), chunk(10, CHOICES, 30)]
+    chunks = [chunk(10, CHOICES), chunk(4, {"at": [3], "labels": [0]}, 50), chunk(10, CHOICES, 30)]
     packed = pack_in_memory(
-        [piece.tokens for piece in pieces],
+        [chunk.tokens for chunk in chunks],
         PackingConfig(objective, (32,), 0),
-        members=[p.files for p in pieces],
+        members=[p.files for p in chunks],
     )
     row = packed.row(0)
     assert packed.n_rows == 1
@@ -97,18 +97,18 @@ def test_an_answer_is_marked_at_its_ends() -> None:
 
 def test_an_encoder_decoder_reads_and_answers() -> None:
     objective = build_objective(AnswersObjective(), model("encoder_decoder", None), SPECIAL, (8, 6))
-    pieces = [
+    chunks = [
         chunk(7, {"trained": [[4, 7]]}),
         chunk(3, {"trained": [[1, 3]]}, 40),
         chunk(9, {"trained": [[7, 9]]}),
     ]
-    assert fields_of(objective, pieces[0]) == {
+    assert fields_of(objective, chunks[0]) == {
         "encoder_tokens": [10, 11, 12, 13, 2], "tokens": [0, 14, 15, 16], "targets": [14, 15, 16, 2],
     }  # fmt: skip
     packed = pack_in_memory(
-        [piece.tokens for piece in pieces],
+        [chunk.tokens for chunk in chunks],
         PackingConfig(objective, (8, 6), 0),
-        members=[p.files for p in pieces],
+        members=[p.files for p in chunks],
     )
     rows = [packed.row(number) for number in range(packed.n_rows)]
     assert packed.n_rows == 3, "7 + 2 tokens fill two rows of the decoder's six"
@@ -135,7 +135,7 @@ def test_a_model_without_the_head_is_refused(objective: Any, message: str) -> No
 
 
 @pytest.mark.parametrize("name", ["multiple_choice", "span_extraction", "text_classifier"])
-def test_random_pieces_fit(name: str) -> None:
+def test_random_chunks_fit(name: str) -> None:
     kind = {
         "multiple_choice": MultipleChoiceObjective(), "span_extraction": SpanExtractionObjective(),
         "text_classifier": TextClassificationObjective(),
@@ -143,10 +143,10 @@ def test_random_pieces_fit(name: str) -> None:
     both = {"both_orders": True} if name == "text_classifier" else {}
     objective = build_objective(kind, model("encoder", {"name": name, **both}), SPECIAL, (32,))
     random = np.random.default_rng(1)
-    pieces = [objective.random_piece(random) for _ in range(200)]
+    chunks = [objective.random_chunk(random) for _ in range(200)]
     packed = pack_in_memory(
-        [piece.tokens for piece in pieces],
+        [chunk.tokens for chunk in chunks],
         PackingConfig(objective, (32,), 0),
-        members=[p.files for p in pieces],
+        members=[p.files for p in chunks],
     )
     assert sum((packed.row(number)["examples"] >= 0).sum() for number in range(packed.n_rows)) >= 200

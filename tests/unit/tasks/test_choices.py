@@ -30,9 +30,9 @@ def task(**values: Any) -> TaskConfig:
     return TaskConfig.model_validate(usual | values)
 
 
-def encode(bert: Path, rows: list[Any], length: int = 64, carrier: int = 0, **values: Any) -> Any:
+def encode(bert: Path, rows: list[Any], length: int = 64, cls_index: int = 0, **values: Any) -> Any:
     tokenizer = tokenizers.load(bert / "tokenizer.json")
-    return ChoiceEncoder("x.jsonl", task(**values), tokenizer, length, True, carrier).encode(rows)
+    return ChoiceEncoder("x.jsonl", task(**values), tokenizer, length, True, cls_index).encode(rows)
 
 
 @pytest.mark.parametrize("length", [64, 18])
@@ -61,7 +61,7 @@ def test_each_choice_is_framed_as_by_transformers(bert: Path, length: int) -> No
 
 
 def test_a_decoder_reads_text_and_question_before_the_choice(bert: Path) -> None:
-    (example,), _ = encode(bert, [ROW], carrier=-1)
+    (example,), _ = encode(bert, [ROW], cls_index=-1)
     tokenizer = tokenizers.load(bert / "tokenizer.json")
     parts = np.split(example.tokens, example.annotation["starts"][1:])
     for part, choice in zip(parts, ROW["choices"], strict=True):

@@ -14,8 +14,7 @@ from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import prepare_corpus
-from megatfm.tasks.forms import RowEncoder, label_text, labels_of
-from megatfm.tasks.frames import frame_of, truncate_longest
+from megatfm.tasks.forms import RowEncoder, build_frame, collect_labels, label_text, truncate_longest
 from megatfm.tokenizers import Tokenizer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "it"]
@@ -115,10 +114,10 @@ def test_no_room_for_text_is_said(tmp_path: Path) -> None:
 
 def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
     rows = [{"label": value} for value in ("10", 2, " 1 ", "-3", "b", True)]
-    assert labels_of(task(), rows) == ["-3", "1", "2", "10", "b", "true"]
+    assert collect_labels(task(), rows) == ["-3", "1", "2", "10", "b", "true"]
     assert label_text(False) == "false"
     with pytest.raises(UsageError, match="column 'label' is empty"):
-        labels_of(task(), [{"label": ""}, {"label": None}])
+        collect_labels(task(), [{"label": ""}, {"label": None}])
 
 
 def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> None:
@@ -144,19 +143,19 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
     built.add_special_tokens(["[UNK]", "<s>", "</s>"])
     built.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UsageError, match="no tokens such as \\[CLS\\]"):
-        frame_of(tokenizers.load(tmp_path / "tokenizer.json"))
+        build_frame(tokenizers.load(tmp_path / "tokenizer.json"))
 
 
 def encode(
-    tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, carrier: int = 0, **values: Any
+    tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, cls_index: int = 0, **values: Any
 ) -> list:
     tokenizer = save_tokenizer(tmp_path, "bert")
-    return RowEncoder("x", task(**values), tokenizer, length, True, carrier).encode(rows)[0]
+    return RowEncoder("x", task(**values), tokenizer, length, True, cls_index).encode(rows)[0]
 
 
 def test_a_decoder_reads_the_label_at_the_last_token(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
-    (example,) = encode(tmp_path, rows_of({}), carrier=-1, text_pair="pair")
+    (example,) = encode(tmp_path, rows_of({}), cls_index=-1, text_pair="pair")
     a, b = (tokenizer.encode(text).tolist() for text in ("the cat sat", "a mat"))
     assert example.tokens.tolist() == [tokenizer.bos, *a, tokenizer.sep, *b, tokenizer.cls]
     assert example.annotation == {"at": [7], "labels": [1], "second": 5}

@@ -11,7 +11,7 @@ PREDICTED = np.array([0, 1, 1, 1, 1, 1, 0, 0])
 
 def test_metrics_of_two_classes() -> None:
     tp, fp, fn, tn = 3, 2, 2, 1
-    table = metrics.METRICS_OF_FORM["classification"]
+    table = metrics.FORM_METRICS["classification"]
     actual = {name: metric(TARGETS, PREDICTED) for name, metric in table.items()}
     assert actual["accuracy"] == pytest.approx(4 / 8)
     assert actual["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
@@ -57,7 +57,7 @@ def test_the_interval_covers_what_it_says() -> None:
     ],
 )
 def test_spans_are_those_of_conlleval(tags: str, spans: list[tuple[str, int, int]]) -> None:
-    assert metrics.spans_of(tags.split()) == spans
+    assert metrics.tag_spans(tags.split()) == spans
 
 
 def test_f1_of_spans() -> None:

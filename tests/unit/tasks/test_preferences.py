@@ -16,7 +16,7 @@ from megatfm.layers.preference import FIRST_TARGET
 from megatfm.objectives.base import SpecialTokens
 from megatfm.objectives.preference import Preferences
 from megatfm.objectives.supervised import ANNOTATION
-from megatfm.rng import PieceKey
+from megatfm.rng import ChunkKey
 from megatfm.tasks.preferences import PreferenceEncoder
 from megatfm.tokenizers import Tokenizer, train_sentencepiece
 from tests.support.models import UNTIED_MODEL
@@ -66,7 +66,7 @@ def test_a_pair_is_two_documents_of_one_row(tokenizer: Tokenizer) -> None:
     special = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=330)
     objective = Preferences(special, PreferenceObjective(), UNTIED_MODEL, (64,))
     stored = DocumentChunk(example.tokens, files={ANNOTATION: json.dumps(example.annotation).encode()})
-    fields = objective.build_example(stored, PieceKey(0, 5, 0, 0))
+    fields = objective.build_example(stored, ChunkKey(0, 5, 0, 0))
     second, n = example.annotation["second"], len(example.tokens)
     assert {len(values) for values in fields.values()} == {n - 2}
     assert objective.sequence_lengths(np.array([n]), np.array([0], np.uint64)).tolist() == [n - 2]

@@ -176,10 +176,10 @@ def test_a_file_of_squad_is_read(tmp_path: Path) -> None:
     (tmp_path / "dev.json").write_text(content % json.dumps(asked))
     assert read_rows(tmp_path / "dev.json") == [{"title": "T", "context": "in Bern", **asked}]
     (tmp_path / "bad.json").write_text('{"data": [{"paragraphs": [{"qas": [{}]}]}]}')
-    with pytest.raises(UsageError, match=r"bad\.json: begins as a file of SQuAD, but has not its data"):
+    with pytest.raises(UsageError, match=r"bad\.json: begins as a file of SQuAD, but lacks its data"):
         read_rows(tmp_path / "bad.json")
 
 
 def test_a_tokenizer_without_places_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"needs a tokenizer\.json, whose tokens tell their places"):
+    with pytest.raises(UsageError, match=r"needs a tokenizer\.json, whose tokens have offsets"):
         SpanEncoder("x.json", task(), object(), 24, True).encode([ROW])  # type: ignore[arg-type]

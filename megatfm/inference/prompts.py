@@ -1,0 +1,190 @@
+"""Prompts as the model's training texts: special tokens, mode tokens and sentinels, and an image's tokens."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatfm.config.image_text import image_tower
+from megatfm.errors import SampleError, UsageError
+from megatfm.inference.decoding import Prompts, check_makes_text, has_encoder
+from megatfm.objectives.images import image_reader
+from megatfm.rng import ChunkKey
+from megatfm.tokenizers.base import SENTINEL_PATTERN
+
+if TYPE_CHECKING:
+    from megatfm.inference.text import TextModel
+
+log = logging.getLogger("megatfm")
+
+BEGIN = ("auto", "bos", "none")
+SENTINEL = ("auto", "always", "never")
+
+
+def build_prompts(
+    loaded: "TextModel",
+    text: str,
+    samples: int = 1,
+    begin: str = "auto",
+    sentinel: str = "auto",
+    image: str | Path | None = None,
+) -> Prompts:
+    """Return a prompt in the form of the model's training texts, `samples` times.
+
+    begin: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none".
+
+    A model of span corruption fills in `<extra_0>`, `<extra_1>`, … in the text. sentinel: whether `<extra_0>` is
+    appended to a text without any: "always", "never", or "auto": for models that were trained so here, while converted
+    ones may have learnt tasks. image: file, for a vision-language model; it replaces the image token in the text, or
+    precedes the text. Raises UsageError for models that generate no text.
+    """
+    model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
+    check_makes_text(loaded.model)
+    if model.lm_head.name == "none":
+        raise UsageError(
+            "the model has no head over the vocabulary, and makes no text: give one with its head (…ForCausalLM), or "
+            "take vectors by megatfm.load(FOLDER).encode"
+        )
+    if begin != "auto" and has_encoder(loaded.model):
+        raise UsageError(
+            f"begin = {begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave it out"
+        )
+    ids = tokenizer.encode(text).tolist()
+    if objective == "span_corruption":
+        ids = encode_with_sentinels(loaded, text, sentinel)
+    if objective == "ul2" and "S" in tokenizer.modes:
+        ids = [tokenizer.modes["S"], *ids]
+    prefix_ids: list[int] | None
+    if has_encoder(loaded.model):
+        if objective == "causal":
+            encoder, prefix_ids = [tokenizer.eos], [tokenizer.pad, *ids]
+        else:
+            encoder, prefix_ids = [*ids, tokenizer.eos], [tokenizer.pad]
+        return Prompts(_rows(prefix_ids, samples), _rows(encoder, samples))
+    has_no_prefix = objective == "span_corruption" or (objective == "ul2" and "S" in tokenizer.modes)
+    prefix = objective in ("prefix", "span_corruption", "ul2")
+    prefix_ids = []
+    if not has_no_prefix:
+        prefix_ids = (
+            [tokenizer.bos]
+            if begin == "bos" or loaded.prompt_prefix_ids is None
+            else list(loaded.prompt_prefix_ids)
+        )
+        prefix_ids = [] if begin == "none" else prefix_ids
+        ids = [*prefix_ids, *ids] or [tokenizer.bos]  # decoding needs at least one token
+    if image is None:
+        return Prompts(_rows(ids, samples), prefix=prefix)
+    fields = read_prompt_image(loaded, image)
+    ids = insert_image_tokens(loaded, ids, fields, len(prefix_ids))
+    images = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in fields.items()}
+    return Prompts(_rows(ids, samples), images=images)
+
+
+def encode_with_sentinels(loaded: "TextModel", text: str, sentinel: str) -> list[int]:
+    """Tokenize text with sentinels `<extra_N>`; append one to a text without any, by `sentinel` of `build_prompts`.
+
+    Raises UsageError for a sentinel that the tokenizer lacks.
+    """
+    sentinels = loaded.tokenizer.sentinels
+    parts = SENTINEL_PATTERN.split(text)
+    if len(parts) == 1 and sentinel == "auto" and not loaded.knows_objective:
+        log.warning(
+            "the prompt is read as it is, for the objective of a converted model is not known: put <extra_0> where "
+            "text is to be filled in, or give --sentinel always (never: without this line)"
+        )
+    elif len(parts) == 1 and sentinel != "never":
+        parts += ["0", ""]
+    ids: list[int] = []
+    for index, part in enumerate(parts):
+        if index % 2 == 0:
+            ids += loaded.tokenizer.encode(part).tolist() if part else []
+        elif int(part) < len(sentinels):
+            ids.append(sentinels[int(part)])
+        else:
+            raise UsageError(f"<extra_{part}>: the tokenizer has {len(sentinels)} sentinels, from 0 on")
+    return ids
+
+
+def _rows(ids: list[int], samples: int) -> list[Tensor]:
+    return [torch.tensor(ids)] * samples
+
+
+def prepare_prompts(
+    loaded: "TextModel",
+    prompt: str,
+    max_tokens: int,
+    samples: int,
+    begin: str,
+    sentinel: str,
+    image: str | Path | None = None,
+) -> tuple[Prompts, int]:
+    """Return the prompts on the model's device, and `max_tokens` reduced to the model's positions, with a warning."""
+    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, image).to(
+        next(loaded.model.parameters()).device
+    )
+    length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
+    has_two_rows = prompts.encoder is not None or prompts.images is not None
+    trained = data.target_length if has_two_rows and data.target_length else data.sequence_length
+    if length + max_tokens > trained:
+        log.warning(
+            "note: up to %d tokens, while this model was trained on %d at a time",
+            length + max_tokens,
+            trained,
+        )
+    if model.position.limit is not None and length + max_tokens - 1 > model.position.limit >= length:
+        max_tokens = model.position.limit + 1 - length
+        log.warning(
+            "note: at most %d tokens are made: model.position.max_positions = %d",
+            max_tokens,
+            model.position.limit,
+        )
+    return prompts, max_tokens
+
+
+def read_prompt_image(loaded: "TextModel", path: str | Path) -> dict[str, Tensor]:
+    """Return an image's fields [1, S, …] for `forward`, resized and cropped as in evaluation.
+
+    Raises UsageError for a model that reads no images, or a file without one.
+    """
+    model, data = loaded.config.model, loaded.config.data
+    if model.vision_tower is None:
+        raise UsageError(f"model.family = {model.family!r} reads no image beside a prompt: leave it out")
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"{path}: there is no such image")
+    reader = image_reader(
+        data.images, image_tower(model), "image_to_text", data.sequence_length, training=False
+    )
+    try:
+        fields = reader.build(
+            {file.suffix.lower().removeprefix("."): file.read_bytes()}, ChunkKey(0, 0, 0, 0)
+        )
+    except SampleError as error:
+        raise UsageError(f"{path}: {error}") from None
+    batch = {f"encoder_{name}": torch.tensor(values)[None] for name, values in fields.items()}
+    n_tokens = batch["encoder_patches"].shape[1]
+    batch["encoder_positions"] = torch.arange(n_tokens)[None]
+    batch["encoder_documents"] = torch.zeros(1, n_tokens, dtype=torch.int64)
+    return batch
+
+
+def insert_image_tokens(
+    loaded: "TextModel", ids: Sequence[int], image: dict[str, Tensor], begin: int
+) -> list[int]:
+    """Return a prompt's ids with an image token for each patch, in place of its image token or else after `begin` ids.
+
+    Raises UsageError for a prompt with several image tokens.
+    """
+    connector, tower = loaded.config.model.connector, loaded.config.model.vision_tower
+    assert connector is not None  # as there is a vision tower
+    assert tower is not None
+    token, n_special = connector.image_token_id, tower.embedding.n_special_tokens
+    count = list(ids).count(token)
+    if count > 1:
+        raise UsageError(f"the prompt names {count} images (token {token}), and one is given: name it once")
+    patches = [token] * (image["encoder_patches"].shape[1] - n_special)
+    position = list(ids).index(token) if count else begin
+    return [*ids[:position], *patches, *ids[position + count :]]
