@@ -318,7 +318,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     target = target.absolute()
     file_io.make_durable_dirs(target.parent)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    with file_io.naming("create", partial):
+    with file_io.name_errors("create", partial):
         partial.mkdir()
     try:
         yield partial
