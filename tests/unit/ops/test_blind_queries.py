@@ -10,6 +10,7 @@ from megatfm.ops.attention.block_sparse import block_sparse_attention
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+from megatfm.ops.attention.sdpa import sdpa_attention
 
 B, N, T, S, H = 2, 4, 10, 12, 16
 BLIND = 3, 7
