@@ -57,7 +57,7 @@ def by_blocks(pattern: AttentionPattern, length: int, document: int = 0) -> Case
     places = torch.arange(length)[None]
     documents = unequal(length) if document < 0 else places // document if document else None
     mask = PatternMask(pattern, SequenceMetadata(places, documents), 0, HEADS)
-    return lambda q, k, v: block_sparse.blocked(q, k, v, mask, None, AttentionOptions(), None)
+    return lambda q, k, v: block_sparse.block_sparse_attention(q, k, v, mask, None, AttentionOptions(), None)
 
 
 def unequal(length: int) -> Tensor:

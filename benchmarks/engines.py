@@ -122,13 +122,13 @@ def forget(device: str) -> None:
 def count_files() -> Counter[str]:
     """Counts, from now on, the bytes that this process reads from DeepSpeed's files and writes to them."""
     files = importlib.import_module("megatfm.engines.deepspeed.nvme_offload")
-    genuine, moved = files.SyncIOHandle._move, Counter[str]()
+    genuine, moved = files.SyncIOHandle._transfer, Counter[str]()
 
     def counted(self: Any, call: Any, flags: int, buffer: torch.Tensor, *where: Any) -> int:
         moved["bytes"] += buffer.nbytes
         return int(genuine(self, call, flags, buffer, *where))
 
-    files.SyncIOHandle._move = counted
+    files.SyncIOHandle._transfer = counted
     return moved
 
 

@@ -140,9 +140,9 @@ def blocks_of(width: int, layers: int, parallel: ParallelConfig, parts: int) -> 
     with torch.device("meta"):
         model = build(model_config(width, layers, parts))
     layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel)
-    sharing = ZeroOptions(parallel.zero, parallel.grad_accumulation)
+    zero_options = ZeroOptions(parallel.zero, parallel.grad_accumulation)
     blocks = Blocks(model)
-    data = shard_parameters(blocks, layout, mesh, sharing, PRECISIONS["fp32"], torch.device("cpu"))
+    data = shard_parameters(blocks, layout, mesh, zero_options, PRECISIONS["fp32"], torch.device("cpu"))
     for block in data.local.values():
         nn.init.normal_(block, std=0.02)
     return blocks, data
@@ -157,7 +157,7 @@ def passes(
 
     def run() -> None:
         if data:
-            data.begin(is_last=True)
+            data.start_microbatch(is_last=True)
         blocks(x_BTD, layout).sum().backward()
         if data:
             data.reduce()
@@ -191,7 +191,7 @@ def kept_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, h
         stored.append(tensor.detach())
         return tensor
 
-    data.begin(is_last=True)
+    data.start_microbatch(is_last=True)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layout = SequenceMetadata(torch.arange(tokens)[None], None)
         result = blocks(torch.randn(1, held, width, requires_grad=True), layout)

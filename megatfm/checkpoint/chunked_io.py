@@ -148,9 +148,7 @@ class DirectFileWriter(FileWriter):
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        if n_written < len(
-            blocks
-        ):  # the remainder may not be full blocks, or the filesystem doesn't support O_DIRECT
+        if n_written < len(blocks):  # the rest may be part of a block, or the filesystem has no O_DIRECT
             _disable_direct_io(self._fd)
             super().write(blocks[n_written:].data)
 
@@ -197,9 +195,8 @@ class DirectFileReader(FileReader):
 
     def _submit_read(self, buffer: mmap.mmap) -> None:
         if self._submitted < self._size:
-            self._pending_reads.append(
-                (buffer, self._pool.submit(self._read_chunk, memoryview(buffer), self._submitted))
-            )
+            future = self._pool.submit(self._read_chunk, memoryview(buffer), self._submitted)
+            self._pending_reads.append((buffer, future))
             self._submitted += CHUNK_BYTES
 
     def _read_chunk(self, buffer: memoryview, offset: int) -> int:
@@ -215,9 +212,7 @@ class DirectFileReader(FileReader):
                 if not n_bytes:
                     break
                 n_read += n_bytes
-            if n_read < len(
-                buffer
-            ):  # the remainder may not be full blocks, or the filesystem doesn't support O_DIRECT
+            if n_read < len(buffer):  # the rest may be part of a block, or the filesystem has no O_DIRECT
                 _disable_direct_io(self._fd)
                 is_buffered = True
         return n_read
@@ -238,7 +233,7 @@ def open_reader(fd: int, size: int, direct: bool) -> FileReader:
 
 
 def _in_page_cache(fd: int, size: int) -> bool:
-    """Whether the page cache holds a file, sampled at three bytes."""
+    """Return whether the page cache holds a file, sampled at three bytes."""
     try:
         return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
     except OSError:

@@ -14,8 +14,8 @@ from megatfm.errors import MegatfmError, UsageError
 log = logging.getLogger("megatfm")
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
-_ASIDE = re.compile(r"\.step-(\d{8,})\.damaged-[0-9a-f]{8}")
-"""Name of a damaged checkpoint that `commit` replaced: kept until a later one has been verified."""
+_REPLACED = re.compile(r"\.step-(\d{8,})\.damaged-[0-9a-f]{8}")
+"""Name of a damaged checkpoint that `commit` replaced; kept until a later one has been verified."""
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{8}")
 
 
@@ -86,11 +86,11 @@ def find_latest_intact(folder: Path) -> Path | None:
 def check_checkpoint_on_all_ranks(path: Path) -> str | None:
     """Return the fault of a checkpoint, or None, on all ranks; ranks share the reading. A collective."""
 
-    def look() -> tuple[bytes, str | None]:
+    def check_and_read() -> tuple[bytes, str | None]:
         reason = check_checkpoint(path)
         return (b"", reason) if reason else (file_io.read_file(path / METADATA_FILENAME), None)
 
-    raw, reason = object_collectives.run_on_rank_0(f"{path} not read", look)
+    raw, reason = object_collectives.run_on_rank_0(f"{path} not read", check_and_read)
     return reason or next(filter(None, object_collectives.all_gather(_check_share_of_files(path, raw))), None)
 
 
@@ -110,13 +110,9 @@ def _check_share_of_files(path: Path, raw: bytes) -> str | None:
     """Check this rank's share of the files. Return the first fault, or None."""
     try:
         content = parse_metadata(path, raw)
-        own_names = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
-        reader.verify_files(
-            path,
-            content,
-            own_names,
-            file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0,
-        )
+        files = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
+        timeout = file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0
+        reader.verify_files(path, content, files, timeout)
     except MegatfmError as error:
         return str(error)
     return None
@@ -132,7 +128,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints of a folder, oldest first; empty if the folder doesn't exist."""
     if not folder.exists():
         return []
-    with file_io.naming("list", folder):
+    with file_io.name_errors("list", folder):
         steps = {path: match for path in folder.iterdir() if (match := _COMMITTED.fullmatch(path.name))}
     return sorted(steps, key=lambda path: int(steps[path][1]))
 
@@ -179,12 +175,12 @@ def purge_old_checkpoints(
 ) -> None:
     """Remove checkpoints older than the last `keep` intact ones, counted back from the just committed `newest`.
 
-    every: keep for ever the checkpoints whose step it divides (0: none). verified, pinned: kept as well. Damaged ones
-    don't count towards `keep`. A folder that can't be removed is a warning only: the new checkpoint is valid anyway.
-    Damaged checkpoints that were put aside are removed once one of the same or a later step is verified.
+    every: steps that it divides are kept for ever (0: none). verified, pinned: kept as well. Damaged checkpoints don't
+    count towards `keep`. A folder that can't be removed is only logged: the new checkpoint is valid anyway.
+    Damaged checkpoints that were replaced are removed once one of the same or a later step is verified.
     """
     if verified is not None:
-        for path, step in put_aside(newest.parent):
+        for path, step in list_replaced(newest.parent):
             if step <= step_from_path(verified):
                 try_to_remove(path)
     paths = list_checkpoints(newest.parent)
@@ -198,10 +194,10 @@ def purge_old_checkpoints(
         try_to_remove(path)
 
 
-def put_aside(folder: Path) -> list[tuple[Path, int]]:
+def list_replaced(folder: Path) -> list[tuple[Path, int]]:
     """List damaged checkpoints that were replaced, each with its step."""
-    with file_io.naming("list", folder):
-        matches = [(path, _ASIDE.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    with file_io.name_errors("list", folder):
+        matches = [(path, _REPLACED.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     return [(path, int(match[1])) for path, match in matches if match]
 
 
@@ -233,12 +229,12 @@ def remove_leftovers(folder: Path) -> list[Path]:
     """
     if not folder.exists():
         return []
-    for path, _ in put_aside(folder):
+    for path, _ in list_replaced(folder):
         log.warning(
             "%s is a damaged checkpoint, kept until a later one is verified; delete it if you need the space",
             path,
         )
-    with file_io.naming("list", folder):
+    with file_io.name_errors("list", folder):
         leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
     removed = []
     for path in leftovers:

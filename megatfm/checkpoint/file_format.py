@@ -59,7 +59,7 @@ def _check_dtype(name: str) -> str:
 
 
 def _check_size(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if prod(max(1, size) for size in shape) >= 2**60:  # beyond it, torch's own arithmetic overflows
+    if prod(max(1, size) for size in shape) >= 2**60:  # torch's own arithmetic overflows
         raise ValueError(f"absurd shape {shape}")
     return shape
 
@@ -85,11 +85,8 @@ def first_error(error: ValidationError) -> str:
     """Format the first validation error on one line: field and fault."""
     first = error.errors()[0]
     value = f", not {first['input']!r:.80}" if isinstance(first["input"], str | int | float) else ""
-    where = ".".join(key if (key := str(part)).isprintable() else repr(key) for part in first["loc"])
-    return f"{where or 'content':.200}: {first['msg']:.200}{value}"
-
-
-# ---------------------------------------------------------------------------------------- safetensors files
+    location = ".".join(key if (key := str(part)).isprintable() else repr(key) for part in first["loc"])
+    return f"{location or 'content':.200}: {first['msg']:.200}{value}"
 
 
 class _HeaderEntry(StrictModel):
@@ -107,7 +104,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     block = chunked_io.BLOCK_BYTES if direct_io else 8
 
     def sort_key(key: str) -> tuple[bool, int, str]:
-        """Tensors of full blocks first, so that they are block-aligned; then by item size, so that all are aligned."""
+        """Order tensors of full blocks first, so that they are block-aligned; then by item size, so that all are
+        aligned."""
         return direct_io and tensors[key].nbytes % block > 0, -tensors[key].dtype.itemsize, key
 
     parts = _safetensors_parts({key: tensors[key] for key in sorted(tensors, key=sort_key)}, block)
@@ -155,10 +153,9 @@ def read_safetensors(
 
 
 def can_read_in_place(destination: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether a stored tensor can be read directly into `destination`."""
-    return (
-        destination.dtype == dtype and tuple(destination.shape) == shape and destination.device.type == "cpu"
-    ) and destination.is_contiguous()
+    """Return whether a stored tensor can be read directly into `destination`."""
+    fits = destination.dtype == dtype and tuple(destination.shape) == shape
+    return fits and destination.device.type == "cpu" and destination.is_contiguous()
 
 
 def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -183,10 +180,9 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
             file.skip(end - start)
             continue
         destination = destinations[key]
-        is_in_place = destination is not None and can_read_in_place(destination, dtype, entry.shape)
-        tensors[key] = (
-            destination if destination is not None and is_in_place else _empty_aligned(entry.shape, dtype)
-        )
+        if destination is None or not can_read_in_place(destination, dtype, entry.shape):
+            destination = _empty_aligned(entry.shape, dtype)
+        tensors[key] = destination
         file.read_into(_bytes(tensors[key]))
     return tensors
 

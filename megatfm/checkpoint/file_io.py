@@ -29,8 +29,8 @@ NFS_VISIBILITY_SECONDS = 10.0
 
 
 @contextmanager
-def naming(verb: str, path: Path) -> Iterator[None]:
-    """Convert an OSError of the body into a MegatfmError: what could not be done to which file, and why."""
+def name_errors(verb: str, path: Path) -> Iterator[None]:
+    """Convert an OSError within this context into a MegatfmError that names the action, the file and the reason."""
     try:
         yield
     except OSError as error:
@@ -42,20 +42,20 @@ def make_durable_dirs(path: Path) -> None:
     if path.is_dir():
         return
     make_durable_dirs(path.parent)
-    with naming("create", path):
+    with name_errors("create", path):
         path.mkdir(exist_ok=True)
     sync_folder(path.parent)
 
 
 def make_dir(path: Path) -> None:
     """Create a folder that must not exist. Not durable: a staging folder needn't survive a crash."""
-    with naming("create", path):
+    with name_errors("create", path):
         path.mkdir()
 
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable; fsync of a file doesn't cover its name."""
-    with naming("sync", path):
+    with name_errors("sync", path):
         files.fsync_directory(path)
 
 
@@ -66,14 +66,11 @@ def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) ->
     filesystem can, which is faster for large files and leaves the page cache to others.
     """
     size = 0
-    with naming("write", path), chunked_io.ThreadedBlake3() as digest:
+    with name_errors("write", path), chunked_io.ThreadedBlake3() as digest:
         fd = _create(path, direct)
         try:
-            out = (
-                chunked_io.DirectFileWriter(fd)
-                if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-                else chunked_io.FileWriter(fd)
-            )
+            is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+            out = chunked_io.DirectFileWriter(fd) if is_direct else chunked_io.FileWriter(fd)
             for part in parts:
                 for start in range(0, part.nbytes, chunked_io.CHUNK_BYTES):
                     chunk = part[start : start + chunked_io.CHUNK_BYTES]
@@ -95,10 +92,7 @@ def _create(path: Path, direct: bool) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # some filesystems create the file before they refuse
-                path.unlink()
+            path.unlink(missing_ok=True)  # some filesystems create the file before they refuse
     return os.open(path, flags, 0o666)
 
 
@@ -120,10 +114,10 @@ class HashedFile:
     def __init__(self, path: Path, direct: bool = False) -> None:
         self._path, self._hash = path, chunked_io.ThreadedBlake3()
         self._spare: list[memoryview] = []
-        with naming("read", path):
+        with name_errors("read", path):
             self._file = os.open(path, _READ_FLAGS)
         try:
-            with naming("read", path):
+            with name_errors("read", path):
                 self.size = self.remaining = _regular_size(path, os.fstat(self._file))
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the readahead
                 self._source = chunked_io.open_reader(self._file, self.size, direct)
@@ -148,12 +142,14 @@ class HashedFile:
     def read_into(self, target: memoryview) -> None:
         """Fill `target` with the next bytes. Raises MegatfmError if the file ends before."""
         n_read = 0
-        with naming("read", self._path):
+        with name_errors("read", self._path):
             while n_read < target.nbytes:
                 n_bytes = self._source.read_into(target[n_read:])
                 if not n_bytes:
-                    at = self.size - self.remaining + n_read
-                    raise MegatfmError(f"cannot read {self._path}: it shrank to {at} bytes while it was read")
+                    size = self.size - self.remaining + n_read
+                    raise MegatfmError(
+                        f"cannot read {self._path}: it shrank to {size} bytes while it was read"
+                    )
                 self._hash.update(target[n_read : n_read + n_bytes])
                 n_read += n_bytes
         self.remaining -= n_read
@@ -167,12 +163,11 @@ class HashedFile:
     def skip(self, size: int) -> None:
         """Hash the next `size` bytes without returning them."""
         while size > 0:
-            # As many buffers as the hash may lag behind: fresh memory costs more than reading does.
-            chunk = (
-                self._spare.pop(0)
-                if len(self._spare) > chunked_io.MAX_QUEUED_CHUNKS + 1
-                else memoryview(bytearray(chunked_io.CHUNK_BYTES))
-            )
+            # Reuse buffers once the hash is done with them: allocating memory costs more than reading.
+            if len(self._spare) > chunked_io.MAX_QUEUED_CHUNKS + 1:
+                chunk = self._spare.pop(0)
+            else:
+                chunk = memoryview(bytearray(chunked_io.CHUNK_BYTES))
             self._spare.append(chunk)
             self.read_into(chunk[: min(size, chunked_io.CHUNK_BYTES)])
             size -= chunked_io.CHUNK_BYTES
@@ -185,13 +180,13 @@ class HashedFile:
 
 def file_size(path: Path) -> int:
     """Return the size of a regular file in bytes. Raises MegatfmError for anything else."""
-    with naming("read", path):
+    with name_errors("read", path):
         return _regular_size(path, os.lstat(path))
 
 
 def drop_page_cache(path: Path) -> None:
     """Drop a file from the page cache, so that reads come from the disk. Unsynced pages stay."""
-    with naming("read", path):
+    with name_errors("read", path):
         fd = os.open(path, _READ_FLAGS)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -238,12 +233,12 @@ def _regular_size(path: Path, status: os.stat_result) -> int:
 
 def rename(old: Path, new: Path) -> None:
     """Rename a folder atomically and durably. `new` must not exist, or be empty."""
-    with naming("rename", old):
+    with name_errors("rename", old):
         old.rename(new)
     sync_folder(new.parent)
 
 
 def remove_tree(path: Path) -> None:
     """Remove a folder with its contents (links are removed, not followed)."""
-    with naming("remove", path):
+    with name_errors("remove", path):
         shutil.rmtree(path)

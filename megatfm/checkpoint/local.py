@@ -1,9 +1,8 @@
-"""Local checkpointing: checkpoints on node-local disks, each node's files also on the next node, for frequent saves and
-one lost node.
+"""Local checkpointing: frequent checkpoints on node-local disks, which survive the loss of one node.
 
-Every node has a folder of committed checkpoints as the shared disk has, with all of the metadata but only some files:
-those of its own ranks and those of the node before it. A resume takes the newest one whose files are all intact
-somewhere, and fetches what its ranks need and its node lacks.
+Every node has a folder of committed checkpoints, with all of the metadata but only some files: those of its ranks, and
+copies of those of the previous node. A resume uses the newest checkpoint of which every file is intact on some node,
+and fetches the files that a node's ranks need and the node lacks.
 """
 
 import contextlib
@@ -48,13 +47,14 @@ from megatfm.object_collectives import Group
 log = logging.getLogger("megatfm")
 
 KEEP = 2
-"""Checkpoints of each node: the newest, and one that is intact while the newest is written."""
+"""Checkpoints on each node: the newest, and an intact one while the newest is written."""
 MESSAGE_BYTES = 16 * 2**20
+"""Bytes of a message between ranks."""
 
 
 @dataclass(frozen=True)
 class NodeTopology:
-    """Assignment of ranks to nodes; ranks of a node share a local checkpoint directory. node_of_rank: node by rank."""
+    """Assignment of ranks to nodes; ranks of a node share a local checkpoint folder. node_of_rank: node by rank."""
 
     folder: Path
     rank: int
@@ -63,45 +63,47 @@ class NodeTopology:
 
     @classmethod
     def discover(cls, folder: Path, group: Group) -> "NodeTopology":
-        """Gather the topology. A collective. Ranks with the same machine and the same folder are of one node."""
+        """Gather the topology: ranks with the same machine and folder form a node. A collective."""
         names: list[tuple[str, str]] = object_collectives.all_gather(
             (object_collectives.machine(), str(folder)), group
         )
-        order = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        return cls(folder, object_collectives.rank(group), tuple(order[name] for name in names), group)
+        node_index = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        return cls(folder, object_collectives.rank(group), tuple(node_index[name] for name in names), group)
 
     @property
     def n_nodes(self) -> int:
-        """Number of nodes that hold ranks."""
+        """Number of nodes."""
         return max(self.node_of_rank) + 1
 
     def ranks_on(self, node: int) -> list[int]:
-        """The ranks of a node."""
-        return [rank for rank, node_of in enumerate(self.node_of_rank) if node_of == node]
+        """Return the ranks of a node."""
+        return [rank for rank, rank_node in enumerate(self.node_of_rank) if rank_node == node]
 
     @property
     def replicated_node(self) -> int:
-        """The node whose files this one keeps, too."""
+        """The node whose files this one copies."""
         return (self.node_of_rank[self.rank] - 1) % self.n_nodes
 
     @property
     def is_node_leader(self) -> bool:
-        """Return whether this rank does its node's shared work."""
+        """Whether this rank does the shared work of its node."""
         return self.ranks_on(self.node_of_rank[self.rank])[0] == self.rank
 
     def leader_of(self, node: int) -> int:
-        """The lowest rank on a node."""
+        """Return the lowest rank of a node."""
         return self.ranks_on(node)[0]
 
     def replication_pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (sender, receiver) ranks that copy each rank's files to the next node; pairs of one phase are
-        disjoint."""
+        """Yield (sender, receiver) ranks that copy each rank's files to the next node.
+
+        Even nodes send first, then odd ones (an odd last node by itself), so that the pairs of a phase are disjoint.
+        """
         if self.n_nodes == 1:
             return
-        last_alone = self.n_nodes % 2 == 1
+        is_odd = self.n_nodes % 2 == 1
         for phase in range(3):
             for node in range(self.n_nodes):
-                if phase == (2 if last_alone and node == self.n_nodes - 1 else node % 2):
+                if phase == (2 if is_odd and node == self.n_nodes - 1 else node % 2):
                     receivers = self.ranks_on((node + 1) % self.n_nodes)
                     for index, rank in enumerate(self.ranks_on(node)):
                         yield rank, receivers[index % len(receivers)]
@@ -114,9 +116,10 @@ def save_local(
     plan: WritePlan,
     pieces: Callable[[], Mapping[WriteItem, Tensor]],
 ) -> Path:
-    """Write this node's part of a checkpoint and a copy of the part of the node before. A collective.
+    """Write this node's files of a checkpoint and copies of the previous node's, and return its path. A collective.
 
-    Raises MegatfmError on all ranks if anything fails on any. A node whose ranks are killed in between lacks it.
+    pieces: returns this rank's tensors. Raises MegatfmError on all ranks if anything fails on any. Nodes whose ranks
+    are killed before the end lack the checkpoint.
     """
     action, group = f"checkpoint of step {step} not saved on the nodes", nodes.group
     token = object_collectives.run_on_rank_0(action, lambda: secrets.token_hex(4), group)
@@ -143,15 +146,15 @@ def save_local(
     transfer_files(action, nodes.group, staging_dir, staging_dir, entries, sends)
 
     def finish() -> None:
-        if nodes.is_node_leader:  # the others have no more to do there: it is about to get another name
+        if nodes.is_node_leader:  # the other ranks are done with the folder, which is renamed now
             file_io.write_file(staging_dir / METADATA_FILENAME, [memoryview(raw)])
             file_io.sync_folder(staging_dir)
-            if final.exists():  # of a future that the run went back from
+            if final.exists():  # from before the run was rolled back
                 remove(final)
             file_io.rename(staging_dir, final)
 
     object_collectives.run_on_all_ranks(action, finish, group)
-    if nodes.is_node_leader:  # only now does every node have the new one
+    if nodes.is_node_leader:  # now that every node has the new one
         for path in list_checkpoints(nodes.folder)[:-KEEP]:
             try_to_remove(path)
     return final
@@ -159,55 +162,57 @@ def save_local(
 
 @dataclass(frozen=True)
 class LocalCheckpoint:
-    """A checkpoint that the nodes hold together. metadata_bytes: its `metadata.json`. nodes_by_file: file → nodes that
-    have it intact."""
+    """A checkpoint whose files are spread over the nodes.
+
+    metadata_bytes: its `metadata.json`. nodes_by_file: file → nodes on which it is intact.
+    """
 
     step: int
     metadata_bytes: bytes
     nodes_by_file: dict[str, list[int]]
 
     def metadata(self, folder: Path) -> Metadata:
-        """Parse the metadata; folder: the one that errors name. Raises MegatfmError for damaged metadata."""
+        """Parse the metadata. folder: named in errors. Raises MegatfmError if it is damaged."""
         return parse_metadata(folder, self.metadata_bytes)
 
 
 def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
-    """Return the newest checkpoint of which every file is intact on some node; reads each byte. A collective."""
+    """Return the newest checkpoint of which every file is intact on some node; None if there is none. A collective.
+
+    Reads every byte. Raises NewerFormatError for a checkpoint of a later version.
+    """
     action = "node-local checkpoints not read"
-    mine = object_collectives.run_on_all_ranks(
+    local = object_collectives.run_on_all_ranks(
         action, lambda: _scan_local_dir(nodes) if nodes.is_node_leader else {}, nodes.group
     )
-    # Ranks tell one another of metadata by its hash, and bring it over only where it is looked at.
-    intact = {(step, blake3(raw).digest()): files for (step, raw), files in mine.items()}
-    holders_of_checkpoint: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-    nodes_by_checkpoint: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for rank, checkpoints_of_node in enumerate(object_collectives.all_gather(intact, nodes.group)):
-        for key, files in checkpoints_of_node.items():
-            holders_of_checkpoint[key].append(rank)
+    # Ranks exchange hashes of metadata; only metadata that is used is broadcast.
+    metadata = {(step, blake3(raw).digest()): raw for step, raw in local}
+    intact = {(step, blake3(raw).digest()): files for (step, raw), files in local.items()}
+    first_holder: dict[tuple[int, bytes], int] = {}
+    nodes_by_file: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, rank_checkpoints in enumerate(object_collectives.all_gather(intact, nodes.group)):
+        for key, files in rank_checkpoints.items():
+            first_holder.setdefault(key, rank)
             for file in files:
-                nodes_by_checkpoint[key][file].append(nodes.node_of_rank[rank])
-    for key in sorted(holders_of_checkpoint, reverse=True):
-        step, digest = key
-        candidates = [raw for (_, raw) in mine if blake3(raw).digest() == digest]
+                nodes_by_file[key][file].append(nodes.node_of_rank[rank])
+    for key in sorted(first_holder, reverse=True):
         raw = object_collectives.broadcast_from(
-            action, candidates[0] if candidates else b"", holders_of_checkpoint[key][0], nodes.group
+            action, metadata.get(key, b""), first_holder[key], nodes.group
         )
-        holders = nodes_by_checkpoint[key]
+        holders = nodes_by_file[key]
         if missing := sorted(parse_metadata(nodes.folder, raw).files.keys() - holders.keys()):
             log.warning(
-                "step %d on the nodes is not used: no node has %s whole", step, ", ".join(missing[:3])
+                "step %d on the nodes is not used: no node has %s whole", key[0], ", ".join(missing[:3])
             )
             continue
-        return LocalCheckpoint(step, raw, {file: list(on) for file, on in holders.items()})
+        return LocalCheckpoint(key[0], raw, dict(holders))
     return None
 
 
 def fetch_missing_files(
     nodes: NodeTopology, local: LocalCheckpoint, shards: Mapping[str, ShardedTensor]
 ) -> Path:
-    """Fetch the files that this node's ranks need for these shards into its folder; returns the checkpoint there. A
+    """Fetch the files that this node's ranks need for their shards; returns the checkpoint's path on this node. A
     collective."""
     action = f"checkpoint of step {local.step} not fetched from the nodes"
     final = nodes.folder / f"step-{local.step:08d}"
@@ -239,7 +244,7 @@ def fetch_missing_files(
                 file_io.sync_folder(staging_dir)
                 file_io.rename(staging_dir, final)
                 return
-            for path in staging_dir.iterdir():  # takes the place of a damaged one, too
+            for path in staging_dir.iterdir():  # replaces damaged files, too
                 file_io.rename(path, final / path.name)
             file_io.remove_tree(staging_dir)
 
@@ -250,34 +255,33 @@ def fetch_missing_files(
 
 
 def remove_local_after(nodes: NodeTopology | None, newest: int = -1) -> None:
-    """Remove what killed saves left on the nodes, and checkpoints of steps after `newest`. A collective."""
+    """Remove leftovers of killed saves on the nodes, and checkpoints of steps after `newest`. A collective."""
     if nodes is None:
         return
 
-    def work() -> None:
+    def clean() -> None:
         if nodes.is_node_leader:
             remove_leftovers(nodes.folder)
             for path in list_checkpoints(nodes.folder):
                 if step_from_path(path) > newest:
                     remove(path)
 
-    object_collectives.run_on_all_ranks("node-local checkpoints not cleaned", work, nodes.group)
+    object_collectives.run_on_all_ranks("node-local checkpoints not cleaned", clean, nodes.group)
 
 
 def _missing_files(
     nodes: NodeTopology, local: LocalCheckpoint, needed: list[list[str]]
 ) -> dict[int, set[str]]:
-    """Return by node the files that its ranks need and it lacks."""
+    """Return node → files that its ranks need and it lacks. needed: by rank."""
     missing: dict[int, set[str]] = defaultdict(set)
     for rank, files in enumerate(needed):
-        missing[nodes.node_of_rank[rank]] |= {
-            f for f in files if nodes.node_of_rank[rank] not in local.nodes_by_file[f]
-        }
+        node = nodes.node_of_rank[rank]
+        missing[node] |= {file for file in files if node not in local.nodes_by_file[file]}
     return missing
 
 
 def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
-    """Return this node's intact files by (step, metadata) of their checkpoint."""
+    """Return (step, metadata) of each checkpoint on this node → its intact files."""
     intact_files = {}
     for path in list_checkpoints(nodes.folder):
         try:
@@ -294,9 +298,6 @@ def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
     return intact_files
 
 
-# ------------------------------------------------------------------------------------ files from rank to rank
-
-
 def transfer_files(
     action: str,
     group: Group,
@@ -305,49 +306,50 @@ def transfer_files(
     entries: Mapping[str, FileEntry],
     sends: Collection[tuple[str, int, int]],
 ) -> None:
-    """Send files (name, from rank, to rank) out of one folder into another. A collective.
+    """Send files from the folder `source` of one rank to the folder `target` of another. A collective.
 
-    A failure must not leave the other side waiting: bytes flow to the end, and then all ranks raise it.
+    sends: (file, sender, receiver). After a failure all bytes are still sent, so that the other side doesn't wait; then
+    all ranks raise MegatfmError.
     """
-    problems: list[MegatfmError] = []
-    own_rank = object_collectives.rank(group)
+    errors: list[MegatfmError] = []
+    rank = object_collectives.rank(group)
     for name, sender, receiver in sends:
-        if sender == own_rank:
-            _send(source / name, entries[name], receiver, group, problems)
-        elif receiver == own_rank:
-            _receive(target / name, entries[name], sender, group, problems)
+        if sender == rank:
+            _send(source / name, entries[name], receiver, group, errors)
+        elif receiver == rank:
+            _receive(target / name, entries[name], sender, group, errors)
 
     def check() -> None:
-        if problems:
-            raise problems[0]
+        if errors:
+            raise errors[0]
 
     object_collectives.run_on_all_ranks(action, check, group)
 
 
-def _send(path: Path, entry: FileEntry, receiver: int, group: Group, problems: list[MegatfmError]) -> None:
-    with contextlib.closing(_messages(path, entry.bytes, problems)) as messages:
+def _send(path: Path, entry: FileEntry, receiver: int, group: Group, errors: list[MegatfmError]) -> None:
+    with contextlib.closing(_messages(path, entry.bytes, errors)) as messages:
         for message in messages:
             dist.send(message, receiver, group)
 
 
-def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Generator[Tensor, None, None]:
-    """Yield the bytes of a file, or anything from where it can't be read on."""
-    chunk, bytes_left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
+def _messages(path: Path, size: int, errors: list[MegatfmError]) -> Generator[Tensor, None, None]:
+    """Yield the bytes of a file; undefined ones after a read error."""
+    buffer, bytes_left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
     try:
         with file_io.HashedFile(path) as file:
             while bytes_left:
-                message = chunk[:bytes_left]
+                message = buffer[:bytes_left]
                 file.read_into(message.numpy().data)
                 yield message
                 bytes_left -= len(message)
     except MegatfmError as error:
-        problems.append(error)
+        errors.append(error)
     while bytes_left:
-        yield chunk[:bytes_left]
+        yield buffer[:bytes_left]
         bytes_left -= min(bytes_left, MESSAGE_BYTES)
 
 
-def _receive(path: Path, entry: FileEntry, sender: int, group: Group, problems: list[MegatfmError]) -> None:
+def _receive(path: Path, entry: FileEntry, sender: int, group: Group, errors: list[MegatfmError]) -> None:
     bytes_left = entry.bytes
 
     def parts() -> Iterator[memoryview]:
@@ -362,10 +364,10 @@ def _receive(path: Path, entry: FileEntry, sender: int, group: Group, problems: 
     try:
         size, digest = file_io.write_file(path, received_parts, entry.bytes >= file_format.DIRECT_BYTES)
         if (size, digest) != (entry.bytes, entry.blake3):
-            problems.append(
+            errors.append(
                 MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash")
             )
     except MegatfmError as error:
-        problems.append(error)
-        for _ in received_parts:  # the sender goes on
+        errors.append(error)
+        for _ in received_parts:  # the sender continues
             pass

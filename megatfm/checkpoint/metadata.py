@@ -1,9 +1,8 @@
-"""A checkpoint's `metadata.json`: what is stored, in which files, under a hash of its own.
+"""A checkpoint's `metadata.json`: the stored tensors and their files, under a hash of its own.
 
-`{"blake3": HASH, "metadata": BODY}`: the hash covers the bytes of BODY as they stand, so that no flipped bit passes.
-BODY lists tensors by groups: all that have the same dtype and shape and are cut alike, as the layers of a model are.
-Its size so grows with names + kinds of tensors × ranks, not with tensors × ranks. Schema 1 listed each piece of each
-tensor; it is still read.
+`{"blake3": HASH, "metadata": BODY}`: the hash covers the bytes of BODY, so that every flipped bit is found. BODY lists
+tensors by groups with the same dtype, shape and sharding, such as the layers of a model. So its size grows with
+names + groups × ranks, not with names × ranks. Schema 1, which listed each piece of each tensor, can still be read.
 """
 
 import json
@@ -40,11 +39,11 @@ SCHEMA = 2
 
 
 class NewerFormatError(MegatfmError):
-    """A checkpoint of a later format: sound, so it must be neither passed over nor put aside."""
+    """Raised for a checkpoint of a later format, which is intact: it must be neither skipped nor replaced."""
 
 
 class StoredPiece(NamedTuple):
-    """One stored block of one tensor: where it lies in the tensor, and under which key of which file."""
+    """One stored block of one tensor: its location in the tensor, its file, and its key in the file."""
 
     name: str
     dtype: torch.dtype
@@ -55,11 +54,11 @@ class StoredPiece(NamedTuple):
 
 
 Run = tuple[Count, Annotated[int, Field(strict=True, gt=0)]]
-"""Number of a file, in the order of `Metadata.files`, and how many of a group's names follow that are in it."""
+"""Index of a file in `Metadata.files`, and the number of consecutive names of a group that are in it."""
 
 
 class Piece(StrictModel):
-    """One block of every tensor of a group. runs: the files that have it, in the order of the group's names."""
+    """One block of every tensor of a group. runs: files that hold it, in the order of the group's names."""
 
     offsets: tuple[Count, ...]
     sizes: Shape
@@ -67,7 +66,7 @@ class Piece(StrictModel):
 
 
 class TensorGroup(StrictModel):
-    """Tensors that have the same dtype and shape and are cut alike, and the pieces that make each of them up."""
+    """Tensors with the same dtype, shape and sharding, and the pieces of each."""
 
     dtype: DType
     shape: Shape
@@ -76,30 +75,32 @@ class TensorGroup(StrictModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch knows it."""
+        """The torch dtype."""
         return DTYPES[self.dtype]
 
     def bytes_of(self, piece: Piece) -> int:
-        """The bytes of one piece of one of the tensors."""
+        """Return the bytes of a piece of one tensor."""
         return prod(piece.sizes) * self.torch_dtype.itemsize
 
     @cached_property
     def _run_ends(self) -> list[list[int]]:
         return [list(accumulate(count for _, count in piece.runs)) for piece in self.pieces]
 
-    def file_of(self, piece: int, place: int) -> int:
-        """The number of the file that has a piece of the tensor at a place among the names."""
-        return self.pieces[piece].runs[bisect_right(self._run_ends[piece], place)][0]
+    def file_index(self, piece_index: int, name_index: int) -> int:
+        """Return the index of the file that holds a piece of a tensor."""
+        run = bisect_right(self._run_ends[piece_index], name_index)
+        return self.pieces[piece_index].runs[run][0]
 
-    def stored(self, piece: int, place: int, files: Sequence[str]) -> StoredPiece:
-        """A piece of the tensor at a place among the names. files: of the checkpoint, in order."""
-        name, (offsets, sizes) = self.names[place], (self.pieces[piece].offsets, self.pieces[piece].sizes)
-        key = piece_key(name, self.shape, offsets, sizes)
-        return StoredPiece(name, self.torch_dtype, offsets, sizes, files[self.file_of(piece, place)], key)
+    def stored_piece(self, piece_index: int, name_index: int, files: Sequence[str]) -> StoredPiece:
+        """Return a piece of a tensor. files: of the checkpoint, in order."""
+        name, piece = self.names[name_index], self.pieces[piece_index]
+        file = files[self.file_index(piece_index, name_index)]
+        key = piece_key(name, self.shape, piece.offsets, piece.sizes)
+        return StoredPiece(name, self.torch_dtype, piece.offsets, piece.sizes, file, key)
 
 
 class Metadata(StrictModel):
-    """Everything about a checkpoint but the tensors' values. `state` is the caller's own JSON."""
+    """Contents of a checkpoint without the tensors' values. state: the caller's JSON."""
 
     format: Literal["megatfm-checkpoint"] = "megatfm-checkpoint"
     schema_version: Literal[2] = 2
@@ -109,30 +110,30 @@ class Metadata(StrictModel):
     files: dict[FileName, FileEntry]
 
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Every tensor's dtype and global shape by name, sorted."""
+        """Return name → dtype and global shape, sorted by name."""
         named = {name: (group.torch_dtype, group.shape) for group in self.groups for name in group.names}
         return dict(sorted(named.items()))
 
     @cached_property
     def file_names(self) -> list[str]:
-        """The files in order, as runs number them."""
+        """Names of the files, in the order of the indices of runs."""
         return list(self.files)
 
     @cached_property
-    def places(self) -> dict[str, tuple[TensorGroup, int]]:
-        """Name → its group, and the place among that group's names."""
-        return {name: (group, place) for group in self.groups for place, name in enumerate(group.names)}
+    def group_and_index(self) -> dict[str, tuple[TensorGroup, int]]:
+        """Name → its group, and its index in the group's names."""
+        return {name: (group, i) for group in self.groups for i, name in enumerate(group.names)}
 
     def pieces_in(self, files: Collection[str]) -> Iterator[StoredPiece]:
-        """Yield all that some files hold."""
-        numbers = {number for number, name in enumerate(self.file_names) if name in files}
+        """Yield all pieces that some files hold."""
+        file_indices = {i for i, name in enumerate(self.file_names) if name in files}
         for group in self.groups:
-            for index, piece in enumerate(group.pieces):
+            for piece_index, piece in enumerate(group.pieces):
                 start = 0
-                for number, count in piece.runs:
-                    if number in numbers:
-                        for place in range(start, start + count):
-                            yield group.stored(index, place, self.file_names)
+                for file_index, count in piece.runs:
+                    if file_index in file_indices:
+                        for name_index in range(start, start + count):
+                            yield group.stored_piece(piece_index, name_index, self.file_names)
                     start += count
 
     @model_validator(mode="after")
@@ -147,12 +148,12 @@ class Metadata(StrictModel):
                         f"tensor {group.names[0]}: the files of its piece at {piece.offsets} hold another number of "
                         f"tensors than the {len(group.names)} of its group"
                     )
-                for number, count in piece.runs:
-                    if number >= len(bytes_in):
-                        raise MegatfmError(f"it places tensors in file {number}, which it doesn't list")
-                    bytes_in[number] += count * size
-        if len(self.places) < (total := sum(len(group.names) for group in self.groups)):
-            raise MegatfmError(f"it lists {total - len(self.places)} tensors twice")
+                for file_index, count in piece.runs:
+                    if file_index >= len(bytes_in):
+                        raise MegatfmError(f"it places tensors in file {file_index}, which it doesn't list")
+                    bytes_in[file_index] += count * size
+        if len(self.group_and_index) < (total := sum(len(group.names) for group in self.groups)):
+            raise MegatfmError(f"it lists {total - len(self.group_and_index)} tensors twice")
         for (file, entry), size in zip(self.files.items(), bytes_in, strict=True):
             if size > entry.bytes:
                 raise MegatfmError(f"it places {size} bytes of tensors in {file}, which has {entry.bytes}")
@@ -160,16 +161,16 @@ class Metadata(StrictModel):
 
 
 def piece_key(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """Name a piece inside its file: the tensor's own name where it is complete, else with the slice that it is."""
+    """Return the key of a piece in its file: the tensor's name, and the slice unless it is the full tensor."""
     if tuple(sizes) == tuple(shape):
         return name
-    return (
-        f"{name}[{','.join(f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True))}]"
-    )
+    slices = ",".join(f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True))
+    return f"{name}[{slices}]"
 
 
 def check_json_round_trip(state: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a copy of the state; raise if JSON would change anything in it (tuples, NaN, keys that are no text)."""
+    """Return a copy of the state. Raises MegatfmError if JSON would change it (tuples, NaN, keys that are no
+    strings)."""
     plain: dict[str, JsonValue] = {}
     for key, value in state.items():
         try:
@@ -183,15 +184,15 @@ def check_json_round_trip(state: Mapping[str, JsonValue]) -> dict[str, JsonValue
     return plain
 
 
-def _json_equal(value: object, back: object) -> bool:
+def _json_equal(a: object, b: object) -> bool:
     """Return whether two JSON values are equal including their types: 1, 1.0 and True are three values."""
-    if type(value) is not type(back):
+    if type(a) is not type(b):
         return False
-    if isinstance(value, dict) and isinstance(back, dict):
-        return list(value) == list(back) and all(_json_equal(value[key], back[key]) for key in value)
-    if isinstance(value, list) and isinstance(back, list):
-        return len(value) == len(back) and all(map(_json_equal, value, back))
-    return value == back
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(_json_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_json_equal, a, b))
+    return a == b
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
@@ -205,12 +206,12 @@ def _metadata_head(body: bytes) -> bytes:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read and check a checkpoint's metadata; raises MegatfmError that names the file and what is wrong."""
+    """Read and check a checkpoint's metadata. Raises MegatfmError with the file and its fault."""
     return parse_metadata(folder, file_io.read_file(folder / METADATA_FILENAME))
 
 
 def parse_metadata(folder: Path, raw: bytes) -> Metadata:
-    """Check the bytes of a `metadata.json`; folder: which one errors name. Raises as `read_metadata`."""
+    """Parse and check the bytes of a `metadata.json`. folder: named in errors. Raises like `read_metadata`."""
     path = folder / METADATA_FILENAME
     length = len(_metadata_head(b""))
     head, body, tail = raw[:length], raw[length:-2], raw[-2:]
@@ -233,11 +234,9 @@ def parse_metadata(folder: Path, raw: bytes) -> Metadata:
     if type(schema) is not int or schema < 1:
         raise MegatfmError(f"{path} has schema version {schema!r:.40}, but this megatfm reads 1 to {SCHEMA}")
     try:
-        return (
-            Metadata.model_validate(content)
-            if schema == SCHEMA
-            else _upgrade(_MetadataV1.model_validate(content))
-        )
+        if schema == SCHEMA:
+            return Metadata.model_validate(content)
+        return _upgrade(_MetadataV1.model_validate(content))
     except ValidationError as error:
         raise MegatfmError(f"{path} is not valid: {first_error(error)}") from error
     except (MegatfmError, RecursionError) as error:
@@ -261,7 +260,7 @@ class _TensorV1(StrictModel):
 
 
 class _MetadataV1(StrictModel):
-    """Format until 2026-11: each piece of each tensor by itself."""
+    """Format until 2026-11, which listed each piece of each tensor."""
 
     format: Literal["megatfm-checkpoint"]
     schema_version: Literal[1]
@@ -272,32 +271,31 @@ class _MetadataV1(StrictModel):
 
 
 def _upgrade(old: _MetadataV1) -> Metadata:
-    """Return the same in today's form. Raises MegatfmError where it contradicts itself."""
+    """Convert metadata of schema 1. Raises MegatfmError if it contradicts itself."""
     files = dict(sorted(old.files.items()))
-    numbers = {name: number for number, name in enumerate(files)}
-    alike: dict[tuple[Any, ...], dict[str, list[int]]] = defaultdict(dict)
+    file_index = {name: i for i, name in enumerate(files)}
+    # (dtype, shape, regions) → name → index of the file of each region
+    groups: dict[tuple[Any, ...], dict[str, list[int]]] = defaultdict(dict)
     for name, tensor in sorted(old.tensors.items()):
         for piece in tensor.pieces:
-            if piece.file not in numbers:
+            if piece.file not in file_index:
                 raise MegatfmError(f"it places tensors in {piece.file}, which it doesn't list")
             key = piece_key(name, tensor.shape, piece.offsets, piece.sizes)
             if piece.key != key:
                 raise MegatfmError(f"tensor {name}: its piece {key} is said to be called {piece.key!r:.80}")
         pieces = sorted(tensor.pieces, key=lambda piece: (piece.offsets, piece.sizes))
-        cuts = tuple((piece.offsets, piece.sizes) for piece in pieces)
-        alike[tensor.dtype, tensor.shape, cuts][name] = [numbers[piece.file] for piece in pieces]
-    groups = []
-    for (dtype, shape, cuts), members in alike.items():
-        pieces_of_group = [
-            Piece(offsets=offsets, sizes=sizes, runs=run_lengths(held[index] for held in members.values()))
-            for index, (offsets, sizes) in enumerate(cuts)
-        ]
-        groups.append(
-            TensorGroup(dtype=dtype, shape=shape, names=tuple(members), pieces=tuple(pieces_of_group))
+        regions = tuple((piece.offsets, piece.sizes) for piece in pieces)
+        groups[tensor.dtype, tensor.shape, regions][name] = [file_index[piece.file] for piece in pieces]
+    tensor_groups = []
+    for (dtype, shape, regions), members in groups.items():
+        group_pieces = tuple(
+            Piece(offsets=offsets, sizes=sizes, runs=run_lengths(indices[i] for indices in members.values()))
+            for i, (offsets, sizes) in enumerate(regions)
         )
-    return Metadata(step=old.step, state=old.state, groups=tuple(groups), files=files)
+        tensor_groups.append(TensorGroup(dtype=dtype, shape=shape, names=tuple(members), pieces=group_pieces))
+    return Metadata(step=old.step, state=old.state, groups=tuple(tensor_groups), files=files)
 
 
 def run_lengths(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Equal neighbours counted: 3, 3, 5 → (3, 2), (5, 1)."""
+    """Count equal neighbours: 3, 3, 5 → (3, 2), (5, 1)."""
     return tuple((number, len(list(equal))) for number, equal in groupby(numbers))

@@ -1,8 +1,8 @@
-"""Plans of which rank writes which pieces of a checkpoint, made before anything is copied.
+"""Plan which rank writes which pieces of a checkpoint, before anything is copied.
 
-Layers of a model are cut alike, so a rank describes its shards by groups of equal ones. Rank 0 gathers how each rank
-cuts each group, a kilobyte or two a rank, and the names of a group from one of the ranks that have it; every rank gets
-the plan of all. Messages, time and `metadata.json` so grow with names + groups × ranks, not with names × ranks.
+Layers of a model are sharded alike, so a rank describes its shards by groups. Rank 0 gathers each rank's regions of
+each group, one or two kilobytes a rank, and the names of a group from one of the ranks that have it; every rank
+receives the full plan. So messages, time and `metadata.json` grow with names + groups × ranks, not with names × ranks.
 """
 
 import json
@@ -24,27 +24,27 @@ from megatfm.errors import MegatfmError
 from megatfm.object_collectives import Group
 
 Kind = tuple[str, tuple[int, ...]]
-"""The name of a dtype, and a global shape."""
-Cuts = tuple[Region, ...]
-"""The pieces of each tensor of a group that one rank holds."""
+"""Name of a dtype, and a global shape."""
+Regions = tuple[Region, ...]
+"""Pieces of each tensor of a group that one rank holds."""
 
 
 class LocalGroup(NamedTuple):
-    """Names of one rank's tensors of one dtype and global shape, of which it holds the same pieces. Names sorted."""
+    """One rank's tensors with the same dtype, global shape and pieces. names: sorted."""
 
     kind: Kind
     names: tuple[str, ...]
 
 
 class PlannedPiece(NamedTuple):
-    """A piece of each tensor of a group. writers: ranks, and how many of the group's names each of them writes."""
+    """A piece of each tensor of a group. writers: ranks, and the number of consecutive names that each writes."""
 
     region: Region
     writers: tuple[tuple[int, int], ...]
 
 
 class PlannedGroup(NamedTuple):
-    """Tensors of all ranks that have the same dtype and global shape and are cut alike. names: sorted."""
+    """Tensors of all ranks with the same dtype, global shape and sharding. names: sorted."""
 
     kind: Kind
     names: tuple[str, ...]
@@ -62,35 +62,35 @@ class WriteItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values."""
+        """Bytes of its values."""
         return piece_bytes(self.kind, self.region)
 
     @property
     def key(self) -> str:
-        """Its name inside a file."""
+        """Its key in a file."""
         return piece_key(self.name, self.kind[1], *self.region)
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The tensors that all ranks write together, and the part of rank `rank`."""
+    """The pieces that all ranks write, and those of this one, `rank`."""
 
     groups: tuple[PlannedGroup, ...]
     rank: int
 
     @cached_property
     def items(self) -> list[WriteItem]:
-        """This rank's pieces, by name and place."""
+        """This rank's pieces, sorted by name and offsets."""
         return sorted(self._items(), key=lambda item: (item.name, item.region[0]))
 
     def _items(self) -> Iterator[WriteItem]:
-        for number, group in enumerate(self.groups):
-            for index, piece in enumerate(group.pieces):
+        for group_index, group in enumerate(self.groups):
+            for piece_index, piece in enumerate(group.pieces):
                 start = 0
                 for rank, count in piece.writers:
                     if rank == self.rank:
                         for name in group.names[start : start + count]:
-                            yield WriteItem(name, piece.region, group.kind, number, index)
+                            yield WriteItem(name, piece.region, group.kind, group_index, piece_index)
                     start += count
 
     def tensors_to_write(self, shards: Mapping[str, ShardedTensor]) -> dict[WriteItem, Tensor]:
@@ -99,158 +99,163 @@ class WritePlan:
 
 
 def plan_save(action: str, shards: Mapping[str, ShardedTensor], group: Group = None) -> WritePlan:
-    """Plan a save of all ranks' shards: each piece is written by one of its holders, evenly. A collective.
+    """Plan a save of all ranks' shards: one holder of each piece writes it, ranks write evenly. A collective.
 
-    Raises MegatfmError on all ranks where the shards don't make up whole tensors.
+    action: named in errors. Raises MegatfmError on all ranks if the shards don't make up whole tensors.
     """
-    local: list[LocalGroup] = []
+    local_groups: list[LocalGroup] = []
 
-    def describe() -> list[tuple[bytes, Cuts]]:
-        nonlocal local
-        local, cuts = group_shards(shards)
-        return [(digest(one), its_cuts) for one, its_cuts in zip(local, cuts, strict=True)]
+    def describe() -> list[tuple[bytes, Regions]]:
+        nonlocal local_groups
+        local_groups, regions = group_shards(shards)
+        return [(digest(group), held) for group, held in zip(local_groups, regions, strict=True)]
 
-    described = object_collectives.run_and_gather(action, describe, group)
+    descriptions = object_collectives.run_and_gather(action, describe, group)
 
     def choose_senders() -> dict[int, list[int]]:
-        """Rank → numbers of its groups whose names no rank before it has."""
-        known: set[bytes] = set()
-        numbers: dict[int, list[int]] = defaultdict(list)
-        for rank, groups in enumerate(described):
-            for number, (of_names, _) in enumerate(groups):
-                if of_names not in known:
-                    known.add(of_names)
-                    numbers[rank].append(number)
-        return numbers
+        """Return rank → indices of its groups that no lower rank has."""
+        seen: set[bytes] = set()
+        indices: dict[int, list[int]] = defaultdict(list)
+        for rank, description in enumerate(descriptions):
+            for i, (group_digest, _) in enumerate(description):
+                if group_digest not in seen:
+                    seen.add(group_digest)
+                    indices[rank].append(i)
+        return indices
 
     senders = object_collectives.run_on_rank_0(action, choose_senders, group)
-    mine = [local[number] for number in senders.get(object_collectives.rank(group), ())]
-    received = object_collectives.gather_from(action, mine, list(senders), group)
+    to_send = [local_groups[i] for i in senders.get(object_collectives.rank(group), ())]
+    received = object_collectives.gather_from(action, to_send, list(senders), group)
 
     def merge() -> tuple[PlannedGroup, ...]:
-        groups = {digest(one): one for sent in received for one in sent}
-        return merge_plans([[(groups[of_names], cuts) for of_names, cuts in one] for one in described])
+        groups = {digest(group): group for sent in received for group in sent}
+        return merge_plans(
+            [[(groups[group_digest], regions) for group_digest, regions in rank] for rank in descriptions]
+        )
 
     return WritePlan(object_collectives.run_on_rank_0(action, merge, group), object_collectives.rank(group))
 
 
 def digest(group: LocalGroup) -> bytes:
-    """Return what tells a group from others, whatever the length of its list of names."""
+    """Return a short hash that identifies a group, in place of its names."""
     return blake3(json.dumps(group).encode()).digest(16)
 
 
-def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup], list[Cuts]]:
-    """Group one rank's tensors, and return the pieces of each group. Tensors of which it has nothing are left out."""
-    names: dict[tuple[Kind, Cuts], list[str]] = defaultdict(list)
+def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup], list[Regions]]:
+    """Group one rank's tensors by dtype, shape and pieces; returns the groups, and the pieces of each. Skips empty
+    shards. Raises MegatfmError for names and dtypes that can't be stored."""
+    names: dict[tuple[Kind, Regions], list[str]] = defaultdict(list)
     for name, shard in sorted(shards.items()):
-        if not name or name == "__metadata__":  # the one key that safetensors keeps for itself
+        if not name or name == "__metadata__":  # reserved by safetensors
             raise MegatfmError(f"a tensor can't be stored under the name {name!r}")
         if shard.tensor.dtype not in DTYPE_NAMES or shard.tensor.is_meta:
             raise MegatfmError(
                 f"tensor {name}: {shard.tensor.dtype} on {shard.tensor.device} can't be stored"
             )
-        if cuts := tuple(shard.pieces()):
-            names[(DTYPE_NAMES[shard.tensor.dtype], tuple(shard.global_shape)), cuts].append(name)
-    return [LocalGroup(kind, tuple(members)) for (kind, _), members in names.items()], [
-        cuts for _, cuts in names
-    ]
+        if regions := tuple(shard.pieces()):
+            names[(DTYPE_NAMES[shard.tensor.dtype], tuple(shard.global_shape)), regions].append(name)
+    groups = [LocalGroup(kind, tuple(members)) for (kind, _), members in names.items()]
+    return groups, [regions for _, regions in names]
 
 
-def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Cuts]]]) -> tuple[PlannedGroup, ...]:
-    """Plan by each rank's groups and how it cuts them: each piece gets one writer, and ranks write about equally much.
+def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]]) -> tuple[PlannedGroup, ...]:
+    """Choose one writer for each piece among the ranks that hold it, so that ranks write about equally much.
 
-    Raises MegatfmError where tensors contradict each other or are not complete.
+    by_rank: the groups of each rank, and its pieces of them. Raises MegatfmError if ranks contradict each other or a
+    tensor is incomplete.
     """
     groups = [
-        (kind, names, _holders_of_pieces(names[0], kind, parts))
-        for kind, names, parts in _common_groups(by_rank)
+        (kind, names, _holders_of_pieces(names[0], kind, held))
+        for kind, names, held in _common_groups(by_rank)
     ]
     loads = [0] * len(by_rank)
     writers: dict[tuple[int, Region], tuple[tuple[int, int], ...]] = {}
-    units = [
-        (len(ranks) > 1, -piece_bytes(kind, region), number, region)
-        for number, (kind, _, held) in enumerate(groups)
-        for region, ranks in held.items()
-    ]
-    # What only one rank holds is settled first; the replicas then even it out, the largest first.
-    for _, minus_size, number, region in sorted(units):
-        _, names, held = groups[number]
-        writers[number, region] = share_out(loads, held[region], len(names), -minus_size)
+    # Pieces with a single holder come first; replicas then balance the loads, the largest first.
+    order = sorted(
+        (len(ranks) > 1, -piece_bytes(kind, region), i, region)
+        for i, (kind, _, holders) in enumerate(groups)
+        for region, ranks in holders.items()
+    )
+    for _, negative_size, i, region in order:
+        _, names, holders = groups[i]
+        writers[i, region] = assign_evenly(loads, holders[region], len(names), -negative_size)
     return tuple(
         PlannedGroup(
-            kind, names, tuple(PlannedPiece(region, writers[number, region]) for region in sorted(held))
+            kind, names, tuple(PlannedPiece(region, writers[i, region]) for region in sorted(holders))
         )
-        for number, (kind, names, held) in enumerate(groups)
+        for i, (kind, names, holders) in enumerate(groups)
     )
 
 
-Parts = list[tuple[int, Cuts]]
-"""Ranks, and what each has of the tensors of a group."""
+HeldRegions = list[tuple[int, Regions]]
+"""Ranks, and the pieces that each holds of the tensors of a group."""
 
 
 def _common_groups(
-    by_rank: Sequence[Sequence[tuple[LocalGroup, Cuts]]],
-) -> Iterator[tuple[Kind, tuple[str, ...], Parts]]:
+    by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]],
+) -> Iterator[tuple[Kind, tuple[str, ...], HeldRegions]]:
     """Yield groups of tensors that are in one group on each rank that has them, in the order of their first names."""
-    groups: dict[int, LocalGroup] = {}  # by identity: ranks that hold the same names mostly share the object
-    parts_of: dict[int, Parts] = defaultdict(list)
-    for rank, its_groups in enumerate(by_rank):
-        for group, cuts in its_groups:
+    groups: dict[int, LocalGroup] = {}  # by identity: ranks with the same names mostly share the object
+    held_by_group: dict[int, HeldRegions] = defaultdict(list)
+    for rank, rank_groups in enumerate(by_rank):
+        for group, regions in rank_groups:
             groups[id(group)] = group
-            parts_of[id(group)].append((rank, cuts))
+            held_by_group[id(group)].append((rank, regions))
     groups_of_name: dict[str, list[int]] = defaultdict(list)
     for key, group in groups.items():
         for name in group.names:
             groups_of_name[name].append(key)
-    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, holders in sorted(groups_of_name.items()):
-        names[tuple(holders)].append(name)
-    for keys, members in names.items():
-        kinds = [groups[key].kind for key in keys]
+    names_by_groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, keys in sorted(groups_of_name.items()):
+        names_by_groups[tuple(keys)].append(name)
+    for group_keys, names in names_by_groups.items():
+        kinds = [groups[key].kind for key in group_keys]
         for kind in kinds:
             if kind != kinds[0]:
                 a, b = (f"{DTYPES[dtype]} {shape}" for dtype, shape in (kinds[0], kind))
-                raise MegatfmError(f"tensor {members[0]}: ranks disagree on what it is, {a} or {b}")
-        parts = [part for key in keys for part in parts_of[key]]
-        yield kinds[0], tuple(members), sorted(parts, key=lambda part: part[0])
+                raise MegatfmError(f"tensor {names[0]}: ranks disagree on what it is, {a} or {b}")
+        held = [rank_regions for key in group_keys for rank_regions in held_by_group[key]]
+        yield kinds[0], tuple(names), sorted(held, key=lambda rank_regions: rank_regions[0])
 
 
-def _holders_of_pieces(name: str, kind: Kind, parts: Parts) -> dict[Region, list[int]]:
+def _holders_of_pieces(name: str, kind: Kind, held: HeldRegions) -> dict[Region, list[int]]:
     """Return the ranks that hold each piece. name: of a tensor, for errors."""
-    at: dict[tuple[int, ...], tuple[Region, int]] = {}
+    by_offsets: dict[tuple[int, ...], tuple[Region, int]] = {}
     holders: dict[Region, list[int]] = defaultdict(list)
-    for rank, cuts in parts:
-        for region in cuts:
-            known, first = at.setdefault(region[0], (region, rank))
-            if known != region:
+    for rank, regions in held:
+        for region in regions:
+            first_region, first_rank = by_offsets.setdefault(region[0], (region, rank))
+            if first_region != region:
                 raise MegatfmError(
-                    f"tensor {name}: ranks {first} and {rank} hold different shards at {region[0]}"
+                    f"tensor {name}: ranks {first_rank} and {rank} hold different shards at {region[0]}"
                 )
             holders[region].append(rank)
     check_cover(name, kind[1], holders)
     return holders
 
 
-def share_out(loads: list[int], holders: Sequence[int], units: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Share equal units of `size` bytes out among their holders, so that the fullest gets least; adds to `loads`.
+def assign_evenly(
+    loads: list[int], holders: Sequence[int], n_tensors: int, size: int
+) -> tuple[tuple[int, int], ...]:
+    """Divide tensors of `size` bytes among their holders, so that the largest load is smallest; adds to `loads`.
 
-    Returns (rank, number of units) of those that get any. Filled up to one level, as water does, so the time doesn't
-    depend on the number of units.
+    Returns (rank, number of tensors) of ranks that get any. Loads are filled up to one level (water-filling), so the
+    time doesn't depend on the number of tensors.
     """
     ranks = sorted(holders, key=lambda rank: loads[rank])
     counts = dict.fromkeys(ranks, 0)
     if size == 0 or len(ranks) == 1:
-        counts[ranks[0]] = units
+        counts[ranks[0]] = n_tensors
     else:
-        below, n_filled = 0, 0
-        for rank in ranks:  # as long as the level over those before is above it
-            if n_filled and units * size + below <= n_filled * loads[rank]:
+        filled_load, n_filled = 0, 0
+        for rank in ranks:  # while the level of the ranks before exceeds this rank's load
+            if n_filled and n_tensors * size + filled_load <= n_filled * loads[rank]:
                 break
-            below, n_filled = below + loads[rank], n_filled + 1
-        level = (units * size + below) // n_filled
+            filled_load, n_filled = filled_load + loads[rank], n_filled + 1
+        level = (n_tensors * size + filled_load) // n_filled
         counts |= {rank: (level - loads[rank]) // size for rank in ranks[:n_filled]}
-        emptiest = sorted(ranks, key=lambda rank: loads[rank] + counts[rank] * size)
-        for rank in emptiest[: units - sum(counts.values())]:
+        by_load = sorted(ranks, key=lambda rank: loads[rank] + counts[rank] * size)
+        for rank in by_load[: n_tensors - sum(counts.values())]:
             counts[rank] += 1
     for rank, count in counts.items():
         loads[rank] += count * size

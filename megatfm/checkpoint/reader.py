@@ -29,13 +29,13 @@ from megatfm.errors import MegatfmError
 def load(
     path: Path, tensors: Mapping[str, ShardedTensor | Tensor], *, cast: bool = False
 ) -> dict[str, JsonValue]:
-    """Fill the given tensors in place from a checkpoint, on all ranks together, and return its `state`.
+    """Fill tensors in place from a checkpoint, and return its `state`. A collective.
 
-    Each rank passes the names and shards that it wants, cut however it needs them. Every file that a rank reads
-    is checked against its hash. Values are converted to another dtype only with `cast`.
+    Each rank passes the names and shards that it needs, in any sharding. Every file that a rank reads is checked
+    against its hash. cast: convert values of other dtypes.
 
-    Raises MegatfmError on every rank if a name is missing, a shape or dtype differs or a file is damaged; the
-    tensors may be filled in part by then.
+    Raises MegatfmError on every rank if a name is missing, a shape or dtype differs or a file is damaged; the tensors
+    may be filled in part by then.
     """
     action = f"checkpoint {path} not loaded"
 
@@ -49,7 +49,7 @@ def load(
         return Reader(path, content, shards)
 
     reader = object_collectives.run_on_all_ranks(action, plan)
-    # Files that several ranks of a machine read go through the page cache, so that the disk reads them once.
+    # Other files go through the page cache, so that the disk reads them once for all ranks of a machine.
     exclusive_files = object_collectives.unique_on_host(reader.files)
     timeout = file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0
     object_collectives.run_on_all_ranks(action, lambda: reader.fill(timeout, exclusive_files))
@@ -85,9 +85,9 @@ def to_sharded_tensors(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[st
 
 
 def _check_request(content: Metadata, name: str, shard: ShardedTensor, cast: bool) -> None:
-    if name not in content.places:
+    if name not in content.group_and_index:
         raise MegatfmError(f"it has no tensor {name}")
-    group, _ = content.places[name]
+    group, _ = content.group_and_index[name]
     if group.shape != tuple(shard.global_shape):
         raise MegatfmError(
             f"tensor {name} has shape {group.shape} there, but {tuple(shard.global_shape)} here"
@@ -108,7 +108,7 @@ class ReadItem(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the target takes the full piece."""
+        """Whether the target is filled by the full piece."""
         return tuple(self.target.shape) == self.piece.sizes
 
 
@@ -150,24 +150,25 @@ class Reader:
 
     def _items(self, name: str, block: ShardedTensor) -> Iterator[ReadItem]:
         """Yield the reads that fill a block."""
-        group, place = self.content.places[name]
+        group, name_index = self.content.group_and_index[name]
         region = tuple(block.offsets), tuple(block.tensor.shape)
-        # Cached: tensors of a group mostly have the same sharding here, too.
+        # Cached: tensors of a group mostly have the same sharding on this rank, too.
         overlaps = self._overlaps.get((id(group), region))
         if overlaps is None:
             overlaps = self._overlaps[id(group), region] = _overlaps(group, region)
         for index, (offsets, sizes) in overlaps:
-            target, piece = block.tensor.detach(), group.stored(index, place, self.content.file_names)
+            target = block.tensor.detach()
+            piece = group.stored_piece(index, name_index, self.content.file_names)
             for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 target = target.narrow(dim, offset - block.offsets[dim], size)
-            within = tuple(a - b for a, b in zip(offsets, piece.offsets, strict=True))
-            yield ReadItem(piece, within, target)
+            offsets_in_piece = tuple(a - b for a, b in zip(offsets, piece.offsets, strict=True))
+            yield ReadItem(piece, offsets_in_piece, target)
 
     def _copy(self, item: ReadItem, tensors: dict[str, Tensor]) -> None:
         source, target = find_piece(self.folder, item.piece, tensors), item.target
         for dim, (offset, size) in enumerate(zip(item.offsets, target.shape, strict=True)):
             source = source.narrow(dim, offset, size)
-        if target.data_ptr() != source.data_ptr() or not target.numel():  # else it was read in place
+        if target.data_ptr() != source.data_ptr() or not target.numel():  # unless it was read in place
             target.copy_(source)
 
 
@@ -225,9 +226,9 @@ def find_piece(folder: Path, piece: StoredPiece, tensors: dict[str, Tensor]) -> 
     """Return a piece from the tensors of its file. Raises MegatfmError if it doesn't match the metadata."""
     stored = tensors.get(piece.key)
     if stored is None or stored.dtype != piece.dtype or tuple(stored.shape) != piece.sizes:
-        what = "missing" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
+        actual = "missing" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
         raise MegatfmError(
-            f"{folder / piece.file} is not what {METADATA_FILENAME} says: {piece.key} is {what} instead of "
+            f"{folder / piece.file} is not what {METADATA_FILENAME} says: {piece.key} is {actual} instead of "
             f"{piece.dtype} {piece.sizes}"
         )
     return stored

@@ -33,13 +33,13 @@ from megatfm.errors import MegatfmError, UsageError
 log = logging.getLogger("megatfm")
 
 SAVE_TIMEOUT = timedelta(hours=2)
-"""How long the other ranks wait for the slowest one's files."""
+"""Time that ranks wait for the slowest one's files."""
 STAGING_NICENESS = 19
-"""Niceness of the saving and hashing threads, so that they only use cores which training leaves idle."""
+"""Niceness of the saving and hashing threads, so that they only use cores that training leaves idle."""
 STAGING_POLL_SECONDS = 0.001
-"""Interval at which the waiting training thread looks for chunks to copy."""
+"""Interval at which the waiting training thread checks for chunks to copy."""
 ABORT_WAIT_SECONDS = 30.0
-"""How long to wait for a running save after an error elsewhere."""
+"""Time to wait for a running save after an error elsewhere."""
 
 
 def save(
@@ -50,15 +50,15 @@ def save(
     *,
     keep: int | None = None,
 ) -> Path:
-    """Write the checkpoint `folder/step-00000100`, on all ranks together, and return its path once it is durable.
+    """Write the checkpoint `folder/step-00000100`, and return its path once it is durable. A collective.
 
-    `tensors` may hold other names and shards on every rank; together they must make up whole tensors. A plain
-    tensor is a replica: all ranks that pass it must pass the same values. `folder`, `step`, `state` and `keep`
-    are rank 0's. With `keep`, only the newest `keep` intact checkpoints stay, this one included.
-    If the step was saved before: equal content returns that checkpoint, other content is an error.
+    tensors: names and shards may differ between ranks; together they must make up whole tensors. A plain tensor is a
+    replica: all ranks that pass it must pass the same values. folder, step, state, keep: rank 0's count. keep: only the
+    newest `keep` intact checkpoints stay, this one included; None: all. If the step was saved before, equal content
+    returns that checkpoint, and other content is an error.
 
-    Raises MegatfmError on every rank if anything fails on any; then no trace of this save is left, and every
-    older checkpoint is as it was.
+    Raises MegatfmError on every rank if anything fails on any; then no trace of this save is left, and older
+    checkpoints are unchanged.
     """
     check_keep(keep)
     action = f"checkpoint of step {step} not saved"
@@ -82,7 +82,7 @@ class Saver:
     """Writes a run's checkpoints, one at a time. Constructor, `save`, `wait_for_save` and `__exit__` are collectives.
 
     mode: "async" returns from `save` once the state is copied, "sync" once it is on disk. keep, keep_every: see
-    `CheckpointConfig`; read_back: its `verify_after_write`. local_dir: this node's folder, for local saves.
+    `CheckpointConfig`, as verify_after_write. local_dir: this node's folder, for local saves.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Saver:
         mode: Literal["async", "sync"] = "async",
         keep: int | None = None,
         keep_every: int = 0,
-        read_back: bool = False,
+        verify_after_write: bool = False,
         local_dir: Path | None = None,
     ) -> None:
         check_keep(keep)
         self.folder, self.mode = folder, mode
-        self.keep, self.keep_every, self.read_back = keep, keep_every, read_back
+        self.keep, self.keep_every, self.verify_after_write = keep, keep_every, verify_after_write
         self.verified: Path | None = None
-        """The newest checkpoint that was read back and compared; retention keeps it."""
+        """The newest checkpoint that was verified after it was written; retention keeps it."""
         self.pinned: Path | None = None
         """A checkpoint that retention must keep, set by the caller."""
         self._group = (
@@ -127,7 +127,7 @@ class Saver:
         wait_for_staging: bool = True,
         local: bool = False,
     ) -> None:
-        """Save `tensors` (see `save`) and rank 0's `state` as they are now.
+        """Save `tensors` (see the function `save`) and rank 0's `state` as they are now.
 
         Waits for a running save first. wait_for_staging: return only once the tensors may change; otherwise call
         `wait_for_staging` before changing them. local: save to the node-local folders instead of the shared one.
@@ -248,10 +248,16 @@ class Saver:
                 self._path = save_local(self.topology, self._step, state, plan, pieces)
                 return
             path = write_checkpoint(
-                self.folder, self._step, state, plan, pieces, read_back=self.read_back, group=self._group
+                self.folder,
+                self._step,
+                state,
+                plan,
+                pieces,
+                verify_after_write=self.verify_after_write,
+                group=self._group,
             )
             log.debug("%s was written in %.2f s", path, time.perf_counter() - start)
-            if self.read_back:
+            if self.verify_after_write:
                 self.verified = path
             if self.keep is not None and object_collectives.rank(self._group) == 0:
                 try:

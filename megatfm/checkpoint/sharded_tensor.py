@@ -1,4 +1,4 @@
-"""A sharded tensor: one contiguous block of a global tensor, as one rank holds it."""
+"""Sharded tensors: the block of a global tensor that one rank holds."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from megatfm.errors import MegatfmError
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a block inside a tensor."""
 
-# A larger block is stored as several pieces of whole rows. Replicas then share the writing of one large tensor,
-# and a reader never has to hold much more than one file (see `writer.FILE_BYTES`) beside its own tensors.
 PIECE_BYTES = 64 * 2**20
+"""A larger block is stored as several pieces of whole rows. Replicas then divide the writing of a large tensor, and a
+reader holds little more than one file (see `writer.FILE_BYTES`) beside its tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedTensor:
     """The block of a global tensor that starts at `offsets` and has the shape of `tensor`.
 
-    Any rank may hold any block, also an empty one; the same block on several ranks is a replica, and it is stored
-    once. Together the blocks of a name must fill the global shape without overlap.
+    Any rank may hold any block, also an empty one. Equal blocks on several ranks are replicas, stored once. Together,
+    the blocks of a name must fill the global shape without overlap. Raises MegatfmError for a block outside its tensor.
     """
 
     tensor: Tensor
@@ -43,7 +43,7 @@ class ShardedTensor:
 
     @property
     def blocks(self) -> Sequence["ShardedTensor"]:
-        """Return the blocks that it is made of: itself."""
+        """The dense blocks that it consists of: itself."""
         return (self,)
 
     def with_tensor(self, tensor: Tensor) -> "ShardedTensor":
@@ -52,7 +52,8 @@ class ShardedTensor:
 
     @classmethod
     def from_tensor(cls, tensor: "ShardedTensor | Tensor") -> "ShardedTensor":
-        """Return a sharded tensor as it is, and a plain tensor as one block that is all of it."""
+        """Wrap a plain tensor as a single block; a sharded tensor is returned unchanged. Raises MegatfmError for a
+        DTensor."""
         if isinstance(tensor, ShardedTensor):
             return tensor
         if isinstance(tensor, DTensor):
@@ -62,7 +63,8 @@ class ShardedTensor:
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def pieces(self) -> list[Region]:
-        """Return the pieces as which it is stored: whole rows of at most `PIECE_BYTES`, if a row isn't larger."""
+        """Return the regions that are stored separately: whole rows, of at most `PIECE_BYTES` unless one row is
+        larger."""
         sizes = tuple(self.tensor.shape)
         if prod(self.global_shape) == 0:  # one entry, so that the name and the shape are kept
             return [((0,) * len(sizes), tuple(self.global_shape))]
@@ -89,11 +91,10 @@ class ShardedTensor:
 
 @dataclass(frozen=True, eq=False)
 class FlatShardedTensor(ShardedTensor):
-    """Consecutive elements of a flattened block of a global tensor: what an engine holds that shards flat tensors.
+    """Consecutive elements of a flattened block of a global tensor, for engines that shard flat tensors.
 
-    tensor: [elements]. offsets, block_shape: of the block; flat_start: the element of the flattened block that
-    `tensor` begins with. It is stored and read as the few blocks that the elements make up, which are views of
-    `tensor`.
+    tensor: [elements]. offsets, block_shape: of the block. flat_start: index in the flattened block of the first
+    element. It is stored and read as the few dense blocks that the elements cover, which are views of `tensor`.
     """
 
     block_shape: tuple[int, ...]
@@ -110,14 +111,14 @@ class FlatShardedTensor(ShardedTensor):
 
     @cached_property
     def blocks(self) -> Sequence[ShardedTensor]:
-        """The blocks that the elements make up."""
+        """The dense blocks that the elements cover."""
         return tuple(
             ShardedTensor(
                 self.tensor[start : start + prod(sizes)].view(sizes),
                 self.global_shape,
                 tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)),
             )
-            for offsets, sizes, start in _blocks(
+            for offsets, sizes, start in _dense_blocks(
                 self.block_shape, self.flat_start, self.flat_start + self.tensor.numel()
             )
         )
@@ -128,44 +129,50 @@ class FlatShardedTensor(ShardedTensor):
 
     def pieces(self) -> list[Region]:
         """Return the pieces of all of its blocks."""
-        return [piece for part in self.blocks for piece in part.pieces()]
+        return [piece for block in self.blocks for piece in block.pieces()]
 
     def piece(self, region: Region) -> Tensor:
         """Return one of its pieces, a view of this block's memory."""
-        for part in self.blocks:
-            if region in part.pieces():
-                return part.piece(region)
+        for block in self.blocks:
+            if region in block.pieces():
+                return block.piece(region)
         raise MegatfmError(f"no piece begins at {region[0]}")
 
 
-def _blocks(
-    sizes: tuple[int, ...], first: int, last: int
+def _dense_blocks(
+    shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Offsets, sizes and start of the blocks that elements [first, last) of a flattened tensor make up: rows that are
-    whole together, and what is left of one before and after them."""
+    """Yield the dense blocks that elements [first, last) of a flattened tensor cover: complete rows as one block, and
+    the blocks of the incomplete rows before and after them.
+
+    Yields offsets, sizes, and the start of the block's elements, counted from `first`.
+    """
     if first == last:
         return
-    if len(sizes) <= 1:
-        yield (first,) * len(sizes), (last - first,) * len(sizes), 0
+    if len(shape) <= 1:
+        yield (first,) * len(shape), (last - first,) * len(shape), 0
         return
-    row = prod(sizes[1:])
-    begin, end = -(-first // row), last // row  # rows [begin, end) are complete
+    row_size = prod(shape[1:])
+    begin, end = -(-first // row_size), last // row_size  # rows [begin, end) are complete
     if begin > end:  # within one row
-        for offsets, inner, start in _blocks(sizes[1:], first - end * row, last - end * row):
-            yield (end, *offsets), (1, *inner), start
+        for offsets, sizes, start in _dense_blocks(shape[1:], first - end * row_size, last - end * row_size):
+            yield (end, *offsets), (1, *sizes), start
         return
-    for offsets, inner, start in _blocks(sizes[1:], first % row, row) if first % row else ():
-        yield (begin - 1, *offsets), (1, *inner), start
+    for offsets, sizes, start in (
+        _dense_blocks(shape[1:], first % row_size, row_size) if first % row_size else ()
+    ):
+        yield (begin - 1, *offsets), (1, *sizes), start
     if begin < end:
-        yield (begin, *(0 for _ in sizes[1:])), (end - begin, *sizes[1:]), begin * row - first
-    for offsets, inner, start in _blocks(sizes[1:], 0, last - end * row):
-        yield (end, *offsets), (1, *inner), end * row - first + start
+        yield (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]), begin * row_size - first
+    for offsets, sizes, start in _dense_blocks(shape[1:], 0, last - end * row_size):
+        yield (end, *offsets), (1, *sizes), end * row_size - first + start
 
 
 def check_cover(
     name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]
 ) -> None:
-    """Raise unless the pieces (offsets, sizes) lie inside a tensor of `shape` and hold each element once."""
+    """Raise MegatfmError unless the pieces (offsets, sizes) lie inside a tensor of `shape` and hold each element
+    once."""
     regions = sorted((tuple(offsets), tuple(sizes)) for offsets, sizes in pieces)
     for offsets, sizes in regions:
         if not len(shape) == len(offsets) == len(sizes) or any(
@@ -183,11 +190,11 @@ def check_cover(
             f"tensor {name}: the pieces hold {n_elements} elements, but its shape {tuple(shape)} has {prod(shape)}: "
             "a part is missing or held twice"
         )
-    # Sorted by their first row: only pieces that still reach into the rows of the next one can overlap it.
-    reaching: list[Region] = []
+    # Pieces are sorted by their first row: one can only overlap earlier pieces that end after it.
+    open_regions: list[Region] = []
     for offsets, sizes in regions if shape else []:
-        reaching = [region for region in reaching if region[0][0] + region[1][0] > offsets[0]]
-        for other_offsets, other_sizes in reaching:
+        open_regions = [region for region in open_regions if region[0][0] + region[1][0] > offsets[0]]
+        for other_offsets, other_sizes in open_regions:
             if all(
                 a < b + n and b < a + m
                 for a, m, b, n in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
@@ -195,11 +202,11 @@ def check_cover(
                 raise MegatfmError(
                     f"tensor {name}: the pieces at {tuple(other_offsets)} and {tuple(offsets)} overlap"
                 )
-        reaching.append((offsets, sizes))
+        open_regions.append((offsets, sizes))
 
 
 def _is_grid(shape: Sequence[int], pieces: Sequence[Region]) -> bool:
-    """Return whether the pieces are all cells of a grid, whose lines cut each dimension from its begin to its end."""
+    """Return whether the pieces are all cells of a grid, which divides each dim into intervals."""
     n_cells = 1
     for dim, bound in enumerate(shape):
         end, intervals = 0, sorted({(offsets[dim], sizes[dim]) for offsets, sizes in pieces})

@@ -1,4 +1,4 @@
-"""Staging: copies of a rank's state in host memory, which later training steps can't change.
+"""Staging: copies of a rank's state in host memory, which training can't change.
 
 Copies from a GPU run on a separate stream, while training goes on:
 
@@ -28,7 +28,7 @@ from megatfm.ops.transfer import LINE_BYTES, aligned_bytes
 log = logging.getLogger("megatfm")
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes of a chunk; small, so that nobody waits long for a chunk that a descheduled thread has begun."""
+"""Bytes of a chunk; small, so that little is left of a chunk whose thread was descheduled."""
 Chunk = tuple[np.ndarray, np.ndarray]
 """Target and source bytes."""
 
@@ -44,9 +44,9 @@ class Staging:
         self._gpu: torch.device | None = None
         self._stream: Any = None
         self._ready_event: Any = None  # event: the tensors hold the values to save
-        self._copied: Any = None
-        self._copy_event: Any = None
-        self._copying: _CopyQueue | None = None
+        self._copy_event: Any = None  # event: copies from the GPU are complete
+        self._training_must_wait = False  # the training stream hasn't waited for `_copy_event` yet
+        self._queue: _CopyQueue | None = None
         self._assist_lock = threading.Lock()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
@@ -54,7 +54,8 @@ class Staging:
     def mark_ready(self, tensors: Iterable[Tensor]) -> None:
         """Record, on the current stream, the point at which the tensors hold the values to save."""
         self._gpu = next((tensor.device for tensor in tensors if is_cuda(tensor)), None)
-        self._ready_event = self._copied = self._copy_event = None
+        self._ready_event = self._copy_event = None
+        self._training_must_wait = False
         if self._gpu is not None:
             self._ready_event = self._cuda.Event()
             self._ready_event.record(self._cuda.current_stream(self._gpu))
@@ -70,18 +71,18 @@ class Staging:
 
     def unblock_training(self) -> None:
         """Make the current stream wait for the copies, so that later kernels may modify the tensors."""
-        copied, self._copy_event = self._copy_event, None
-        if copied is not None:
-            self._cuda.current_stream(self._gpu).wait_event(copied)
+        must_wait, self._training_must_wait = self._training_must_wait, False
+        if must_wait:
+            self._cuda.current_stream(self._gpu).wait_event(self._copy_event)
 
     def synchronize(self) -> None:
         """Wait until copies from a GPU are complete."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
 
     def _copy(self, pieces: Mapping[WriteItem, Tensor]) -> dict[WriteItem, Tensor]:
         offsets, end = {}, 0
-        # Pieces of whole disk blocks are aligned to blocks, so that they can be written directly.
+        # Pieces of full disk blocks come first, aligned to blocks, so that they can be written with O_DIRECT.
         for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
             offsets[index] = end
             end += piece.nbytes + -piece.nbytes % LINE_BYTES
@@ -96,17 +97,15 @@ class Staging:
         for index, piece in pieces.items():
             if is_cuda(piece):
                 continue
-            if (
-                piece.is_contiguous()
-            ):  # NumPy takes less time for it than torch where it writes past the caches
+            if piece.is_contiguous():  # by NumPy, which is faster than torch: it bypasses the caches
                 chunks.extend(_split_into_chunks(copies[index], piece.detach()))
             else:
                 copies[index].copy_(piece.detach())
-        copying = self._copying = _CopyQueue(chunks)
-        copying.run()
+        queue = self._queue = _CopyQueue(chunks)
+        queue.run()
         with self._assist_lock:  # no thread assists any more
-            self._copying = None
-        copying.finish_interrupted()
+            self._queue = None
+        queue.finish_interrupted()
         return copies
 
     def _copy_from_gpu(self, pieces: Mapping[WriteItem, Tensor], copies: Mapping[WriteItem, Tensor]) -> None:
@@ -117,15 +116,15 @@ class Staging:
         with self._cuda.stream(self._stream):
             for index, piece in pieces.items():
                 copies[index].copy_(piece.detach(), non_blocking=self._pinned)
-        copied = self._cuda.Event()
-        copied.record(self._stream)
-        self._copied = self._copy_event = copied
+        copy_event = self._cuda.Event()
+        copy_event.record(self._stream)
+        self._copy_event, self._training_must_wait = copy_event, True
 
     def assist(self) -> None:
         """Copy remaining chunks in the calling thread, as the staging thread has the lowest priority."""
         with self._assist_lock:
-            if self._copying is not None:
-                self._copying.run()
+            if self._queue is not None:
+                self._queue.run()
 
     def _allocate(self, size: int) -> None:
         self._release()
@@ -156,7 +155,7 @@ class Staging:
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor is on a GPU."""
+    """Return whether a tensor is on a GPU (replaced in tests)."""
     return tensor.is_cuda
 
 

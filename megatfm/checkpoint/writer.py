@@ -32,15 +32,15 @@ from megatfm.object_collectives import Group
 
 log = logging.getLogger("megatfm")
 
-# A rank starts another file when one is full. Small files keep what one hash covers, and a reader holds, small.
 FILE_BYTES = 512 * 2**20
+"""Size at which a rank starts another file: one hash covers a file, and a reader holds one in memory."""
 
 
 @dataclass(frozen=True)
 class WriteResult:
     """Files that one rank has written.
 
-    runs: (group, piece) → runs (index of a file of this rank, number of consecutive tensors in it).
+    runs: (group, piece) → runs of (index of a file of this rank, number of consecutive tensors in it).
     """
 
     files: dict[str, FileEntry]
@@ -54,31 +54,31 @@ def write_checkpoint(
     plan: WritePlan,
     pieces: Callable[[], Mapping[WriteItem, Tensor]],
     *,
-    read_back: bool = False,
+    verify_after_write: bool = False,
     group: Group = None,
 ) -> Path:
     """Write the checkpoint `folder/step-00000100` of every rank's pieces and return its path once it is durable.
 
-    A collective of `group`. `folder`, `step` and `state` are rank 0's. read_back: every rank
-    reads its files from disk and checks them before the commit. Raises MegatfmError on all ranks if anything fails on
-    any; then no trace of this save is left.
+    A collective of `group`. folder, step, state: rank 0's count. pieces: returns this rank's tensors.
+    verify_after_write: every rank reads its files from disk and checks them before the commit. Raises MegatfmError on
+    all ranks if anything fails on any; then no trace of this save is left.
     """
     action = f"checkpoint of step {step} not saved"
     final = folder / f"step-{step:08d}"
-    own_staging_dir: Path | None = None  # rank 0's, to be removed after an error
+    created_dir: Path | None = None  # on rank 0, to be removed after an error
 
     def make_staging_dir() -> Path:
-        nonlocal own_staging_dir
+        nonlocal created_dir
         file_io.make_durable_dirs(final.parent)
-        own_staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
-        file_io.make_dir(own_staging_dir)
-        return own_staging_dir
+        created_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+        file_io.make_dir(created_dir)
+        return created_dir
 
     def write() -> WriteResult:
         file_io.wait_until_visible(staging_dir, time.monotonic() + file_io.NFS_VISIBILITY_SECONDS)
         written = write_rank_files(staging_dir, object_collectives.rank(group), plan.items, pieces())
-        if read_back:
-            _read_back(staging_dir, written.files)
+        if verify_after_write:
+            _verify_files(staging_dir, written.files)
         return written
 
     def finish() -> Path:
@@ -95,26 +95,26 @@ def write_checkpoint(
         per_rank = object_collectives.run_and_gather(action, write, group)
         return object_collectives.run_on_rank_0(action, finish, group)
     except MegatfmError as error:
-        _discard(own_staging_dir, error)
+        _discard(created_dir, error)
         raise
 
 
 def write_rank_files(
     folder: Path, rank: int, items: Sequence[WriteItem], pieces: Mapping[WriteItem, Tensor]
 ) -> WriteResult:
-    """Write one rank's files and make them durable."""
+    """Write one rank's files and make them durable. Raises MegatfmError if two pieces have the same key."""
     files: dict[str, FileEntry] = {}
-    numbers: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, chosen in enumerate(_fill_files(items)):
-        file = f"rank-{rank:05d}-{number:03d}.safetensors"
-        tensors = {item.key: pieces[item] for item in chosen}
-        if len(tensors) < len(chosen):  # a tensor's name ends like a slice of another one
+    file_indices: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for file_index, file_items in enumerate(_split_into_files(items)):
+        file = f"rank-{rank:05d}-{file_index:03d}.safetensors"
+        tensors = {item.key: pieces[item] for item in file_items}
+        if len(tensors) < len(file_items):  # a tensor's name ends like a slice of another one
             raise MegatfmError("two pieces would get the same key: rename the tensors that end with [a:b]")
         files[file] = file_format.write_safetensors(folder / file, tensors)
-        for item in chosen:
-            numbers[item.group, item.piece].append(number)
+        for item in file_items:
+            file_indices[item.group, item.piece].append(file_index)
     file_io.sync_folder(folder)
-    return WriteResult(files, {place: run_lengths(of_piece) for place, of_piece in numbers.items()})
+    return WriteResult(files, {piece: run_lengths(indices) for piece, indices in file_indices.items()})
 
 
 def build_metadata(
@@ -122,16 +122,16 @@ def build_metadata(
 ) -> Metadata:
     """Build the metadata of the files that all ranks have written."""
     files = dict(sorted((name, entry) for written in per_rank for name, entry in written.files.items()))
-    numbers = {name: number for number, name in enumerate(files)}
-    numbers_of_rank = [[numbers[name] for name in sorted(written.files)] for written in per_rank]
+    file_index = {name: i for i, name in enumerate(files)}
+    indices_of_rank = [[file_index[name] for name in sorted(written.files)] for written in per_rank]
     groups = []
-    for number, group in enumerate(plan):
+    for group_index, group in enumerate(plan):
         pieces = []
-        for index, piece in enumerate(group.pieces):
+        for piece_index, piece in enumerate(group.pieces):
             runs = [
-                (numbers_of_rank[rank][local], count)
+                (indices_of_rank[rank][local_index], count)
                 for rank, _ in piece.writers
-                for local, count in per_rank[rank].runs[number, index]
+                for local_index, count in per_rank[rank].runs[group_index, piece_index]
             ]
             pieces.append(Piece(offsets=piece.region[0], sizes=piece.region[1], runs=tuple(runs)))
         dtype, shape = group.kind
@@ -142,8 +142,8 @@ def build_metadata(
 def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
     """Rename a complete staging folder to the checkpoint `final`.
 
-    An intact checkpoint is never replaced: if its content is equal, the staging folder is removed; if not, the save
-    fails. A damaged one is moved aside first.
+    An intact checkpoint is never replaced: if its content is equal, the staging folder is removed; else the save fails.
+    A damaged one is moved aside first.
     """
     check_sizes(staging_dir, content)
     raw = encode_metadata(content)
@@ -155,9 +155,9 @@ def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
         except NewerFormatError:
             raise
         except MegatfmError as error:
-            aside = final.with_name(f".{final.name}.damaged-{secrets.token_hex(4)}")
-            log.warning("%s; moved to %s and replaced", error, aside)
-            file_io.rename(final, aside)
+            damaged = final.with_name(f".{final.name}.damaged-{secrets.token_hex(4)}")
+            log.warning("%s; moved to %s and replaced", error, damaged)
+            file_io.rename(final, damaged)
         else:
             if encode_metadata(existing) != raw:
                 raise MegatfmError(
@@ -169,7 +169,7 @@ def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
     file_io.rename(staging_dir, final)
 
 
-def _read_back(folder: Path, files: Mapping[str, FileEntry]) -> None:
+def _verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Read files from disk, bypassing the page cache. Raises MegatfmError if their hashes differ."""
     for name, entry in files.items():
         file_io.drop_page_cache(folder / name)
@@ -181,11 +181,11 @@ def _discard(staging_dir: Path | None, error: MegatfmError) -> None:
     if staging_dir is not None and staging_dir.exists():
         try:
             file_io.remove_tree(staging_dir)
-        except MegatfmError as second:
-            error.add_note(f"{second}: the next start will remove it")
+        except MegatfmError as second_error:
+            error.add_note(f"{second_error}: the next start will remove it")
 
 
-def _fill_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+def _split_into_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
     """Split pieces, in order, into files of at most FILE_BYTES (or of a single larger piece)."""
     file: list[WriteItem] = []
     size = 0
@@ -199,9 +199,6 @@ def _fill_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
         yield file
 
 
-# ------------------------------------------------------------------- by one process, tensor by tensor
-
-
 def write_checkpoint_from_iterator(
     folder: Path, step: int, tensors: Iterable[tuple[str, Tensor]], state: Mapping[str, JsonValue]
 ) -> Path:
@@ -213,10 +210,9 @@ def write_checkpoint_from_iterator(
     final = folder / f"step-{step:08d}"
     file_io.make_durable_dirs(folder)
     staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
-    with file_io.naming("create", staging_dir):
-        staging_dir.mkdir()
+    file_io.make_dir(staging_dir)
     try:
-        groups, files = _write_one_by_one(staging_dir, tensors)
+        groups, files = _write_full_tensors(staging_dir, tensors)
         content = Metadata(step=step, state=check_json_round_trip(state), groups=groups, files=files)
         commit(staging_dir, final, content)
     except BaseException:
@@ -226,31 +222,32 @@ def write_checkpoint_from_iterator(
     return final
 
 
-def _write_one_by_one(
+def _write_full_tensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[tuple[TensorGroup, ...], dict[str, FileEntry]]:
-    alike: dict[Kind, dict[str, int]] = defaultdict(dict)  # → name → number of its file
+    file_indices: dict[Kind, dict[str, int]] = defaultdict(dict)  # kind → name → index of its file
     files: dict[str, FileEntry] = {}
-    waiting: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
 
     def flush() -> None:
-        if waiting:
+        if pending:
             file = f"rank-00000-{len(files):03d}.safetensors"
-            for name, tensor in waiting.items():
-                alike[DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)][name] = len(files)
-            files[file] = file_format.write_safetensors(folder / file, waiting)
-            waiting.clear()
+            for name, tensor in pending.items():
+                file_indices[DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)][name] = len(files)
+            files[file] = file_format.write_safetensors(folder / file, pending)
+            pending.clear()
 
     for name, tensor in tensors:
-        if sum(other.nbytes for other in waiting.values()) + tensor.nbytes > FILE_BYTES:
+        if sum(other.nbytes for other in pending.values()) + tensor.nbytes > FILE_BYTES:
             flush()
-        waiting[name] = tensor
+        pending[name] = tensor
     flush()
-    groups = (_group(kind, dict(sorted(members.items()))) for kind, members in alike.items())
+    groups = [_full_group(kind, dict(sorted(indices.items()))) for kind, indices in file_indices.items()]
     return tuple(sorted(groups, key=lambda group: group.names[0])), files
 
 
-def _group(kind: Kind, files: Mapping[str, int]) -> TensorGroup:
+def _full_group(kind: Kind, file_indices: Mapping[str, int]) -> TensorGroup:
+    """Return a group of full tensors. file_indices: name → index of its file, sorted by name."""
     dtype, shape = kind
-    piece = Piece(offsets=(0,) * len(shape), sizes=shape, runs=run_lengths(files.values()))
-    return TensorGroup(dtype=dtype, shape=shape, names=tuple(files), pieces=(piece,))
+    piece = Piece(offsets=(0,) * len(shape), sizes=shape, runs=run_lengths(file_indices.values()))
+    return TensorGroup(dtype=dtype, shape=shape, names=tuple(file_indices), pieces=(piece,))

@@ -105,6 +105,7 @@ def register_architecture(name: str, architecture: Architecture, *, base: str = 
 
 
 def _register_base_model(name: str, architecture: Architecture) -> None:
+    """Register the class of a model without its head."""
 
     def read(hf_config: Json) -> ModelConfig:
         config = architecture.config_from_hf(hf_config)
@@ -185,7 +186,7 @@ def architecture_for(
     values = functional_config(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
-        n_mismatches = sum(values.get(key) != mark for key, mark in architecture.fingerprint.items())
+        n_mismatches = sum(values.get(key) != value for key, value in architecture.fingerprint.items())
         try:
             hf_config = {
                 "architectures": [name],
@@ -213,18 +214,16 @@ def format_error(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def config_differences(config: ModelConfig, back: ModelConfig) -> list[str]:
-    """Return the values of `config` that differ in `back`, as `key = value`."""
-    by_layer = bool(config.layer_types or back.layer_types)
-    expected, restored = (
-        functional_config(config, by_layer=by_layer),
-        functional_config(back, by_layer=by_layer),
-    )
-    keys = [*expected, *(key for key in restored if key.startswith("extra_heads.") and key not in expected)]
+def config_differences(config: ModelConfig, restored: ModelConfig) -> list[str]:
+    """Return the values of `config` that differ in `restored`, as `key = value`."""
+    by_layer = bool(config.layer_types or restored.layer_types)
+    expected = functional_config(config, by_layer=by_layer)
+    actual = functional_config(restored, by_layer=by_layer)
+    keys = [*expected, *(key for key in actual if key.startswith("extra_heads.") and key not in expected)]
     return [
         f"model.{key} = {expected.get(key)!r}"
         for key in keys
-        if not _is_close(expected.get(key), restored.get(key))
+        if not _is_close(expected.get(key), actual.get(key))
     ]
 
 
@@ -276,11 +275,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _is_close(value: Any, other_value: Any) -> bool:
-    if isinstance(value, Mapping) and isinstance(other_value, Mapping):
-        return value.keys() == other_value.keys() and all(
-            _is_close(value[key], other_value[key]) for key in value
-        )
-    if isinstance(value, float) and isinstance(other_value, int | float):
-        return math.isclose(value, other_value, rel_tol=1e-6)
-    return bool(value == other_value)
+def _is_close(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_close(a[key], b[key]) for key in a)
+    if isinstance(a, float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)

@@ -1,4 +1,4 @@
-"""Conversion of a model to the Hugging Face format and back, with a few tensors in memory at a time.
+"""Convert a model to or from the Hugging Face format, with a few tensors in memory at a time.
 
 A converted folder holds a config to start from: its [model] is the converted model, the rest are usual values.
 """
@@ -41,13 +41,14 @@ UNTRAINABLE = {
     "discriminator": "no objective trains a discriminator without its generator: convert a folder with both, as "
     "FOLDER/generator and FOLDER/discriminator, or add a head (model.extra_heads) with an objective of its own"
 }
-"""Family that no objective trains → what to do instead."""
+"""Family that no objective trains → message with the way out."""
 
 
 def config_comment(
     name: str, arguments: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
 ) -> str:
-    """Return the comment at the top of config.toml; arguments: those with which `megatfm train` continues."""
+    """Return the comment at the top of config.toml. arguments: of the `megatfm train` that continues from the
+    weights."""
     if family in UNTRAINABLE:
         first_line = f"# Made by `megatfm convert` from a {name}. [model] is the converted model."
         return f"{first_line}\n# {UNTRAINABLE[family]}.\n\n"
@@ -111,49 +112,45 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
-    exported_list = exported_models(model, origin.get("name"))
-    stored_shapes = checkpoint.names(path)
+    parts = exported_models(model, origin.get("name"))
     tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
-        for key, (dtype, shape) in stored_shapes.items()
+        for key, (dtype, shape) in checkpoint.names(path).items()
         if key.startswith("model.")
     }
     _check_names(path, tensors, config.model)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written_names, summary, non_finite = set[str](), list[str](), list[str]()
-    checkpoint_notes = [f"{path}: the best checkpoint of the run"] * (
-        config.task is not None and path != source
-    )
-    for exported in exported_list:
-        model_folder = folder / exported.folder
+    for part in parts:
+        model_folder = folder / part.folder
         file_io.make_durable_dirs(model_folder)
-        order = [key for rule in exported.rules for key in rule.megatfm]
+        order = [key for rule in part.rules for key in rule.megatfm]
         notes, ids = tokenizer_files.to_hf(path, config, model_folder, tokenizer)
-        _check_padding(exported.hf_config, ids)
+        _check_padding(part.hf_config, ids)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
-        size = write_weights(model_folder, exported.rules, tensors, reader.read, shard_bytes)
+        size = write_weights(model_folder, part.rules, tensors, reader.read, shard_bytes)
         non_finite += reader.non_finite
-        notes += exported.architecture.notes(model)
-        part_origin = origin if exported.name == origin.get("name") else {}
-        labels = task_labels(config) if "problem_type" in exported.hf_config else {}
-        restored = tokenizer_files.restore_origin(part_origin, exported.hf_config | labels)
-        hf_config = (
-            exported.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
-        )
+        notes += part.architecture.notes(model)
+        part_origin = origin if part.name == origin.get("name") else {}
+        labels = task_labels(config) if "problem_type" in part.hf_config else {}
+        restored = tokenizer_files.restore_origin(part_origin, part.hf_config | labels)
+        hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
         if isinstance(generation := part_origin.get("generation"), dict):
             write_json(model_folder / tokenizer_files.GENERATION, generation)
-        if (key := exported.architecture.max_length_key) and key not in hf_config:
+        if (key := part.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length
-        hf_config = tokenizer_files.with_text_ids(hf_config)
+        hf_config = tokenizer_files.move_text_ids(hf_config)
         write_preprocessor(model_folder, hf_config)
         write_json(model_folder / CONFIG, hf_config)
         file_io.sync_folder(model_folder)
         written_names |= set(order)
-        summary.append(f"{exported.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
+        summary.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if unwritten := sorted(tensors.keys() - written_names):
         notes.append(f"not converted, since transformers has no such weights: {', '.join(unwritten)}")
-    return ["; ".join(summary), *checkpoint_notes, *notes, *note_non_finite(list(dict.fromkeys(non_finite)))]
+    if config.task is not None and path != source:
+        notes.insert(0, f"{path}: the best checkpoint of the run")
+    return ["; ".join(summary), *notes, *note_non_finite(list(dict.fromkeys(non_finite)))]
 
 
 def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:
@@ -168,46 +165,46 @@ def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
-    source_model = open_folder(source)
-    shapes = meta_shapes(source_model.config)
+    hf_model = open_folder(source)
+    family, shapes = hf_model.config.family, meta_shapes(hf_model.config)
     tokenizer_file, notes = tokenizer_files.to_megatfm(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
-    length = (
-        source_model.json.get(source_model.architecture.max_length_key) or source_model.config.position.limit
-    )
-    config = starting_config(target, source_model.config, tokenizer_file, length)
-    provenance: dict[str, JsonValue] = {"origin": {"name": source_model.name}}
-    if isinstance(source_model, HfFolder):
-        hf_config = source_model.architecture.config_to_hf(source_model.config)
-        provenance["origin"] = tokenizer_files.record_origin(
-            source, source_model.name, source_model.json, hf_config
-        )
-        if tokenizer_file:
-            tokenizer = tokenizers.load(folder / tokenizer_file)
+    length = hf_model.json.get(hf_model.architecture.max_length_key) or hf_model.config.position.limit
+    config = starting_config(target, hf_model.config, tokenizer_file, length)
+    tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
+    state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
+    if isinstance(hf_model, HfFolder):
+        hf_config = hf_model.architecture.config_to_hf(hf_model.config)
+        state["origin"] = tokenizer_files.record_origin(source, hf_model.name, hf_model.json, hf_config)
+        if tokenizer and tokenizer_file:
             files = tokenizers.tokenizer_files(folder / tokenizer_file)
-            provenance["begins"] = [*tokenizer_files.bos_prefix_ids(source, files, tokenizer)]
-            provenance["stop"] = [*tokenizer_files.eos_token_id_of(source, source_model.json, tokenizer)]
-    state: dict[str, JsonValue] = {
-        **provenance,
-        "step": 0,
-        "megatfm": __version__,
-        "config": config.model_dump(mode="json"),
-        "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
-    }
-    checkpoint.write_checkpoint_from_iterator(
-        folder / "checkpoints", 0, _with_model_prefix(source_model, shapes), state
-    )
-    header = config_comment(source_model.name, family=source_model.config.family).encode()
-    file_io.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
-    family = source_model.config.family
+            state["begins"] = [*tokenizer_files.bos_prefix_ids(source, files, tokenizer)]
+            state["stop"] = [*tokenizer_files.eos_token_ids_of(source, hf_model.json, tokenizer)]
+    state["tokenizer"] = tokenizer.hash if tokenizer else None
+    tensors = _with_model_prefix(converted_tensors(hf_model, shapes))
+    write_model(folder, config, tensors, state, config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
-    return [
-        f"{source_model.name}, {len(shapes)} tensors",
-        *source_model.notes,
-        *notes,
-        *untrainable,
-    ]
+    return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *untrainable]
+
+
+def write_model(
+    folder: Path,
+    config: Config,
+    tensors: Iterable[tuple[str, Tensor]],
+    state: Mapping[str, JsonValue],
+    comment: str,
+    *,
+    step: int = 0,
+) -> None:
+    """Write a run directory with one checkpoint and config.toml.
+
+    tensors: (name in the checkpoint, tensor), read one after the other. state: of the checkpoint, besides step, version
+    and config. comment: at the top of config.toml.
+    """
+    contents = {**state, "step": step, "megatfm": __version__, "config": config.model_dump(mode="json")}
+    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", step, tensors, contents)
+    file_io.write_file(folder / "config.toml", [memoryview((comment + to_toml(config)).encode())])
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -247,15 +244,12 @@ def note_non_finite(names: Sequence[str]) -> list[str]:
     """Return a note about tensors with NaN or infinity, or none."""
     if not names:
         return []
-    more = f" and {len(names) - 1} more" * (len(names) > 1)
-    return [f"NaN or infinity in {names[0]}{more}: the model's outputs may be NaN, too"]
+    others = f" and {len(names) - 1} more" * (len(names) > 1)
+    return [f"NaN or infinity in {names[0]}{others}: the model's outputs may be NaN, too"]
 
 
-def _with_model_prefix(
-    folder: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in converted_tensors(folder, shapes):
-        yield f"model.{name}", tensor
+def _with_model_prefix(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    return ((f"model.{name}", tensor) for name, tensor in tensors)
 
 
 def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
@@ -283,7 +277,7 @@ class _CheckpointReader:
     """Reads tensors of a checkpoint in a given order, about `READ_BYTES` at a time, and merges adapters."""
 
     def __init__(self, path: Path, order: Sequence[str], tensors: Mapping[str, Tensor], scale: float) -> None:
-        """Plan the reads. tensors: on the meta device; scale: of the adapters, 0 without any."""
+        """tensors: on the meta device. scale: of the adapters; 0 without adapters."""
         self.path, self.order, self.tensors, self.scale = path, list(order), tensors, scale
         self._pending: dict[str, Tensor] = {}
         self.non_finite: list[str] = []
@@ -300,8 +294,8 @@ class _CheckpointReader:
         while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
         adapters = [name.removesuffix(".weight") + end for name in batch for end in FACTORS if self.scale]
-        read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
-        merged = merge_lora(read, self.scale)
+        stored = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
+        merged = merge_lora(stored, self.scale)
         self._pending |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}
         self.non_finite += [name for name in batch if not self._pending[name].isfinite().all()]
 
@@ -318,8 +312,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     target = target.absolute()
     file_io.make_durable_dirs(target.parent)
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    with file_io.naming("create", partial):
-        partial.mkdir()
+    file_io.make_dir(partial)
     try:
         yield partial
         file_io.sync_folder(partial)

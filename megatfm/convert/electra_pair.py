@@ -1,4 +1,5 @@
-"""ELECTRA's two halves, which transformers keeps as two models: folders discriminator/ and generator/ of one."""
+"""ELECTRA's generator and discriminator, which transformers stores as two models, in folders generator/ and
+discriminator/."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +19,17 @@ from megatfm.models.electra import generator_config
 
 CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
 DEBERTA = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
-"""Classes of DeBERTa v3: transformers has no class with the verdict, so that the discriminator is stored without it."""
+"""Classes of DeBERTa v3. transformers has no class with the discriminator's head, which is left out."""
 SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight")
-"""Tables of the discriminator that are the generator's as well."""
+"""Embeddings that generator and discriminator share."""
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """One of the transformers models that a megatfm model is stored as; folder: where in the target, "" for itself."""
+    """A model of transformers as which a megatfm model, or half of an ELECTRA pair, is stored.
+
+    folder: within the target; "": the target itself. name: of the class.
+    """
 
     folder: str
     name: str
@@ -35,33 +39,33 @@ class ExportedModel:
 
 
 def exported_models(config: ModelConfig, previous_name: object = None) -> list[ExportedModel]:
-    """Two for ELECTRA, one for all others. Raises UsageError where transformers can't store the model.
+    """Return the models of transformers that store a megatfm model: two for ELECTRA, one for others.
 
-    before: the name of the original class, which is chosen again if it still fits.
+    previous_name: class that the model was converted from, which is chosen again if it still fits. Raises UsageError if
+    transformers can't store the model.
     """
     if config.family != "electra":
         try:
-            name, architecture, hf_config = architecture_for(
-                config, [str(previous_name)] if previous_name else None
-            )
+            among = [str(previous_name)] if previous_name else None
+            name, architecture, hf_config = architecture_for(config, among)
         except UsageError:
             name, architecture, hf_config = architecture_for(config)
         return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]
     classes = DEBERTA if config.position.name == "deberta_v2" else CLASSES
     halves = _halves(config)
     if classes is DEBERTA:
-        bare = {"family": "encoder", "lm_head": HeadConfig(name="none")}
-        halves["discriminator"] = halves["discriminator"].model_copy(update=bare)
+        headless = {"family": "encoder", "lm_head": HeadConfig(name="none")}
+        halves["discriminator"] = halves["discriminator"].model_copy(update=headless)
     return [_export(half, half_config, classes[half]) for half, half_config in halves.items()]
 
 
 def is_electra_folder(path: str | Path) -> bool:
-    """Whether a folder holds both halves."""
+    """Return whether a folder holds both halves of an ELECTRA pair."""
     return all(is_hf_folder(Path(path) / half) for half in CLASSES)
 
 
 def open_folder(path: str | Path) -> "HfFolder | ElectraFolder":
-    """A folder in the Hugging Face format. Raises as they do."""
+    """Open a folder in the Hugging Face format. Raises UsageError, MegatfmError."""
     return ElectraFolder(path) if is_electra_folder(path) else HfFolder(path)
 
 
@@ -69,7 +73,7 @@ class ElectraFolder:
     """An ELECTRA generator and discriminator in two folders, opened as one model, with the interface of HfFolder."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises UsageError where the halves don't belong together."""
+        """Open a pair. Raises UsageError or MegatfmError if the halves don't belong together."""
         self.path = Path(path)
         self.models = {half: HfFolder(self.path / half) for half in CLASSES}
         discriminator = self.models["discriminator"]
@@ -91,12 +95,12 @@ class ElectraFolder:
             rule
             for part in parts
             for rule in part.rules
-            if part.folder == "discriminator" or not _shared(rule)
+            if part.folder == "discriminator" or not _is_shared(rule)
         ]
         self._check_shared()
 
     def megatfm_tensors(self, rule: WeightMapping) -> Mapping[str, Tensor]:
-        """The tensors of a rule under our names."""
+        """Read the tensors of a mapping under megatfm's names."""
         half = rule.megatfm[0].partition(".")[0]
         half_rule = replace(rule, megatfm=tuple(name.removeprefix(f"{half}.") for name in rule.megatfm))
         return {
@@ -104,15 +108,15 @@ class ElectraFolder:
         }
 
     def _config(self) -> ModelConfig:
-        discriminator, smaller = (self.models[half].config for half in CLASSES)
-        generator = GeneratorConfig(
-            d_model=smaller.d_model,
-            n_heads=smaller.attention.n_heads,
-            d_ff=smaller.ffn.d_ff,
-            n_layers=None if smaller.n_layers == discriminator.n_layers else smaller.n_layers,
+        discriminator, generator = (self.models[half].config for half in CLASSES)
+        section = GeneratorConfig(
+            d_model=generator.d_model,
+            n_heads=generator.attention.n_heads,
+            d_ff=generator.ffn.d_ff,
+            n_layers=None if generator.n_layers == discriminator.n_layers else generator.n_layers,
         )
-        config = discriminator.model_copy(update={"family": "electra", "generator": generator})
-        if differences := config_differences(smaller, generator_config(config)):
+        config = discriminator.model_copy(update={"family": "electra", "generator": section})
+        if differences := config_differences(generator, generator_config(config)):
             raise UsageError(
                 f"{self.path}: the generator has {', '.join(differences)}, the discriminator another: they are no pair"
             )
@@ -134,8 +138,8 @@ def _halves(config: ModelConfig) -> dict[str, ModelConfig]:
     return {"discriminator": config.model_copy(update=changes), "generator": generator_config(config)}
 
 
-def _export(half: str, config: ModelConfig, kind: str) -> ExportedModel:
-    name, architecture, hf_config = architecture_for(config, among=[kind])
+def _export(half: str, config: ModelConfig, class_name: str) -> ExportedModel:
+    name, architecture, hf_config = architecture_for(config, among=[class_name])
     rules = [
         replace(rule, megatfm=tuple(_name(half, name) for name in rule.megatfm))
         for rule in architecture.weight_mappings(config)
@@ -144,9 +148,9 @@ def _export(half: str, config: ModelConfig, kind: str) -> ExportedModel:
 
 
 def _name(half: str, name: str) -> str:
-    """Name of a half's parameter in the pair; shared ones have the discriminator's."""
+    """Return the name of a half's parameter in the pair; shared ones have the discriminator's."""
     return f"{'discriminator' if name in SHARED else half}.{name}"
 
 
-def _shared(rule: WeightMapping) -> bool:
+def _is_shared(rule: WeightMapping) -> bool:
     return rule.megatfm[0].partition(".")[2] in SHARED

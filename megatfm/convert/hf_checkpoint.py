@@ -1,4 +1,4 @@
-"""Reader and writer of folders in the Hugging Face format: config.json and safetensors in one or several files."""
+"""Read and write folders in the Hugging Face format: config.json, and safetensors in one or several files."""
 
 import json
 import math
@@ -94,9 +94,9 @@ class HfFolder:
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
 
-    def _match_tensors(self, stored_name: Mapping[str, str]) -> list[str]:
+    def _match_tensors(self, file_by_tensor: Mapping[str, str]) -> list[str]:
         """Match the architecture's tensors with the files'; returns the names of missing ones."""
-        self.files = _canonical_names(stored_name, self.architecture)
+        self.files = _canonical_names(file_by_tensor, self.architecture)
         self.config = self.architecture.refine_config(self.config, self.files)
         self.rules = list(self.architecture.rules_for(self.config, self.files))
         return sorted({name for rule in self.rules for name in rule.hf} - self.files.keys())
@@ -106,9 +106,9 @@ class HfFolder:
         allowed = {name for rule in self.rules for name in (*rule.hf, *rule.tied_names)}
         prefix, unexpected = self.architecture.base_model_prefix, sorted(self.files.keys() - allowed)
         unused_patterns = self.architecture.unused_tensors(self.json, self.files)
-        for name in (
-            name for name in unexpected if not any(re.search(pattern, name) for pattern in unused_patterns)
-        ):
+        for name in unexpected:
+            if any(re.search(pattern, name) for pattern in unused_patterns):
+                continue
             is_head = not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")
             if not (self.architecture.is_base_model and is_head):
                 raise MegatfmError(
@@ -117,7 +117,7 @@ class HfFolder:
         return [f"not read, as it belongs to no {self.name}: {_abbreviate(unexpected)}"] * bool(unexpected)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a tensor by its name in the mappings, into aligned memory: in the file it may begin anywhere."""
+        """Read a tensor by its name in the mappings, into aligned memory. Raises MegatfmError."""
         file, stored_name = self.files[name]
         try:
             if file not in self._open:
@@ -128,7 +128,7 @@ class HfFolder:
             raise MegatfmError(f"{self.path / file}: can't read {stored_name}: {error}") from None
 
     def megatfm_tensors(self, mapping: WeightMapping) -> Mapping[str, Tensor]:
-        """Read the tensors of a mapping under megatfm's names. Raises MegatfmError where tied tensors differ."""
+        """Read the tensors of a mapping under megatfm's names. Raises MegatfmError if tied tensors differ."""
         hf_tensors = [self.read_tensor(name) for name in mapping.hf]
         for copy in mapping.tied_names:
             if copy in self.files and not torch.equal(self.read_tensor(copy), hf_tensors[0]):
@@ -158,7 +158,7 @@ def _abbreviate(names: Sequence[str]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises MegatfmError."""
+    """Read a JSON object. Raises MegatfmError if there is none."""
     _check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import converted_tensors, meta_shapes
 from megatfm.convert.electra_pair import open_folder
-from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, read_json
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, read_json
 from megatfm.convert.starting_config import starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
@@ -57,43 +57,37 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
         raise UsageError(
             f"{path}: can't generate text, since megatfm can't open its tokenizer: {error}"
         ) from None
-    rows = folder.config.vocab_size or 0
-    if tokenizer.vocab_size > rows:
+    vocab_size = folder.config.vocab_size or 0
+    if tokenizer.vocab_size > vocab_size:
         raise MegatfmError(
-            f"{path}: the model's vocabulary has {rows} entries, its tokenizer's {tokenizer.vocab_size}: one "
+            f"{path}: the model's vocabulary has {vocab_size} entries, its tokenizer's {tokenizer.vocab_size}: one "
             "of the two was replaced"
         )
     length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
+    files = tokenizers.tokenizer_files(tokenizer_file)
     return {
         "tokenizer": tokenizer,
         "config": starting_config(folder_path, folder.config, tokenizer_file.name, length),
         "step": 0,
         "run_dir": None,
-        "prompt_prefix_ids": tuple(
-            tokenizer_files.bos_prefix_ids(source, tokenizers.tokenizer_files(tokenizer_file), tokenizer)
-        ),
+        "prompt_prefix_ids": tuple(tokenizer_files.bos_prefix_ids(source, files, tokenizer)),
         "knows_objective": False,
-        "eos_token_id": tuple(tokenizer_files.eos_token_id_of(source, folder.json, tokenizer)),
+        "eos_token_id": tuple(tokenizer_files.eos_token_ids_of(source, folder.json, tokenizer)),
     }
 
 
 def bos_prefix_ids_of(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that a folder's tokenizer puts before a text."""
     folder_path = Path(path)
-    return tuple(
-        tokenizer_files.bos_prefix_ids(
-            folder_path, tokenizers.tokenizer_files(tokenizer_files.tokenizer_path(folder_path)), tokenizer
-        )
-    )
+    files = tokenizers.tokenizer_files(tokenizer_files.tokenizer_path(folder_path))
+    return tuple(tokenizer_files.bos_prefix_ids(folder_path, files, tokenizer))
 
 
 def pad_token_id_of(path: str | Path) -> int | None:
     """Return the padding id in a folder's config.json; of an ELECTRA pair, the discriminator's."""
     folder_path = Path(path)
-    file = (
-        folder_path / CONFIG if (folder_path / CONFIG).is_file() else folder_path / "discriminator" / CONFIG
-    )
-    return read_json(file).get("pad_token_id")
+    folder = folder_path if is_hf_folder(folder_path) else folder_path / "discriminator"
+    return read_json(folder / CONFIG).get("pad_token_id")
 
 
 def sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str, Any]:

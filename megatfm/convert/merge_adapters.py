@@ -1,4 +1,4 @@
-"""A model of ours whose low-rank adapters are added to its matrices."""
+"""Merge the low-rank adapters of a megatfm model into its matrices."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,18 +7,19 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
-from megatfm.checkpoint import file_io
-from megatfm.config import Config, to_toml
+from megatfm.config import Config
 from megatfm.convert import tokenizer_files
-from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, read_config
+from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, read_config, write_model
 from megatfm.layers.lora import FACTORS, merge_lora
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
-from megatfm.version import __version__
 
 
 def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:
-    """Write a model of ours whose adapters are added to its matrices, to a new folder. Raises UsageError."""
+    """Write a megatfm model with its adapters merged to a new folder; returns notes for the user.
+
+    trust_plugins: import the packages that its config names. Raises UsageError, MegatfmError; then there is no target.
+    """
     source, target = Path(source), Path(target)
     check_is_new(target)
     path = best_checkpoint(source)
@@ -32,24 +33,20 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
     )
     scale, shapes = options.alpha / options.rank, meta_shapes(plain.model)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
+    def merged_tensors() -> Iterator[tuple[str, Tensor]]:
         stored = checkpoint.names(path)
         for name in shapes:
-            ends = [f"model.{name.removesuffix('.weight')}{end}" for end in FACTORS]
-            read = checkpoint.read_tensors(
-                path, only={f"model.{name}", *(end for end in ends if end in stored)}
-            )
-            yield f"model.{name}", merge_lora(read, scale)[f"model.{name}"]
+            factors = {f"model.{name.removesuffix('.weight')}{end}" for end in FACTORS} & stored.keys()
+            tensors = checkpoint.read_tensors(path, only={f"model.{name}", *factors})
+            yield f"model.{name}", merge_lora(tensors, scale)[f"model.{name}"]
 
-    provenance: dict[str, JsonValue] = {
+    kept_state: dict[str, JsonValue] = {
         key: state[key] for key in ("tokenizer", "begins", "stop", "origin") if key in state
     }
-    written = {**provenance, "step": 0, "megatfm": __version__, "config": plain.model_dump(mode="json")}
-    place = tokenizers.find_tokenizer_file(path.absolute().parent.parent) or config.data.tokenizer
+    tokenizer_file = tokenizers.find_tokenizer_file(path.absolute().parent.parent) or config.data.tokenizer
+    comment = f"# Made by `megatfm convert --to megatfm` from {source}, whose adapters are merged.\n\n"
     with new_folder(target) as folder:
-        if place and Path(place).exists():
-            tokenizer_files.copy_tokenizer(Path(place), folder)
-        checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, tensors(), written)
-        header = f"# Made by `megatfm convert --to megatfm` from {source}, whose adapters are merged.\n\n"
-        file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(plain)).encode())])
+        if tokenizer_file and Path(tokenizer_file).exists():
+            tokenizer_files.copy_tokenizer(Path(tokenizer_file), folder)
+        write_model(folder, plain, merged_tensors(), kept_state, comment)
     return [f"adapters of {path} merged, {len(shapes)} tensors"]

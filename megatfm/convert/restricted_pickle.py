@@ -1,8 +1,8 @@
 """Read tensors of foreign torch.save files without running their code.
 
-A file must be a zip of one pickle and of the bytes of its tensors, stored as they are. torch never sees it, for
-`torch.load` opens a TorchScript archive, whose code then runs, whatever reader it is told to use. Classes in the pickle
-that aren't known (DeepSpeed names some) become objects that hold nothing.
+A file must be a zip of one pickle and the uncompressed bytes of its tensors. `torch.load` is not used: it opens
+TorchScript archives, whose code then runs, whatever unpickler it is given. Unknown classes in the pickle (DeepSpeed's)
+become empty placeholders.
 """
 
 import io
@@ -36,14 +36,14 @@ STORAGES: dict[str, torch.dtype] = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-ABOUT = ("version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
-"""Entries of torch's archives that say something of the file."""
-PICKLE_BYTES = 2**26
-"""More than the names, shapes and numbers of any model's parameters take."""
+METADATA_ENTRIES = ("version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
+"""Entries of torch's archives about the file itself."""
+MAX_PICKLE_BYTES = 2**26
+"""More than the names and shapes of any model's parameters need."""
 
 
 class _Placeholder:
-    """Placeholder for an object of an unknown class."""
+    """Object of an unknown class, which keeps nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -58,23 +58,23 @@ class _Placeholder:
         pass
 
     def append(self, item: Any) -> None:
-        """Keep nothing, as a list's method."""
+        """Keep nothing."""
 
     def extend(self, items: Any) -> None:
-        """Keep nothing, likewise."""
+        """Keep nothing."""
 
 
-class _Closed:
-    """An object that a pickle can't alter: it has no attributes to set, and refuses a state."""
+class _Immutable:
+    """Object that a pickle can't change: it has no attributes to set, and refuses a state."""
 
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("a state for what has none")
+        raise pickle.UnpicklingError("a state for an object that has none")
 
 
-class Stored(_Closed):
-    """A placeholder for a tensor in a pickle."""
+class Stored(_Immutable):
+    """A tensor of a pickle."""
 
     __slots__ = ("tensor",)
 
@@ -82,7 +82,7 @@ class Stored(_Closed):
         self.tensor = tensor
 
 
-class _Function(_Closed):
+class _Function(_Immutable):
     """A function that a pickle may call."""
 
     __slots__ = ("function",)
@@ -94,8 +94,8 @@ class _Function(_Closed):
         return self.function(*args)
 
 
-class _StorageType(_Closed):
-    """A name of `STORAGES`."""
+class _StorageType(_Immutable):
+    """A storage class, as `STORAGES` lists them."""
 
     __slots__ = ("dtype",)
 
@@ -104,40 +104,40 @@ class _StorageType(_Closed):
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickler that finds tensors, plain containers, and `_Placeholder` for all else."""
+    """Unpickler that knows tensors and plain containers, and `_Placeholder` for all other classes."""
 
     def __init__(self, content: bytes, archive: "_Archive") -> None:
         super().__init__(io.BytesIO(content), encoding="utf-8")
         self.archive = archive
 
     def find_class(self, module: str, name: str) -> Any:
-        """Resolve a name in a file: one of a few functions, `OrderedDict`, or `_Placeholder`."""
+        """Resolve a name of a pickle: one of a few functions, `OrderedDict`, or `_Placeholder`."""
         if module == "torch" and name in STORAGES:
             return _StorageType(STORAGES[name])
         allowed: dict[tuple[str, str], Any] = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): _Function(tuple),
-            ("torch._utils", "_rebuild_parameter"): _Function(lambda stored, *_: _checked(stored)),
-            ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
+            ("torch._utils", "_rebuild_parameter"): _Function(lambda stored, *_: _check_stored(stored)),
+            ("torch._utils", "_rebuild_tensor_v2"): _Function(_rebuild_tensor),
         }
         return allowed.get((module, name), _Placeholder)
 
     def persistent_load(self, pid: Any) -> Tensor:
-        """The bytes of a tensor, as a flat tensor of their kind."""
+        """Return a storage as a flat tensor."""
         match pid:
             case ("storage", _StorageType(dtype=dtype), str(key), str(), int(n)):
                 return self.archive.storage(key, dtype, n)
         raise pickle.UnpicklingError(f"{pid!r:.80} names no storage")
 
 
-def _checked(stored: Any) -> Stored:
+def _check_stored(stored: Any) -> Stored:
     if not isinstance(stored, Stored):
         raise pickle.UnpicklingError("a parameter of what is no tensor")
     return stored
 
 
-def _tensor(flat: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
-    """A view of a storage's elements, each of which it holds at most once."""
+def _rebuild_tensor(flat: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
+    """Return a view of a storage with at most as many elements. Raises UnpicklingError for invalid sizes."""
     numbers = [offset, *size, *stride]
     if not isinstance(flat, Tensor) or any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
         raise pickle.UnpicklingError("a tensor of what is no storage, or of sizes that aren't counts")
@@ -147,7 +147,7 @@ def _tensor(flat: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
 
 
 class _Archive:
-    """The zip of a file. Raises MegatfmError, or what zipfile raises."""
+    """The zip archive of a file. Raises MegatfmError, or the errors of zipfile."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self.path, self.zip = path, zipfile.ZipFile(file)
@@ -155,18 +155,22 @@ class _Archive:
         names = [entry.filename for entry in entries]
         pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
         self.prefix = pickles[0].removesuffix("data.pkl") if len(pickles) == 1 else ""
-        plain = re.compile(rf"{re.escape(self.prefix)}(data\.pkl|data/\d+|{'|'.join(map(re.escape, ABOUT))})")
-        strange = [name for name in names if not self.prefix or not plain.fullmatch(name)]
-        if strange:
-            self._refuse(f"it holds {min(strange)!r:.80}, so it is another kind of archive", strange)
+        allowed = re.compile(
+            rf"{re.escape(self.prefix)}(data\.pkl|data/\d+|{'|'.join(map(re.escape, METADATA_ENTRIES))})"
+        )
+        unknown = [name for name in names if not self.prefix or not allowed.fullmatch(name)]
+        if unknown:
+            self._refuse(f"it holds {min(unknown)!r:.80}, so it is another kind of archive", unknown)
         if len(set(names)) < len(names) or any(e.compress_type != zipfile.ZIP_STORED for e in entries):
             self._refuse("its entries are compressed, or there twice", names)
         if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
             self._refuse("its entries claim more bytes than the file has", names)
-        order = self.zip.read(f"{self.prefix}byteorder") if f"{self.prefix}byteorder" in names else b"little"
-        if order != b"little":
-            self._refuse(f"its bytes are in the order {order!r:.20}, not 'little'", names)
-        self._flat: dict[str, tuple[Tensor, torch.dtype]] = {}
+        byte_order = (
+            self.zip.read(f"{self.prefix}byteorder") if f"{self.prefix}byteorder" in names else b"little"
+        )
+        if byte_order != b"little":
+            self._refuse(f"its bytes are in the order {byte_order!r:.20}, not 'little'", names)
+        self._storages: dict[str, tuple[Tensor, torch.dtype]] = {}
 
     def _refuse(self, reason: str, names: list[str]) -> None:
         is_script = any(name.endswith("/constants.pkl") or "/code/" in name for name in names)
@@ -176,10 +180,12 @@ class _Archive:
         )
 
     def content(self) -> bytes:
-        """The pickle, none of whose instructions asks for memory beyond its own size."""
+        """Return the pickle. Raises an error if one of its instructions needs more memory than its size."""
         name = f"{self.prefix}data.pkl"
-        if self.zip.getinfo(name).file_size > PICKLE_BYTES:
-            raise MegatfmError(f"{self.path}: its table has more than {PICKLE_BYTES:,} bytes: no model's has")
+        if self.zip.getinfo(name).file_size > MAX_PICKLE_BYTES:
+            raise MegatfmError(
+                f"{self.path}: its table has more than {MAX_PICKLE_BYTES:,} bytes: no model's has"
+            )
         content = self.zip.read(name)
         for code, argument, _ in pickletools.genops(content):
             if "PUT" in code.name and isinstance(argument, int) and argument > len(content):
@@ -187,24 +193,24 @@ class _Archive:
         return content
 
     def storage(self, key: str, dtype: torch.dtype, n_elements: int) -> Tensor:
-        """Elements of a storage; tensors that share one get the same memory."""
-        if key not in self._flat:
+        """Return a storage as a flat tensor; tensors that share it get the same memory."""
+        if key not in self._storages:
             content = bytearray(self.zip.read(f"{self.prefix}data/{key}"))
             if len(content) != n_elements * dtype.itemsize:
                 raise pickle.UnpicklingError(
                     f"storage {key} has {len(content)} bytes, not {n_elements * dtype.itemsize}"
                 )
             flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-            self._flat[key] = flat, dtype
-        flat, stored_dtype = self._flat[key]
+            self._storages[key] = flat, dtype
+        flat, stored_dtype = self._storages[key]
         if (flat.numel(), stored_dtype) != (n_elements, dtype):
             raise pickle.UnpicklingError(f"storage {key} is said to be two")
         return flat
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A regular file: opening a FIFO would wait for a writer."""
+def _open_regular(path: Path) -> Iterator[IO[bytes]]:
+    """Open a regular file. Raises MegatfmError for another kind: opening a FIFO would wait for a writer."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise MegatfmError(f"{path}: no regular file")
@@ -212,9 +218,9 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read(path: Path) -> Any:
-    """Return what torch.save wrote, its tensors as `Stored`. Raises MegatfmError."""
+    """Read a file of torch.save, with its tensors as `Stored`. Raises MegatfmError."""
     try:
-        with _opened(path) as file:
+        with _open_regular(path) as file:
             archive = _Archive(path, file)
             return _Reader(archive.content(), archive).load()
     except MegatfmError:

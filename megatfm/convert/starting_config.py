@@ -1,4 +1,4 @@
-"""Configs to start from: that of a converted model, and of a run that continues from it."""
+"""Starting configs: of a converted model, and of a run that continues from it."""
 
 import re
 from pathlib import Path
@@ -18,9 +18,11 @@ OBJECTIVES = {
     "hierarchical": "image_classification",
     "vision_language": "image_to_text",
 }
-"""Family → usual objective."""
-DEFAULT_SEQUENCE_LENGTH = 512  # if config.json has no length
-TEXT_LENGTH = 256  # tokens of text beside an image's
+"""Family → default objective."""
+DEFAULT_SEQUENCE_LENGTH = 512
+"""Tokens per row if config.json has no length."""
+TEXT_LENGTH = 256
+"""Tokens of text per row besides an image's."""
 
 
 def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
@@ -39,8 +41,8 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
         "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
     }
     if model.stages is not None:
-        (rows, columns), side = model.stages.grid, getattr(model.embedding, "patch_size", 1)
-        values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * side}}
+        (rows, columns), patch_size = model.stages.grid, getattr(model.embedding, "patch_size", 1)
+        values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * patch_size}}
     return _validate(values | _image_sections(values["data"], model), target)
 
 
@@ -76,8 +78,7 @@ def branching_config(config: Config, target: Path, step: int) -> Config:
 
 
 def _validate(values: dict[str, Any], target: Path) -> Config:
-    """Validate a config. Raises UsageError for values of the source that no config can hold, such as −1 tokens per
-    row."""
+    """Validate a config. Raises UsageError for invalid values of the source, such as −1 tokens per row."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A dense model as a mixture of experts that computes the same (Komatsuzaki et al. 2023; finer: He et al. 2024)."""
+"""Upcycle a dense model to a mixture of experts with the same outputs (Komatsuzaki et al. 2023; He et al. 2024)."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,15 +11,13 @@ from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.checkpoint import file_io
-from megatfm.config import Config, ModelConfig, invalid, to_toml
+from megatfm.config import Config, ModelConfig, invalid
 from megatfm.config.ffn import DenseFFNConfig, FFNConfig, MoEConfig
 from megatfm.config.key_migrations import migrate
-from megatfm.convert.convert import check_is_new, meta_shapes, new_folder
+from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, write_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import Normal, draw
 from megatfm.registry import import_foreign_plugins
-from megatfm.version import __version__
 
 EXPERT_TENSOR = re.compile(r"(.*\.ffn)\.experts\.([wb])_(gate|up|down)")
 ROUTER_STD = 0.02
@@ -28,12 +26,12 @@ ROUTER_STD = 0.02
 
 @dataclass(frozen=True)
 class Upcycling:
-    """The mixture that a dense model becomes.
+    """Options of upcycling.
 
-    experts: copies of its feed-forward network; top_k: how many of them a token goes through; granularity: number G of
-    fine-grained experts that each copy is cut into: the model has experts × G, of which a token takes top_k × G; every:
-    the last of so many blocks has experts; noise: standard deviation of what is added to weights of experts, a multiple
-    of that of the weights; seed: of noise and routers.
+    experts: number of copies of the feed-forward network. top_k: copies that a token is routed to. granularity: number
+    G of fine-grained experts that each copy is split into; the model has experts × G, and a token uses top_k × G.
+    every: one in so many blocks, the last, has experts. noise: standard deviation of noise added to the experts'
+    weights, as a multiple of the weights' own. seed: of noise and routers.
     """
 
     experts: int
@@ -44,7 +42,7 @@ class Upcycling:
     seed: int = 0
 
     def model(self, dense: ModelConfig) -> ModelConfig:
-        """The config of the mixture. Raises UsageError for a model that none can be made of."""
+        """Return the config of the mixture. Raises UsageError for a model that can't be upcycled."""
         kinds = dense.layer_kinds
         if any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
             raise UsageError(
@@ -77,7 +75,7 @@ class Upcycling:
             raise invalid("no mixture can be made of it", error) from None
 
     def _section(self, ffn: FFNConfig) -> dict[str, Any]:
-        """The section of the experts that a dense network becomes."""
+        """Return the section of the experts that replace a dense network."""
         assert isinstance(ffn, DenseFFNConfig)
         return {
             "name": "moe",
@@ -91,7 +89,7 @@ class Upcycling:
         }
 
     def _block(self, dense: ModelConfig, kind: str) -> dict[str, Any]:
-        """The keys of a kind of blocks, with experts of its own where its network is another than the model's."""
+        """Return the keys of a layer type, with its own section of experts if its network differs from the model's."""
         keys = {key: value for key, value in dense.layer_type[kind].items() if key.partition(".")[0] != "ffn"}
         has_ffn = len(keys) < len(dense.layer_type[kind])
         return keys | ({"ffn": self._section(dense.type_config(kind).ffn)} if has_ffn else {})
@@ -99,7 +97,8 @@ class Upcycling:
     def tensors(
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The mixture's tensors, one after the other, from the dense model's."""
+        """Yield the mixture's tensors from the dense model's. shapes: name → shape. Raises MegatfmError if one
+        differs."""
         for name, tensor in self._build_tensors(dense, shapes):
             if tuple(tensor.shape) != shapes[name]:
                 raise MegatfmError(
@@ -114,7 +113,7 @@ class Upcycling:
             if match := EXPERT_TENSOR.fullmatch(name):
                 yield name, self._experts(name, dense[_dense_name(match)], match)
             elif name.endswith(".ffn.router.weight"):
-                # The parts of a network are chosen together at first, as they have a router's row in common.
+                # The parts of a copy share a row of the router, so they are chosen together at first.
                 rows = (self.experts, shape[1])
                 router_weight = draw(Normal(ROUTER_STD), self.seed, name, rows, (0, 0), rows)
                 yield name, router_weight.repeat_interleave(self.granularity, 0)
@@ -124,27 +123,25 @@ class Upcycling:
                 yield name, dense[name]
 
     def _experts(self, name: str, tensor: Tensor, match: re.Match[str]) -> Tensor:
-        kind, part = match[2], match[3]
-        if part == "down" and kind == "b":
+        """Return a stacked tensor of experts [E, …] from the dense tensor."""
+        is_bias, projection = match[2] == "b", match[3]
+        if projection == "down" and is_bias:
             parts = tensor.expand(self.granularity, -1)
-        elif (
-            part == "down"
-        ):  # a token's weights add up to 1 over the parts, and their outputs are to be added
+        elif projection == "down":  # routing weights average the parts' outputs, which should be summed
             parts = torch.stack(tensor.chunk(self.granularity, dim=1)) * self.granularity
         else:
             parts = torch.stack(tensor.chunk(self.granularity))
-        all_experts = parts.repeat(self.experts, *[1] * (parts.dim() - 1))
-        if not self.noise or kind == "b":
-            return all_experts
-        rows = (len(all_experts), all_experts[0].numel())
-        noise = draw(
-            Normal(self.noise * float(all_experts.double().std())), self.seed, name, rows, (0, 0), rows
-        )
-        return (all_experts.double() + noise.view_as(all_experts).double()).to(tensor.dtype)
+        stacked = parts.repeat(self.experts, *[1] * (parts.dim() - 1))
+        if not self.noise or is_bias:
+            return stacked
+        shape = (len(stacked), stacked[0].numel())
+        std = self.noise * float(stacked.double().std())
+        noise = draw(Normal(std), self.seed, name, shape, (0, 0), shape)
+        return (stacked.double() + noise.view_as(stacked).double()).to(tensor.dtype)
 
 
 def _widths(dense: ModelConfig) -> dict[str, int]:
-    """d_ff of every kind of blocks, by its key."""
+    """Return config key → d_ff of each layer type."""
     kinds = {"model.ffn.d_ff": dense} | {
         f"model.layer_type.{k}.ffn.d_ff": dense.type_config(k) for k in dense.layer_type
     }
@@ -158,10 +155,9 @@ def _dense_name(match: re.Match[str]) -> str:
 def upcycle(
     source: str | Path, target: str | Path, mixture: Upcycling, *, trust_plugins: bool = False
 ) -> list[str]:
-    """Write a mixture of the dense model at `source`, a run or checkpoint, to the new folder `target`.
+    """Upcycle the dense model at `source`, a run or checkpoint, to the new folder `target`; returns notes for the user.
 
-    trust_plugins: import the packages that its config names.
-    Returns notes for the user. Raises UsageError, MegatfmError; then there is no target.
+    trust_plugins: import the packages that its config names. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
@@ -182,21 +178,19 @@ def upcycle(
     kept_state: dict[str, JsonValue] = {
         key: state[key] for key in ("tokenizer", "begins", "stop") if key in state
     }
-    metadata = {**kept_state, "step": 0, "megatfm": __version__, "config": upcycled.model_dump(mode="json")}
+    comment = (
+        f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
+    )
     with new_folder(target) as folder:
         tensors = mixture.tensors(_LazyCheckpoint(path), shapes)
-        checkpoint.write_checkpoint_from_iterator(
-            folder / "checkpoints", 0, ((f"model.{name}", t) for name, t in tensors), metadata
-        )
-        header = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
-        file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(upcycled)).encode())])
+        write_model(folder, upcycled, ((f"model.{name}", t) for name, t in tensors), kept_state, comment)
     dropped = max(kind.ffn.dropout for kind in config.model.layer_kinds)
     notes = [f"ffn.dropout = {dropped} is left out: experts have none"] if dropped else []
     return [f"{mixture.experts * mixture.granularity} experts a block, {len(shapes)} tensors", *notes]
 
 
 class _LazyCheckpoint(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each read on use."""
+    """Name → tensor of a checkpoint, read on use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

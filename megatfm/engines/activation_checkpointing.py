@@ -5,7 +5,7 @@ Dropout is keyed, so the recomputation drops the same elements, and gradients ar
 "none" saves all activations. "full" saves only a block's input. "selective" also saves the outputs of matmuls with
 weights, of fused attention and of tensor-parallel reductions, so that only cheap operations are repeated (and
 unfused attention scores; Korthikanti et al. 2022, section 5). A size such as "2 GB" saves all activations of as many
-blocks as fit. A share such as "50 %" lets torch.compile choose, which solves a knapsack problem for each block.
+blocks as fit. With a share such as "50 %", torch.compile solves a knapsack problem for each block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +23,7 @@ from megatfm.parallel.layout import replace_forward
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
-_aten, _sums = torch.ops.aten, torch.ops._c10d_functional
+_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 SAVED_OPS = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -32,8 +32,8 @@ SAVED_OPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    _sums.all_reduce.default,
-    _sums.reduce_scatter_tensor.default,
+    _collectives.all_reduce.default,
+    _collectives.reduce_scatter_tensor.default,
 }
 SAVED_OP_NAMES = {"torch_attn::_varlen_attn", "flex_attention"}
 """Names of saved operators that exist only after their module is imported."""
@@ -46,15 +46,15 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
     if compiled:
         import torch._functorch.config
 
-        torch._functorch.config.activation_memory_budget = share_of(mode)
+        torch._functorch.config.activation_memory_budget = parse_share(mode)
     if mode.endswith("%"):
         return
     if compiled and mode != "none":
         from torch._dynamo import config
 
-        # Blocks cache values for later layers, such as masks; recomputation need not repeat this side effect.
+        # Blocks cache values for later layers, such as masks. Recomputation needn't repeat this side effect.
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    budget = MemoryBudget(stage, size_of(mode)) if mode not in ("none", "full", "selective") else None
+    budget = MemoryBudget(stage, parse_size(mode)) if mode not in ("none", "full", "selective") else None
     for block in blocks:
         if budget:
             replace_forward(block, partial(budget.forward, block, block.forward))
@@ -62,12 +62,12 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
             replace_forward(block, partial(_checkpointed, block, block.forward, mode))
 
 
-def share_of(text: str) -> float:
+def parse_share(text: str) -> float:
     """Parse "50 %" to 0.5; other modes give 1."""
     return int(text[:-1]) / 100 if text.endswith("%") else 1.0
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse "2 GB" or "500MB" to bytes."""
     unit = text[-2:]
     return int(float(text[:-2]) * UNITS[unit])
@@ -78,39 +78,41 @@ def _checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any, **k
         return forward(*args, **kwargs)
     options: dict[str, Any] = {}
     if mode == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
-        options["context_fn"] = contexts if torch.compiler.is_compiling() else partial(_keepable, contexts)
+        contexts = partial(create_selective_checkpoint_contexts, _save_policy)
+        options["context_fn"] = (
+            contexts if torch.compiler.is_compiling() else partial(_functional_contexts, contexts)
+        )
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
-def _keepable(
+def _functional_contexts(
     contexts: Callable[[], Any],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of forward pass and recomputation, with functional collectives, whose results can be saved."""
-    first, second = contexts()
-    return _within(first), _within(second)
+    """Return the contexts of forward pass and recomputation with functional collectives, whose results can be saved."""
+    forward, recomputation = contexts()
+    return _with_functional_collectives(forward), _with_functional_collectives(recomputation)
 
 
 @contextmanager
-def _within(context: AbstractContextManager[None]) -> Iterator[None]:
+def _with_functional_collectives(context: AbstractContextManager[None]) -> Iterator[None]:
     with use_functional_collectives(), context:
         yield
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = operator in SAVED_OPS or _name(operator) in SAVED_OP_NAMES
+def _save_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_saved = operator in SAVED_OPS or _operator_name(operator) in SAVED_OP_NAMES
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _name(operator: Any) -> str:
-    """Name of an operator without its overload; higher-order operators have none."""
+def _operator_name(operator: Any) -> str:
+    """Return the name of an operator without its overload."""
     return str(operator._schema.name if hasattr(operator, "_schema") else operator)
 
 
 class MemoryBudget:
     """Saves all activations of the first blocks, up to `limit` bytes in a forward pass, and recomputes later blocks.
 
-    The first block of each kind and input shape is measured, so it saves its activations regardless of the limit. Ranks
+    The first block of each kind and input shape is measured, and saves its activations regardless of the limit. Ranks
     of a tensor-parallel group have the same shapes, so they decide alike. A pipeline holds several forward passes, each
     with this limit.
     """
@@ -118,7 +120,7 @@ class MemoryBudget:
     def __init__(self, stage: nn.Module, limit: int) -> None:
         self.limit, self.used = limit, 0
         self._sizes: dict[Any, int] = {}
-        self._kinds: dict[nn.Module, Any] = {}
+        self._keys: dict[nn.Module, Any] = {}
         stage.register_forward_pre_hook(lambda *_: self._start())
 
     def _start(self) -> None:
@@ -128,11 +130,11 @@ class MemoryBudget:
         """Run a block; in training, save its activations if they fit the budget, else checkpoint it."""
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        if block not in self._kinds:
-            self._kinds[block] = kind_of(block)
-        key = self._kinds[block], _shapes(args), _shapes(kwargs.values())
+        if block not in self._keys:
+            self._keys[block] = memory_key(block)
+        key = self._keys[block], _shapes(args), _shapes(kwargs.values())
         if key not in self._sizes:
-            output, self._sizes[key] = measured(block, partial(forward, *args, **kwargs))
+            output, self._sizes[key] = measure_saved_bytes(block, partial(forward, *args, **kwargs))
             self.used += self._sizes[key]
             return output
         if self.used + self._sizes[key] > self.limit:
@@ -141,15 +143,15 @@ class MemoryBudget:
         return forward(*args, **kwargs)
 
 
-def kind_of(block: nn.Module) -> Any:
-    """Hashable key of blocks with equal activation memory: submodules, attention patterns and weight shapes."""
+def memory_key(block: nn.Module) -> Any:
+    """Return a hashable key, equal for blocks with equal activation memory: modules, patterns and weight shapes."""
     parts = tuple(
         (path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules()
     )
     return parts, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 
-def measured(block: nn.Module, forward: Forward) -> tuple[Any, int]:
+def measure_saved_bytes(block: nn.Module, forward: Forward) -> tuple[Any, int]:
     """Return the output of `forward()`, and the bytes that it saves for the backward pass, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     storages: dict[int, int] = {}

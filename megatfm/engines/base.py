@@ -1,4 +1,4 @@
-"""Base of the engines: the steps that they take alike, and the preparation before the first one."""
+"""Base of the engines: what all of them share in a training step, and the preparation before the first one."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,6 @@ from megatfm.engines.interface import (
     Batch,
     ComparingLoss,
     LossFunction,
-    LossScale,
     LossTotals,
     OptimizerGroup,
     Precision,
@@ -28,7 +27,8 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.losses import (
     LossAccumulator,
-    check_first_pass,
+    LossScale,
+    check_no_pending_gradients,
     local_batch,
     recorded_row_losses,
 )
@@ -47,12 +47,11 @@ from megatfm.parallel.pipeline_stages import Pipeline
 
 
 class BaseEngine:
-    """The steps that every engine of blocks of weights takes alike: passes, sums over axes, checks, state (see
-    `Engine`).
+    """Shared part of engines that hold blocks of weights: passes, sums over axes, checks and state (see `Engine`).
 
-    A subclass says how its backward passes reduce gradients (`_prepare_passes`), where its gradients are (`gradients`),
-    how it moves weights (`step`), and the work after weights were set (`_weights_were_set`). It calls `_build_state`
-    once its weights exist.
+    A subclass defines how backward passes reduce gradients (`_prepare_passes`), where gradients are stored
+    (`gradients`), how weights are updated (`step`), and how the model follows them (`_sync_all_weights`). It calls
+    `_build_state` once its weights exist.
     """
 
     layout: ModelLayout
@@ -63,7 +62,7 @@ class BaseEngine:
     loss_scale: LossScale | None
     state: TrainState
     local: dict[str, Tensor]
-    """This rank's blocks of the weights, as the optimizer moves them."""
+    """This rank's blocks of the weights, as the optimizer updates them."""
     passes: ForwardBackward
 
     def _build_state(
@@ -74,26 +73,31 @@ class BaseEngine:
         ties: TiedParameters,
         *,
         sharded: bool,
-        copies: bool = False,
+        shards_replicas: bool = False,
         compiled: bool = False,
     ) -> None:
-        """Set up the state that is summed or saved besides gradients. sharded, copies: see `GlobalNorm`. A
-        collective."""
+        """Set up the state that is summed or saved besides gradients. A collective. sharded, shards_replicas: see
+        `GlobalNorm`."""
         self.ties = ties
         self.module_state = ModuleState(model, self.layout, self.mesh, ties)
-        self.state = TrainState({**weights, **self.module_state.boxes}, optimizers, self.loss_scale)
-        self.distinct = GlobalNorm(
-            self.layout, self.mesh, self.device, sharded=sharded, copies=copies, is_counted=ties.is_owner
+        self.state = TrainState({**weights, **self.module_state.buffers}, optimizers, self.loss_scale)
+        self.global_norm = GlobalNorm(
+            self.layout,
+            self.mesh,
+            self.device,
+            sharded=sharded,
+            shards_replicas=shards_replicas,
+            is_counted=ties.is_owner,
         )
-        self.norms = LayerStatistics(model, self.layout, self.mesh, self.distinct, compiled=compiled)
+        self.layer_stats = LayerStatistics(model, self.layout, self.mesh, self.global_norm, compiled=compiled)
         self.reads = DeferredReads()
         self.pending_losses: tuple[LossTotals, Tensor] | None = None
-        """The losses whose gradients wait for a step, for the host and on the device."""
+        """Losses whose gradients wait for a step: for the host, and their sums and counts on the device."""
         self.pipeline_groups: list[ProcessGroup] = []
         self._heads = [module for module in model.modules() if isinstance(module, LMHead)]
 
     def _build_pipeline(self, model: nn.Module, pipeline: Pipeline) -> ForwardBackward:
-        """The passes of a pipeline, with a group for each direction. A collective."""
+        """Build the passes of a pipeline, with a process group for each direction. A collective."""
         self.pipeline_groups = [self.mesh.group(PIPELINE), self.mesh.new_group_along(PIPELINE)]
         dtype = self.precision.compute_dtype
         return PipelineForwardBackward(
@@ -106,38 +110,38 @@ class BaseEngine:
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        """The functions of a step's passes: how they run, the factor of their losses, and the reduction of
-        gradients."""
+        """Return how the passes of a step run, how their losses are scaled, and when their gradients are
+        reduced."""
         raise NotImplementedError
 
     def _finish_passes(self) -> None:
-        """`gradients` are summed over the data axes, scaled by the loss scale."""
+        """Finish the sums of gradients over the data axes; they still carry the loss scale."""
         raise NotImplementedError
 
     def _evaluate_batch(self, batch: Batch, objective: LossFunction) -> Mapping[str, Tensor]:
         return self.passes.evaluate(batch, objective)
 
     def _compare_samples(self, batches: Iterable[Batch], objective: ComparingLoss) -> Mapping[str, Tensor]:
-        """The terms of all samples of some micro-batches; for engines with the feature "compares_samples"."""
+        """Return the terms of all samples of the micro-batches; for engines with the feature "compares_samples"."""
         raise NotImplementedError
 
-    def _without_gradient(self) -> Collection[str]:
-        """Trained weights that no pass of a step has reached."""
+    def _weights_without_gradient(self) -> Collection[str]:
+        """Return the names of trained weights that no pass of the step has reached."""
         raise NotImplementedError
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         raise NotImplementedError
 
-    def _weights_were_moved(self) -> None:
-        """Set the model's compute weights from `local`, except frozen ones."""
+    def _sync_trained_weights(self) -> None:
+        """Set the weights that the model computes with from `local`, except frozen ones."""
         raise NotImplementedError
 
-    def _weights_were_set(self) -> None:
-        """Set the weights that the model computes with from all weights."""
+    def _sync_all_weights(self) -> None:
+        """Set the weights that the model computes with from `local`, frozen ones too."""
         raise NotImplementedError
 
-    def _copied_axes(self, data_axes: DataAxes) -> Sequence[str]:
-        """Data axes whose ranks hold copies of a weight's block."""
+    def _replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
+        """Return the data axes over which ranks hold copies of a weight's block."""
         raise NotImplementedError
 
     def gradients(self) -> dict[str, Tensor]:
@@ -146,11 +150,12 @@ class BaseEngine:
 
     @property
     def replicated_axes(self) -> Sequence[str]:
-        """Axes over which ranks hold copies of the same blocks, of weights or of modules' state."""
-        weights = {axis for layout in self.layout.values() for axis in self._copied_axes(layout.data_axes)}
-        return sort_axes(
-            weights | {axis for layout in self.layout.state.values() for axis in layout.data_axes.all}
-        )
+        """See `Engine.replicated_axes`."""
+        axes = {
+            axis for layout in self.layout.values() for axis in self._replicated_data_axes(layout.data_axes)
+        }
+        axes |= {axis for layout in self.layout.state.values() for axis in layout.data_axes.all}
+        return sort_axes(axes)
 
     def forward_backward(
         self,
@@ -160,10 +165,10 @@ class BaseEngine:
         record_activations: bool = False,
         sources: RowSources | None = None,
     ) -> LossTotals:
-        """Accumulate the gradient of the global batch's loss over this rank's micro-batches: once before a step."""
-        check_first_pass(self.pending_losses)
+        """See `Engine.forward_backward`."""
+        check_no_pending_gradients(self.pending_losses)
         self._set_training(True)
-        self.norms.watch(record_activations)
+        self.layer_stats.watch(record_activations)
         batches = [local_batch(batch, self.device, self.layout) for batch in microbatches]
         losses = LossAccumulator(objective, self.mesh, self.device, self.reads, sources)
         losses.count(microbatches)
@@ -173,7 +178,7 @@ class BaseEngine:
                 losses.add(terms)
             losses.add_row_losses(recorders, batches)
         self._finish_passes()
-        if missing := sorted(self._without_gradient()):
+        if missing := sorted(self._weights_without_gradient()):
             raise MegatfmError(
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
                 "out of [model], or take an objective that trains it; a part that some micro-batches don't reach must "
@@ -190,59 +195,60 @@ class BaseEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> LossTotals:
-        """The loss over batches, of which every rank must bring equally many."""
+        """See `Engine.evaluate`."""
         self._set_training(False)
         losses = LossAccumulator(objective, self.mesh, self.device)
-        with self.state.averaged_weights(self._weights_were_moved):
+        with self.state.averaged_weights(self._sync_trained_weights):
             if compares_samples(objective):
-                losses.add(self._compare_samples(self._counted(batches, losses), objective))
+                losses.add(self._compare_samples(self._iter_counted(batches, losses), objective))
             else:
-                for batch in self._counted(batches, losses):
+                for batch in self._iter_counted(batches, losses):
                     losses.add(self._evaluate_batch(batch, objective))
         losses.sum_counts()
         return losses.result()
 
-    def _counted(self, batches: Iterable[Arrays], losses: LossAccumulator) -> Iterator[dict[str, Tensor]]:
-        """Yield micro-batches as they are on this rank, and count their targets."""
+    def _iter_counted(
+        self, batches: Iterable[Arrays], losses: LossAccumulator
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield this rank's tokens of each micro-batch on the device, and count its targets."""
         for microbatch in batches:
-            losses.count_here([microbatch])
+            losses.count_local([microbatch])
             yield local_batch(microbatch, self.device, self.layout)
 
     def layer_statistics(self) -> dict[str, dict[str, Any]]:
-        """After `forward_backward`: see `LayerStatistics`, and what stateful modules measure. A collective."""
-        return self.norms.measure(self.local, self.gradients(), self.module_state.statistics())
+        """See `Engine.layer_statistics`. A collective."""
+        return self.layer_stats.measure(self.local, self.gradients(), self.module_state.statistics())
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and what modules observed."""
-        self._forget_gradients()
-        self.module_state.forget()
+        """See `Engine.zero_grad`."""
+        self._drop_gradients()
+        self.module_state.reset()
         self.pending_losses = None
 
     def weights(self) -> Mapping[str, ShardedTensor]:
-        """This rank's blocks, in the stored precision, and the state of modules."""
+        """See `Engine.weights`."""
         return self.state.weights
 
     def weights_changed(self) -> None:
-        """Update copies of the weights, after these were set from outside."""
+        """See `Engine.weights_changed`."""
         self.state.refresh()
-        self._weights_were_set()
+        self._sync_all_weights()
 
     def state_dict(self) -> StateDict:
         """See `TrainState`."""
         return self.state.state_dict()
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
-        """Return empty tensors for the contents of a checkpoint (name → dtype, global shape): weights in place, fresh
-        optimizer state."""
+        """See `TrainState`."""
         return self.state.empty_state_dict(stored)
 
     def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
-        """Take over what `empty_state_dict` returned and a checkpoint filled (the weights already are in place)."""
+        """Load the optimizer state and the loss scale; the weights are already in place. See `TrainState`."""
         self.state.load_state_dict(state)
-        self._weights_were_set()
+        self._sync_all_weights()
 
     def process_groups(self) -> Mapping[str, str]:
-        """Groups of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
+        """See `Engine.process_groups`."""
         ties = {str(group.group_name): PIPELINE for group in (*self.pipeline_groups, *self.ties.groups)}
         data = {layout.data_axes.all for layout in self.layout.values()}
         return ties | self.mesh.group_names(self.mesh.shard_axes, self.mesh.data_axes, *sorted(data))
@@ -251,16 +257,18 @@ class BaseEngine:
 def materialize(
     model: nn.Module, precision: Precision, device: torch.device, gradients: torch.dtype | None = None
 ) -> None:
-    """Give meta tensors memory, not yet set: parameters in the compute dtype, their gradients in the parameters' stored
-    dtype, or in `gradients`."""
+    """Allocate the meta tensors of a model, uninitialised: parameters in the compute dtype, buffers in the stored one.
+
+    gradients: dtype of the parameters' gradients; None: the stored one.
+    """
     for parameter in list(model.parameters()):
-        real = nn.Parameter(
+        allocated = nn.Parameter(
             torch.empty_like(parameter, dtype=precision.compute_dtype, device=device), parameter.requires_grad
         )
-        if is_fake(real):  # torch swaps no tensor that has a shape alone
-            parameter = _replace_parameter(model, parameter, real)
+        if is_fake(allocated):  # torch can't swap fake tensors
+            parameter = _replace_parameter(model, parameter, allocated)
         else:
-            swap_tensors(parameter, real)  # in place, so that ties stay tied
+            swap_tensors(parameter, allocated)  # in place, so that ties stay tied
         if precision.is_mixed:
             parameter.grad_dtype = gradients or precision.param_dtype
     for module in model.modules():
@@ -270,7 +278,7 @@ def materialize(
 
 
 def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Replace a parameter in all modules that have it."""
+    """Replace a parameter in all modules that have it, and return the new one."""
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter is old:
@@ -282,24 +290,27 @@ def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -
 def init_weights(
     model: nn.Module, layout: ModelLayout, weights: Mapping[str, ShardedTensor], seed: int
 ) -> None:
-    """Set this rank's blocks of the weights, and its buffers, to their initial values."""
+    """Draw the initial values of this rank's blocks of the weights, and of its buffers."""
     threads = threads_per_process()
     for name, tensor, initial in iter_inits(model):
         if name in weights:
-            parts = weights[name].blocks
+            blocks = weights[name].blocks
         else:
-            placement = layout.buffers[name]
-            parts = [ShardedTensor(tensor, placement.shape, placement.region[0])]
-        for box in parts:
-            if is_fake(box.tensor):
-                continue  # a shape has no values
-            sizes = tuple(box.tensor.shape)
-            box.tensor.copy_(draw(initial, seed, name, box.global_shape, box.offsets, sizes, threads))
+            buffer = layout.buffers[name]
+            blocks = [ShardedTensor(tensor, buffer.shape, buffer.region[0])]
+        for block in blocks:
+            if is_fake(block.tensor):
+                continue
+            sizes = tuple(block.tensor.shape)
+            block.tensor.copy_(draw(initial, seed, name, block.global_shape, block.offsets, sizes, threads))
 
 
 def threads_per_process() -> int:
-    """This process's share of the cores that it may run on. torchrun gives torch one thread a process whatever there
-    is, but says how many processes run on this machine."""
+    """Number of threads for work of one process: its share of the cores that it may run on, at least torch's own
+    number.
+
+    torchrun sets torch to one thread a process, but says how many processes run on this machine.
+    """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     has_affinity = local_ranks and hasattr(os, "sched_getaffinity")
     share = len(os.sched_getaffinity(0)) // local_ranks if has_affinity else 0
@@ -307,7 +318,7 @@ def threads_per_process() -> int:
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have blocks cast their inputs to the compute dtype, as FSDP2 does: a bias may come from a buffer."""
+    """Cast the inputs of blocks to the compute dtype by hooks, as FSDP2 does: a bias may come from a buffer."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -322,8 +333,8 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 def make_optimizers(
     groups: Sequence[OptimizerGroup], weights: Mapping[str, ShardedTensor], mesh: Mesh
 ) -> list[ElementwiseOptimizer | WholeTensorOptimizer]:
-    """Make optimizers over this rank's blocks, or over whole tensors, which the ranks that hold their blocks divide
-    among themselves. A collective."""
+    """Build an optimizer for each group, over this rank's blocks or over the whole tensors that it owns. A
+    collective."""
     optimizers: list[ElementwiseOptimizer | WholeTensorOptimizer] = []
     for group in groups:
         blocks = {name: weights[name] for name in group.names if name in weights}
@@ -335,12 +346,14 @@ def make_optimizers(
             )
             optimizers.append(elementwise)
             continue
-        chunks = {name: (block.offsets, tuple(block.tensor.shape)) for name, block in blocks.items()}
-        chunks_by_rank = mesh.gather_objects(chunks, mesh.shard_axes)
-        if not blocks:  # all of them are of other pipeline stages
+        local_chunks = {name: (block.offsets, tuple(block.tensor.shape)) for name, block in blocks.items()}
+        chunks_by_rank = mesh.gather_objects(local_chunks, mesh.shard_axes)
+        if not blocks:  # all of them belong to other pipeline stages
             optimizers.append(ElementwiseOptimizer(group, local))
             continue
-        boxes = {name: [chunks[name] for chunks in chunks_by_rank] for name in blocks}
+        chunks = {name: [rank_chunks[name] for rank_chunks in chunks_by_rank] for name in blocks}
         shapes = {name: block.global_shape for name, block in blocks.items()}
-        optimizers.append(WholeTensorOptimizer(group, local, boxes, shapes, mesh.flat_group(mesh.shard_axes)))
+        optimizers.append(
+            WholeTensorOptimizer(group, local, chunks, shapes, mesh.flat_group(mesh.shard_axes))
+        )
     return optimizers

@@ -17,8 +17,8 @@ from megatfm.parallel.mesh import AXES, PIPELINE, Mesh, sort_axes
 class GlobalNorm:
     """Computes norms over all elements of the model, reducing each parameter over the axes that shard it.
 
-    sharded: whether data axes shard parameters too (ZeRO 1 to 3): the shard axis, and with `copies` the replica axes
-    as well. is_counted: name → whether this rank counts a parameter that several pipeline ranks hold.
+    sharded: whether dp_shard shards parameters too (ZeRO 1 to 3). shards_replicas: then whether dp_replicate does as
+    well. is_counted: name → whether this rank counts a parameter that several pipeline ranks hold.
     """
 
     def __init__(
@@ -28,56 +28,62 @@ class GlobalNorm:
         device: torch.device,
         *,
         sharded: bool,
-        copies: bool = False,
+        shards_replicas: bool = False,
         is_counted: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self._mesh, self._device, self.counted = mesh, device, is_counted
-        axes = {name: _axes(placement, sharded, copies) for name, placement in layout.items()}
+        self._mesh, self._device, self.is_counted = mesh, device, is_counted
+        axes = {
+            name: _axes(tensor_layout, sharded, shards_replicas) for name, tensor_layout in layout.items()
+        }
         # From the layout, which lists the full model, so that all ranks have the same axis sets.
         self.axis_sets = sorted(set(axes.values()))
-        self.kind_of = {name: self.axis_sets.index(reduced_axes) for name, reduced_axes in axes.items()}
+        self.axis_set_of = {name: self.axis_sets.index(name_axes) for name, name_axes in axes.items()}
 
-    def norm(self, tensors: Mapping[str, Tensor], found_inf: bool = False) -> Tensor:
-        """√Σ t² over the blocks of all ranks, a scalar. found_inf: make it NaN; NaN on one rank is NaN on all."""
+    def compute(self, tensors: Mapping[str, Tensor], found_inf: bool = False) -> Tensor:
+        """Return √Σ t² over the blocks of all ranks, a float64 scalar. A collective.
+
+        tensors: name → this rank's block. found_inf: return NaN; NaN on one rank is NaN on all.
+        """
         squares = torch.zeros(len(self.axis_sets), dtype=torch.float64, device=self._device)
-        blocks_by_kind: dict[int, list[Tensor]] = {}
+        blocks_by_set: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():
-            if self.counted(name):
-                blocks_by_kind.setdefault(self.kind_of[name], []).append(tensor)
-        for kind, blocks in blocks_by_kind.items():
-            squares[kind] = sum_of_squares(blocks)
+            if self.is_counted(name):
+                blocks_by_set.setdefault(self.axis_set_of[name], []).append(tensor)
+        for axis_set, blocks in blocks_by_set.items():
+            squares[axis_set] = sum_of_squares(blocks)
         if found_inf:
             squares.fill_(torch.nan)
         return sum_by_axes(squares, self.axis_sets, self._mesh).sqrt()
 
 
-def sum_by_axes(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
-    """[kinds, …] → […]: sum each kind over its axes, then sum over kinds. A collective."""
-    rows = list(
-        sums.unbind(0)
-    )  # an index that is a list of numbers would be copied to the device, and waited for
+def sum_by_axes(sums: Tensor, axis_sets: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
+    """[axis sets, …] → […]: all-reduce each row over its axes, then sum the rows. A collective."""
+    rows = list(sums.unbind(0))  # indexing by a list would copy it to the device, and wait
     for axis in mesh.reduction_order:
-        summed = [i for i, axes in enumerate(kinds) if axis in axes]
-        if summed and mesh.size(axis) > 1:
-            part = torch.stack([rows[i] for i in summed])
-            mesh.all_reduce_(part, (axis,))
-            for i, total in zip(summed, part.unbind(0), strict=True):
-                rows[i] = total
+        indices = [i for i, axes in enumerate(axis_sets) if axis in axes]
+        if indices and mesh.size(axis) > 1:
+            stacked = torch.stack([rows[i] for i in indices])
+            mesh.all_reduce_(stacked, (axis,))
+            for i, row in zip(indices, stacked.unbind(0), strict=True):
+                rows[i] = row
     return torch.stack(rows).sum(0)
 
 
 def all_reduce_partial_gradients(gradients: Mapping[str, Tensor], layout: ModelLayout, mesh: Mesh) -> None:
-    """Sum partial gradients over their axes, in place: one collective for each set of axes."""
+    """Sum partial gradients over their `partial_axes`, in place: one collective for each set of axes.
+
+    gradients: name → this rank's block.
+    """
     partial: dict[tuple[str, ...], list[Tensor]] = {}
     for name, gradient in gradients.items():
         if axes := layout[name].partial_axes:
             partial.setdefault(axes, []).append(gradient)
-    for axes, shares in sorted(partial.items()):
-        all_reduce_flat(shares, lambda flat, axes=axes: mesh.all_reduce_(flat, axes))  # type: ignore[misc]
+    for axes, tensors in sorted(partial.items()):
+        all_reduce_flat(tensors, lambda flat, axes=axes: mesh.all_reduce_(flat, axes))  # type: ignore[misc]
 
 
 def all_reduce_flat(tensors: Sequence[Tensor], all_reduce: Callable[[Tensor], None]) -> None:
-    """Reduce tensors in place by one call of `all_reduce` on a flat buffer; none without tensors."""
+    """Reduce tensors in place by one call of `all_reduce` on a flat buffer; no call if there are no tensors."""
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -86,29 +92,30 @@ def all_reduce_flat(tensors: Sequence[Tensor], all_reduce: Callable[[Tensor], No
         tensor.copy_(total.view_as(tensor))
 
 
-def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, largest: float) -> None:
-    """Scale gradients, in place, to a global norm of at most `largest` (0: no clipping).
+def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, max_norm: float) -> None:
+    """Scale gradients, in place, to a global norm of at most `max_norm` (0: no clipping).
 
     If `norm` is a tensor, the host doesn't read it; gradients below the limit are multiplied by 1.
     """
     tensors = list(gradients.values())
-    if not tensors or not largest:  # a pipeline rank may have none, where all is frozen
+    if not tensors or not max_norm:  # a pipeline rank whose weights are all frozen has no gradients
         return
     if isinstance(norm, Tensor):
-        factor = torch.where(norm > largest, largest / (norm + 1e-6), 1.0)
-        # One kernel takes many tensors only where the factor has their dtype.
+        factor = torch.where(norm > max_norm, max_norm / (norm + 1e-6), 1.0)
+        # The fused kernel needs a factor of the tensors' dtype.
         torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
-    elif norm > largest:
-        torch._foreach_mul_(tensors, largest / (norm + 1e-6))
+    elif norm > max_norm:
+        torch._foreach_mul_(tensors, max_norm / (norm + 1e-6))
 
 
-def _axes(placement: TensorLayout, sharded: bool, copies: bool) -> tuple[str, ...]:
-    data = (
-        (placement.data_axes.shard, *(placement.data_axes.replicate_axes if copies else ()))
-        if sharded
-        else ()
-    )
-    return sort_axes({PIPELINE, *placement.axes, *data})
+def _axes(layout: TensorLayout, sharded: bool, shards_replicas: bool) -> tuple[str, ...]:
+    """Axes that divide the elements of a parameter."""
+    axes = {PIPELINE, *layout.axes}
+    if sharded:
+        axes.add(layout.data_axes.shard)
+        if shards_replicas:
+            axes.update(layout.data_axes.replicate_axes)
+    return sort_axes(axes)
 
 
 KINDS = ("weight", "gradient", "activation")
@@ -126,30 +133,30 @@ class LayerStatistics:
         model: nn.Module,
         layout: ModelLayout,
         mesh: Mesh,
-        distinct: GlobalNorm,
+        global_norm: GlobalNorm,
         *,
         compiled: bool,
     ) -> None:
-        self._mesh, self._distinct, self._watches = mesh, distinct, False
+        self._mesh, self._norm, self._is_watching = mesh, global_norm, False
         # Activations are reduced over all axes; replicas count equally often in squares and counts.
-        self._kinds = [*distinct.axis_sets, AXES]
-        inside = set(transformer_blocks(model))
-        local_paths = [path for path, module in model.named_modules() if module in inside]
+        self._axis_sets = [*global_norm.axis_sets, AXES]
+        blocks = set(transformer_blocks(model))
+        local_paths = [path for path, module in model.named_modules() if module in blocks]
         # All pipeline ranks need the blocks of the full model.
         self._blocks = sorted(
             {path for rank in mesh.gather_objects(local_paths, (PIPELINE,)) for path in rank}
         )
-        self._seen: dict[str, Tensor] = {}
-        layer_of = {name: self._layer(name) for name in layout}
+        self._activations: dict[str, Tensor] = {}  # path → [sum of squares, count]
+        layer_of = {name: self._layer_of(name) for name in layout}
         self._layers = sorted(set(layer_of.values()))
-        self._places = {name: self._layers.index(layer) for name, layer in layer_of.items()}
-        # A compiled block has no place for a hook that may do nothing.
+        self._layer_index = {name: self._layers.index(layer) for name, layer in layer_of.items()}
+        # Not in compiled blocks: a hook that only sometimes measures would break their graphs.
         for path in () if compiled else local_paths:
             model.get_submodule(path).register_forward_hook(self._hook(path))
 
     def watch(self, enabled: bool) -> None:
         """Enable or disable the measurement of activations in the next passes."""
-        self._watches, self._seen = enabled, {}
+        self._is_watching, self._activations = enabled, {}
 
     def measure(
         self,
@@ -157,33 +164,33 @@ class LayerStatistics:
         gradients: Mapping[str, Tensor],
         statistics: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Layer → kind → √mean x² over all ranks. A collective.
+        """Return layer → kind → √mean x² over all ranks. A collective.
 
         weights, gradients: this rank's blocks. statistics: module path → further values, added to its layer.
         """
         device = next(iter(weights.values())).device
         # [axis set, layer, kind, sum of squares and count]
-        shape = len(self._kinds), len(self._layers), len(KINDS), 2
+        shape = len(self._axis_sets), len(self._layers), len(KINDS), 2
         sums = torch.zeros(shape, dtype=torch.float64, device=device)
         for kind, tensors in enumerate((weights, gradients)):
             for name, tensor in tensors.items():
-                if self._distinct.counted(name):
-                    _add(sums[self._distinct.kind_of[name], self._places[name], kind], tensor)
-        for path, seen in self._seen.items():
-            sums[-1, self._layers.index(path), 2] = seen
-        squares, counts = sum_by_axes(sums, self._kinds, self._mesh).unbind(-1)
+                if self._norm.is_counted(name):
+                    _add(sums[self._norm.axis_set_of[name], self._layer_index[name], kind], tensor)
+        for path, total in self._activations.items():
+            sums[-1, self._layers.index(path), 2] = total
+        squares, counts = sum_by_axes(sums, self._axis_sets, self._mesh).unbind(-1)
         roots = (squares / counts).sqrt().tolist()
-        self._seen = {}
+        self._activations = {}
         statistics_by_layer: dict[str, dict[str, Any]] = {
             layer: {kind: value for kind, value in zip(KINDS, values, strict=True) if value == value}
             for layer, values in zip(self._layers, roots, strict=True)
         }
-        for path, numbers in (statistics or {}).items():
-            around = (layer for layer in statistics_by_layer if f"{path}.".startswith(f"{layer}."))
-            statistics_by_layer.setdefault(max(around, key=len, default=path), {}).update(numbers)
+        for path, values in (statistics or {}).items():
+            parents = (layer for layer in statistics_by_layer if f"{path}.".startswith(f"{layer}."))
+            statistics_by_layer.setdefault(max(parents, key=len, default=path), {}).update(values)
         return statistics_by_layer
 
-    def _layer(self, name: str) -> str:
+    def _layer_of(self, name: str) -> str:
         for path in self._blocks:
             if name.startswith(f"{path}."):
                 return path
@@ -192,13 +199,14 @@ class LayerStatistics:
     def _hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
             stream = output[0] if isinstance(output, tuple) else output
-            if self._watches and module.training and isinstance(stream, Tensor):
-                cell = self._seen.setdefault(path, torch.zeros(2, dtype=torch.float64, device=stream.device))
-                _add(cell, stream.detach())
+            if self._is_watching and module.training and isinstance(stream, Tensor):
+                zeros = torch.zeros(2, dtype=torch.float64, device=stream.device)
+                _add(self._activations.setdefault(path, zeros), stream.detach())
 
         return hook
 
 
-def _add(cell: Tensor, tensor: Tensor) -> None:
-    cell[0] += sum_of_squares([tensor])
-    cell[1] += tensor.numel()
+def _add(total: Tensor, tensor: Tensor) -> None:
+    """Add a tensor to a total [sum of squares, count]."""
+    total[0] += sum_of_squares([tensor])
+    total[1] += tensor.numel()

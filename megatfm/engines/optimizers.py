@@ -21,18 +21,18 @@ from megatfm.parallel.layout import Chunk
 class OwnedTensors:
     """Full copies of the tensors that this rank owns.
 
-    local: name → this rank's block. boxes: name → box of each rank of `group`, in group order; of ranks with the same
-    box, only the first sends it.
+    local: name → this rank's block. chunks: name → chunk of each rank of `group`, in group order; of ranks with the
+    same chunk, only the first sends it. shapes: name → global shape.
     """
 
     def __init__(
         self,
         local: Mapping[str, Tensor],
-        boxes: Mapping[str, Sequence[Chunk]],
+        chunks: Mapping[str, Sequence[Chunk]],
         shapes: Mapping[str, Sequence[int]],
         group: ProcessGroup,
     ) -> None:
-        self.local, self.boxes, self.group = local, boxes, group
+        self.local, self.chunks, self.group = local, chunks, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.owners = _assign_owners(
             {name: torch.Size(shape).numel() for name, shape in shapes.items()}, self.ranks
@@ -48,14 +48,14 @@ class OwnedTensors:
         send_buffers = [self._pack(blocks, owner) for owner in range(self.ranks)]
         received = [[name for name in self.full if self._sends(name, source)] for source in range(self.ranks)]
         sizes = [
-            sum(_numel(self.boxes[name][source]) for name in names) for source, names in enumerate(received)
+            sum(_numel(self.chunks[name][source]) for name in names) for source, names in enumerate(received)
         ]
         flat = self._exchange(send_buffers, sizes)
         full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
         for source, names in enumerate(received):
-            pieces = flat[source].split([_numel(self.boxes[name][source]) for name in names])
+            pieces = flat[source].split([_numel(self.chunks[name][source]) for name in names])
             for name, piece in zip(names, pieces, strict=True):
-                _view(full[name], self.boxes[name][source]).copy_(piece.view(self.boxes[name][source][1]))
+                _view(full[name], self.chunks[name][source]).copy_(piece.view(self.chunks[name][source][1]))
         return full
 
     def refresh(self) -> None:
@@ -68,7 +68,7 @@ class OwnedTensors:
         send_buffers = []
         for target in range(self.ranks):
             parts = [
-                _view(tensor, self.boxes[name][target]).reshape(-1) for name, tensor in self.full.items()
+                _view(tensor, self.chunks[name][target]).reshape(-1) for name, tensor in self.full.items()
             ]
             send_buffers.append(self._cat(parts))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
@@ -81,14 +81,12 @@ class OwnedTensors:
                 self.local[name].copy_(piece.view_as(self.local[name]))
 
     def _sends(self, name: str, rank: int) -> bool:
-        boxes = self.boxes[name]
-        return boxes.index(boxes[rank]) == rank
+        chunks = self.chunks[name]
+        return chunks.index(chunks[rank]) == rank
 
     def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
-        own_names = [
-            name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)
-        ]
-        return self._cat([blocks[name].reshape(-1) for name in own_names])
+        names = [name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)]
+        return self._cat([blocks[name].reshape(-1) for name in names])
 
     def _cat(self, parts: list[Tensor]) -> Tensor:
         first = next(iter(self.local.values()))
@@ -115,12 +113,12 @@ def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return owners
 
 
-def _numel(box: Chunk) -> int:
-    return torch.Size(box[1]).numel()
+def _numel(chunk: Chunk) -> int:
+    return torch.Size(chunk[1]).numel()
 
 
-def _view(tensor: Tensor, box: Chunk) -> Tensor:
-    return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))]
+def _view(tensor: Tensor, chunk: Chunk) -> Tensor:
+    return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*chunk, strict=True))]
 
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -138,16 +136,16 @@ class TorchOptimizer:
 
     def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
         self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked_names
-        self._moments = group.state_dtype
+        self._state_dtype = group.state_dtype
         groups = group.parameter_groups(self.tensors)
         self._parts = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
         for names, options in groups:
             options["params"] = [part for name in names for part in self._parts[name]]
-        # A rank may own nothing, and torch refuses an optimizer without parameters.
+        # torch refuses an optimizer without parameters, and a rank may own none.
         self.optimizer = group.build([options for _, options in groups]) if groups else None
         # torch's protocol (`torch.amp.GradScaler`): with `found_inf` = 1 on the device, the kernel skips the step.
         self.can_skip = self.optimizer is None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        self._counted: list[dict[str, Any]] = []  # counters as they were before the last step
+        self._previous_counters: list[dict[str, Any]] = []  # before the last step
         param_groups = self.optimizer.param_groups if self.optimizer else []
         self.options: dict[str, dict[str, Any]] = {
             name: options for (names, _), options in zip(groups, param_groups, strict=True) for name in names
@@ -161,7 +159,9 @@ class TorchOptimizer:
         """
         if self.optimizer is None:
             return
-        self._counted = [{key: group[key] for key in self.counters} for group in self.optimizer.param_groups]
+        self._previous_counters = [
+            {key: group[key] for key in self.counters} for group in self.optimizer.param_groups
+        ]
         if found_inf is not None:
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         for options in self.optimizer.param_groups:
@@ -175,15 +175,18 @@ class TorchOptimizer:
         for part in (part for parts in self._parts.values() for part in parts):
             part.grad = None
             state = self.optimizer.state[part]
-            for key, value in state.items():  # e.g. LAPACK returns column-major, a resume would be row-major
+            for (
+                key,
+                value,
+            ) in state.items():  # LAPACK returns column-major tensors, a resume would have row-major
                 if isinstance(value, Tensor):
                     state[key] = aligned(value)
 
     def restore_counters(self) -> None:
         """Reset counters after a step that was skipped on the device."""
         if self.optimizer is not None:
-            for options, step_count in zip(self.optimizer.param_groups, self._counted, strict=True):
-                options.update(step_count)
+            for options, counters in zip(self.optimizer.param_groups, self._previous_counters, strict=True):
+                options.update(counters)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensor name → state with counters. Not copied (except stacks); empty before the first step."""
@@ -193,9 +196,9 @@ class TorchOptimizer:
         assert self.optimizer is not None
         states = [self.optimizer.state[part] for part in self._parts[name]]
         state = dict(states[0])
-        if name in self._stacked:  # the step count is common to all
-            for key, first in states[0].items():
-                state[key] = torch.stack([part_state[key] for part_state in states]) if first.dim() else first
+        if name in self._stacked:  # scalars, such as the step count, are common to all
+            for key, value in states[0].items():
+                state[key] = torch.stack([part_state[key] for part_state in states]) if value.dim() else value
         if state:
             for key in self.counters:
                 state[key] = torch.tensor(self.options[name][key], dtype=torch.float64)
@@ -215,10 +218,10 @@ class TorchOptimizer:
                 self.optimizer.state[part] = part_values if name in self._stacked else values
 
     def _in_dtype(self, value: Tensor, weight: Tensor) -> Tensor:
-        """Cast a moment to the configured dtype, which may differ from the saved one."""
-        if not value.dim() or not (self._moments or value.dtype == torch.bfloat16):
+        """Cast state to the configured dtype, which may differ from the saved one."""
+        if not value.dim() or not (self._state_dtype or value.dtype == torch.bfloat16):
             return value
-        return value.to(self._moments or weight.dtype)
+        return value.to(self._state_dtype or weight.dtype)
 
     def _split(self, name: str, tensor: Tensor) -> list[Tensor]:
         return list(tensor) if name in self._stacked else [tensor]
@@ -231,15 +234,15 @@ class ElementwiseOptimizer:
         self._torch, self._averaged = TorchOptimizer(group, local), group.averaged
         self.can_skip = self._torch.can_skip
 
-    def set_shard_locations(self, places: Mapping[str, ShardLocation]) -> None:
-        """Tell an optimizer that needs it where each block lies in its full tensor."""
+    def set_shard_locations(self, locations: Mapping[str, ShardLocation]) -> None:
+        """Pass the location of each block in its full tensor to an optimizer that needs it."""
         if isinstance(self._torch.optimizer, NeedsShardLocations):
             self._torch.optimizer.set_shard_locations(
-                {block: places[name] for name, block in self.tensors().items()}
+                {block: locations[name] for name, block in self.tensors().items()}
             )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Blocks that the optimizer updates, by name."""
+        """Return the blocks that the optimizer updates, by name."""
         return self._torch.tensors
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
@@ -254,7 +257,7 @@ class ElementwiseOptimizer:
         """Do nothing: the optimizer has no copies of the weights."""
 
     def averaged(self) -> dict[str, Tensor]:
-        """Averaged weights to evaluate and save, as new tensors; empty if these are the trained ones."""
+        """Return averaged weights to evaluate and save, as new tensors; empty if the optimizer keeps none."""
         if self._averaged is None:
             return {}
         state, options = self._torch.state(), self._torch.options
@@ -265,7 +268,7 @@ class ElementwiseOptimizer:
         }
 
     def state(self) -> State:
-        """Name → key → state tensor. Raises MegatfmError if a shape differs from its block's."""
+        """Return name → key → state tensor. Raises MegatfmError if a shape differs from its block's."""
         state = self._torch.state()
         for name, block in self.tensors().items():
             for key, value in state[name].items():
@@ -294,22 +297,22 @@ class WholeTensorOptimizer:
         self,
         group: OptimizerGroup,
         local: Mapping[str, Tensor],
-        boxes: Mapping[str, Sequence[Chunk]],
+        chunks: Mapping[str, Sequence[Chunk]],
         shapes: Mapping[str, Sequence[int]],
         ranks: ProcessGroup,
     ) -> None:
-        self._owned = OwnedTensors(local, boxes, shapes, ranks)
+        self._owned = OwnedTensors(local, chunks, shapes, ranks)
         self._owned.refresh()
         self._torch = TorchOptimizer(group, self._owned.full)
-        self.can_skip = False  # ranks must agree on the traffic, so the host must know
+        self.can_skip = False  # a skipped step must skip the communication, so the host must know
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Full tensors that this rank owns, by name."""
+        """Return the full tensors that this rank owns, by name."""
         return self._owned.full
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, found_inf: Tensor | None = None) -> None:
         """Gather gradients to the owners, update the tensors, scatter them to the blocks. A collective."""
-        assert found_inf is None, "it can't skip"
+        assert found_inf is None, "can_skip is False"
         self._torch.step(self._owned.gather(gradients), lr)
         self._owned.scatter()
 
@@ -325,7 +328,7 @@ class WholeTensorOptimizer:
         return {}
 
     def state(self) -> State:
-        """The state of the tensors that this rank owns, each of the optimizer's own shape."""
+        """Return the state of the tensors that this rank owns, in the optimizer's shapes."""
         return self._torch.state()
 
     def load(self, state: State) -> None:

@@ -1,11 +1,10 @@
 """Forward and backward passes of micro-batches: one after another, and the backward pass in two parts.
 
 Pipelines take the backward pass in two (Qi et al. 2023): first the gradients of a stage's inputs, which another rank
-waits for, and later those of its weights. On the path from outputs to inputs, weights branch off: a product's backward
-leads to its input and to its weight. The first part follows the path alone, and saves the gradients that arrive at
-nodes with branches; the second part goes on from there into the branches. A weight with branches at several nodes (one
-that layers share), and one whose branch leaves no such node (it lies where the inputs don't lead), get their gradients
-in the first part.
+waits for, and later those of its weights. Weights branch off the path from outputs to inputs: the backward node of a
+matmul leads to its input and to its weight. The first part follows the path alone, and saves the gradients that arrive
+at nodes with branches; the second part continues from there into the branches. The first part also computes the
+gradients of weights that branch off at several nodes (layers share them), or at none (the inputs don't lead there).
 """
 
 from collections import defaultdict
@@ -25,15 +24,16 @@ LossScaler = Callable[[Terms], Tensor]
 
 
 class GradientSync(Protocol):
-    """Receives the start of each micro-batch, to decide whether its backward pass reduces gradients."""
+    """Decides at the start of each micro-batch whether its backward pass reduces gradients."""
 
-    def begin(self, is_last: bool) -> None:
-        """Called before the forward pass of each micro-batch. is_last: of this step, so that accumulated gradients are
-        reduced."""
+    def start_microbatch(self, is_last: bool) -> None:
+        """Called before the forward pass of each micro-batch. is_last: the step has no further one, so that accumulated
+        gradients are reduced."""
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
-        """Called instead of `begin`, once a step, where the passes of micro-batches take turns; gradients are reduced
-        at its end. keep_unsharded: weights must stay as they are between the parts of a backward pass."""
+        """Called once a step, instead of `start_microbatch`, by pipelines, whose passes take turns; gradients are
+        reduced at the end of the step. keep_unsharded: weights stay gathered between the two parts of a backward
+        pass."""
 
 
 class ForwardBackward(Protocol):
@@ -42,10 +42,10 @@ class ForwardBackward(Protocol):
     def step(
         self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
-        """Add the gradients of all micro-batches up; returns the terms that were computed here."""
+        """Accumulate the gradients of all micro-batches; returns the terms of each that this rank computed."""
 
     def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
-        """The terms of one micro-batch that are computed here."""
+        """Return the terms of one micro-batch that this rank computes."""
 
 
 class SequentialForwardBackward:
@@ -61,7 +61,7 @@ class SequentialForwardBackward:
             return [step_in_two_passes(self._model, batches, objective, scale_loss, data)]
         terms_by_batch = []
         for batch in batches:
-            data.begin(is_last=batch is batches[-1])
+            data.start_microbatch(is_last=batch is batches[-1])
             terms = objective(self._model, batch)
             scale_loss(terms).backward()
             terms_by_batch.append({name: term.detach() for name, term in terms.items()})
@@ -78,54 +78,57 @@ def step_in_two_passes(
     scale_loss: LossScaler,
     data: GradientSync,
 ) -> Terms:
-    """Add the gradients of micro-batches up whose samples are compared with one another (GradCache; Gao et al. 2021).
+    """Accumulate gradients of micro-batches whose samples are compared with one another (GradCache; Gao et al. 2021).
 
-    First all features without a graph, then the loss and their gradients, then each micro-batch again, which passes
-    these on. Dropout is keyed by sample, so that both passes compute the same. Returns the terms.
+    The first pass computes all features without a graph, then the loss and the features' gradients. The second pass
+    runs each micro-batch again and hands it these gradients. Dropout is keyed by sample, so both passes compute the
+    same. Returns the terms.
     """
     with torch.no_grad():
-        features = joined_features([objective.features(model, batch) for batch in batches])
+        features = concatenate_features([objective.features(model, batch) for batch in batches])
     inputs = {name: x.detach().requires_grad_() for name, x in features.items() if x.is_floating_point()}
     terms = objective.terms_of(model, features | inputs)
     scale_loss(terms).backward()
     starts = dict.fromkeys(inputs, 0)
     for batch in batches:
-        data.begin(is_last=batch is batches[-1])
-        again = {name: x for name, x in objective.features(model, batch).items() if name in inputs}
+        data.start_microbatch(is_last=batch is batches[-1])
+        outputs = {name: x for name, x in objective.features(model, batch).items() if name in inputs}
         gradients = []
-        for name, x in again.items():
+        for name, x in outputs.items():
             gradient = cast(Tensor, inputs[name].grad)
-            if name in NUMBERS:  # the same in all micro-batches: the first one passes its gradient on
+            if name in MODEL_SCALARS:  # shared by all micro-batches: their gradient goes to the first
                 gradients.append(gradient if batch is batches[0] else torch.zeros_like(gradient))
             else:
                 gradients.append(gradient[starts[name] : starts[name] + len(x)])
                 starts[name] += len(x)
-        torch.autograd.backward(list(again.values()), gradients)
+        torch.autograd.backward(list(outputs.values()), gradients)
     return {name: term.detach() for name, term in terms.items()}
 
 
-NUMBERS = ("scale", "bias")
-"""Features that are numbers of the model, not of samples."""
+MODEL_SCALARS = ("scale", "bias")
+"""Features that belong to the model, not to samples."""
 
 
-def joined_features(features: Sequence[Features]) -> Features:
-    """Return the features of micro-batches as those of one."""
+def concatenate_features(features: Sequence[Features]) -> Features:
+    """Concatenate the features of micro-batches along samples."""
     return {
-        name: x if name in NUMBERS else torch.cat([part[name] for part in features])
+        name: x if name in MODEL_SCALARS else torch.cat([part[name] for part in features])
         for name, x in features[0].items()
     }
 
 
 WeightBackward = Callable[[], None]
 NOT_ON_INPUT_PATH = None
-"""Placeholder for a node on the path, if an output depends on no input."""
+"""Stands for the node on the path where a weight branches off an output that depends on no input."""
 
 
 def backward_input(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> WeightBackward:
-    """Add gradients to the `.grad` of inputs; returns a function that does the same for all weights, to be called
-    once."""
+    """Add gradients to the `.grad` of inputs; returns a function, to be called once, that does so for all weights.
+
+    roots: outputs. gradients: theirs, None for a scalar loss. inputs: leaves.
+    """
     if not roots:
         return lambda: None
     if not inputs:
@@ -134,42 +137,42 @@ def backward_input(
     parents = _parents(root_nodes)
     leaves = {get_gradient_edge(tensor).node for tensor in inputs}
     branches: dict[Node, list[Tensor]] = defaultdict(list)
-    at_once = list(inputs)
-    for weight, nodes in _branching(root_nodes, parents, leaves):
+    first_part = list(inputs)
+    for weight, nodes in _branch_nodes(root_nodes, parents, leaves):
         (node,) = nodes if len(nodes) == 1 else (NOT_ON_INPUT_PATH,)
         if node is NOT_ON_INPUT_PATH:
-            at_once.append(weight)
+            first_part.append(weight)
         else:
             branches[node].append(weight)
-    arrived: dict[Node, Sequence[Tensor | None]] = {}
-    hooks = [node.register_prehook(_keeper(arrived, node)) for node in branches]
+    saved: dict[Node, Sequence[Tensor | None]] = {}
+    hooks = [node.register_prehook(_save_gradients(saved, node)) for node in branches]
     with under_way("inputs"):
-        torch.autograd.backward(roots, gradients, inputs=at_once, retain_graph=True)
+        torch.autograd.backward(roots, gradients, inputs=first_part, retain_graph=True)
     for hook in hooks:
         hook.remove()
 
-    # Up to torch 2.11 a Python object of an autograd Function's node doesn't keep the node: these do.
-    owners = [get_gradient_edge(root) for root in roots if root.grad_fn is not None]
+    # Up to torch 2.11 the Python object of an autograd Function's node doesn't keep the node alive: edges do.
+    root_edges = [get_gradient_edge(root) for root in roots if root.grad_fn is not None]
 
     def backward_weights() -> None:
         for node, weights in branches.items():
-            edges = [(GradientEdge(node, i), g) for i, g in enumerate(arrived.pop(node)) if g is not None]
+            edges = [(GradientEdge(node, i), g) for i, g in enumerate(saved.pop(node)) if g is not None]
             with under_way("weights"):
                 torch.autograd.backward([edge for edge, _ in edges], [g for _, g in edges], inputs=weights)
-        owners.clear()
+        root_edges.clear()
 
     return backward_weights
 
 
-def _keeper(arrived: dict[Node, Sequence[Tensor | None]], node: Node) -> Callable[[Any], None]:
-    def keep(gradients: Sequence[Tensor | None]) -> None:
-        arrived[node] = tuple(gradients)
+def _save_gradients(saved: dict[Node, Sequence[Tensor | None]], node: Node) -> Callable[[Any], None]:
+    def hook(gradients: Sequence[Tensor | None]) -> None:
+        saved[node] = tuple(gradients)
 
-    return keep
+    return hook
 
 
 def _parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Parents of every node that a backward pass from the roots reaches."""
+    """Return the parents of every node that a backward pass from the roots reaches."""
     parents: dict[Node, list[Node]] = {root: [] for root in root_nodes}
     pending = list(parents)
     while pending:
@@ -183,7 +186,7 @@ def _parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     return parents
 
 
-def _branching(
+def _branch_nodes(
     root_nodes: Sequence[Node], parents: dict[Node, list[Node]], leaves: set[Node]
 ) -> list[tuple[Tensor, frozenset[Node | None]]]:
     """Pair each weight with the nodes on the path from which its branches leave."""
@@ -193,10 +196,10 @@ def _branching(
             if parent not in input_path:
                 input_path.add(parent)
                 pending.append(parent)
-    n_unvisited = {node: len(above) for node, above in parents.items()}
-    ready = [node for node, above in n_unvisited.items() if not above]
+    n_unvisited = {node: len(node_parents) for node, node_parents in parents.items()}
+    ready = [node for node, count in n_unvisited.items() if not count]
     exit_nodes: dict[Node, frozenset[Node | None]] = {}
-    branching = []
+    branch_nodes = []
     while ready:
         node = ready.pop()
         sources: set[Node | None] = {NOT_ON_INPUT_PATH} if node in root_nodes else set()
@@ -204,10 +207,10 @@ def _branching(
             sources |= {parent} if parent in input_path else exit_nodes[parent]
         exit_nodes[node] = frozenset(sources)
         if node not in leaves and hasattr(node, "variable"):
-            branching.append((node.variable, exit_nodes[node]))
+            branch_nodes.append((node.variable, exit_nodes[node]))
         # In one order on all ranks: a node on the path may communicate.
         for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             n_unvisited[child] -= 1
             if not n_unvisited[child]:
                 ready.append(child)
-    return branching
+    return branch_nodes

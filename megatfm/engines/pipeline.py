@@ -1,9 +1,9 @@
-"""Forward and backward passes of a model that is cut into pipeline stages, in the order of a schedule.
+"""Forward and backward passes of a model that is split into pipeline stages, in the order of a schedule.
 
-The orders are those of torch.distributed.pipelining; what carries them out is here, because its stages fix the shapes
-of all micro-batches at the first step, keep a buffer for each micro-batch of a step, give the losses of one stage only,
-and lose the gradients of weights that don't lie behind a stage's input (ELECTRA's discriminator, in the stage that
-also has the end of its generator) when the backward pass is split. See docs/internals/design.md.
+Schedules are those of torch.distributed.pipelining. Its stages are not used: they fix the shapes of all micro-batches
+at the first step, keep a buffer for each micro-batch of a step, return the losses of one stage only, and lose the
+gradients of weights that the stage's input doesn't lead to when the backward pass is split (ELECTRA's discriminator,
+in the stage that also ends its generator). See docs/internals/design.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ Carry = dict[str, Tensor]
 class MicrobatchState:
     """A micro-batch between its forward and its backward pass through a stage."""
 
-    takes: Carry
-    gives: Carry
+    inputs: Carry
+    outputs: Carry
     loss: Tensor | None
     backward_weight: WeightBackward | None = None
     passthrough_gradients: Carry = field(default_factory=dict)
-    """Gradients of tensors that the stage only passed on."""
+    """Gradients of tensors that the stage only passes on."""
 
 
 @dataclass
@@ -55,27 +55,28 @@ class PendingReceive:
 
 @dataclass
 class StepState:
-    """The state of one step. All of it goes as soon as it has been used."""
+    """State of one step, by (stage, micro-batch). Entries are dropped as soon as they have been used."""
 
     batches: Sequence[Batch]
     objective: LossFunction
-    weigh: LossScaler
+    scale_loss: LossScaler
     microbatches: dict[tuple[int, int], MicrobatchState] = field(default_factory=dict)
     inputs: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Carry] = field(default_factory=dict)
-    """To be sent forward: outputs of a stage."""
-    gradients: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
+    """Outputs of a stage, to be sent to the next one."""
+    output_gradients: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
     input_gradients: dict[tuple[int, int], Carry] = field(default_factory=dict)
-    """To be sent backward: gradients of a stage's inputs."""
+    """Gradients of a stage's inputs, to be sent to the previous one."""
     terms: list[Terms] = field(default_factory=list)
-    sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    pending_sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    """Sends in progress, and their tensors, which must live until then."""
 
 
 class PipelineForwardBackward:
     """Runs this rank's stages of a pipeline.
 
-    model: holds the modules of these stages alone; its forward becomes that of one stage, so that wrappers of the
-    model's forward stay in place. group, backward_group: of the same ranks, for activations and for their gradients, so
+    model: holds only the modules of these stages; its forward becomes that of one stage, so that wrappers of the
+    model's forward stay in place. group, backward_group: the same ranks, for activations and for their gradients, so
     that one direction doesn't queue behind the other. dtype: of activations.
     """
 
@@ -90,22 +91,23 @@ class PipelineForwardBackward:
         device: torch.device,
     ) -> None:
         self._model, self._pipeline = model, pipeline
-        self._group, self._back = group, backward_group
+        self._group, self._backward_group = group, backward_group
         self._dtype, self._device = dtype, device
         self._rank = dist.get_rank(group)
         self._stages = {stage.index: stage for stage in pipeline.stages_of(self._rank)}
         self.splits = pipeline.schedule in SPLITS_BACKWARD
-        self._plan = cache(self._planned)
+        self._plan = cache(self._build_plan)
         self._views = {
             index: cast(Splittable, model).stage({point.name for point in stage.split_points})
             for index, stage in self._stages.items()
         }
         replace_forward(model, self._forward)
 
-    def _planned(self, microbatches: int) -> list[Action]:
+    def _build_plan(self, microbatches: int) -> list[Action]:
+        """Return this rank's actions in a step of so many micro-batches, sends and receives included."""
         pipeline = self._pipeline
-        order_of = build_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, microbatches)
-        return add_send_recv(order_of, pipeline.stage_to_rank)[self._rank]
+        orders = build_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, microbatches)
+        return add_send_recv(orders, pipeline.stage_to_rank)[self._rank]
 
     def step(
         self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
@@ -115,7 +117,7 @@ class PipelineForwardBackward:
         run = {
             "F": self._run_forward,
             "B": self._run_backward,
-            "I": self._run_backward_of_input,
+            "I": self._run_backward_input,
             "W": self._run_backward_weight,
             "send F": self._send_forward,
             "recv F": self._receive_forward,
@@ -123,22 +125,21 @@ class PipelineForwardBackward:
             "recv B": self._receive_backward,
         }
         for action in self._plan(len(batches)):
-            step.sent = [(work, tensor) for work, tensor in step.sent if not work.is_completed()]
+            step.pending_sends = [(work, x) for work, x in step.pending_sends if not work.is_completed()]
             run[action.kind](step, self._stages[action.stage], action.microbatch)
-        for work, _ in step.sent:
+        for work, _ in step.pending_sends:
             work.wait()
         return step.terms
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
-        """Forward through the stages one after another; ranks work at different micro-batches at a time, while each
-        has one stage."""
+        """Run the stages of one micro-batch in turn. Ranks with one stage each overlap different micro-batches."""
         terms: Terms = {}
         carry: Carry = {}
         for index, stage in sorted(self._stages.items()):
             if index and (index - 1) not in self._stages:
                 carry = self._receive(stage.inputs, batch, index - 1, self._group).wait()
-            carry, stage_terms = self._call(stage, batch, carry, objective)
+            carry, stage_terms = self._run_stage(stage, batch, carry, objective)
             terms |= stage_terms
             if index + 1 < len(self._pipeline.stages) and (index + 1) not in self._stages:
                 for work, _ in self._send(stage.outputs, carry, index + 1, self._group):
@@ -148,7 +149,7 @@ class PipelineForwardBackward:
     def _forward(
         self, stage: PipelineStage, inputs: Mapping[str, Tensor], carry: Carry
     ) -> tuple[Carry, dict[str, Tensor]]:
-        """Run the view of one stage; returns the carry to later stages, and the losses of its heads."""
+        """Run the view of one stage; returns what it produces for later stages, and the losses of its heads."""
         received = {name: tensor for name, tensor in carry.items() if name in stage.inputs}
         output = self._views[stage.index].forward(**inputs, **received)
         carried = output.carried()
@@ -156,89 +157,90 @@ class PipelineForwardBackward:
         # FSDP2 puts its hooks on a model's outputs, and warns if one is a view.
         return {n: t if t._base is None else t.clone() for n, t in outputs.items()}, output.losses or {}
 
-    def _call(
+    def _run_stage(
         self, stage: PipelineStage, batch: Batch, carry: Carry, objective: LossFunction
     ) -> tuple[Carry, Terms]:
-        """A stage's pass as the objective's model."""
-        gives: Carry = {}
+        """Call the objective with a stage as its model; returns the carry to the next stage, and the terms."""
+        carried: Carry = {}
 
         def model(**inputs: Tensor) -> Any:
             outputs, losses = self._model(stage, inputs, carry)
-            gives.update({name: outputs[name] if name in outputs else carry[name] for name in stage.outputs})
+            carried.update(
+                {name: outputs[name] if name in outputs else carry[name] for name in stage.outputs}
+            )
             return StageOutput(losses)
 
-        return gives, objective(cast(nn.Module, model), batch)
+        return carried, objective(cast(nn.Module, model), batch)
 
     def _run_forward(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        inbox = step.inputs.pop((stage.index, i), None)
-        inputs = inbox.wait() if inbox else {}
+        receive = step.inputs.pop((stage.index, i), None)
+        inputs = receive.wait() if receive else {}
         for name in stage.inputs_with_grad:
             inputs[name].requires_grad_()
-        gives, terms = self._call(stage, step.batches[i], inputs, step.objective)
-        loss = step.weigh(terms) if terms else None
+        outputs, terms = self._run_stage(stage, step.batches[i], inputs, step.objective)
+        loss = step.scale_loss(terms) if terms else None
         step.terms.append({name: term.detach() for name, term in terms.items()})
-        step.microbatches[stage.index, i] = MicrobatchState(inputs, gives, loss)
+        step.microbatches[stage.index, i] = MicrobatchState(inputs, outputs, loss)
         if stage.index + 1 in self._stages:
-            step.inputs[stage.index + 1, i] = PendingReceive({n: t.detach() for n, t in gives.items()}, [])
+            step.inputs[stage.index + 1, i] = PendingReceive({n: t.detach() for n, t in outputs.items()}, [])
         elif stage.outputs:
-            step.outputs[stage.index, i] = {name: tensor.detach() for name, tensor in gives.items()}
+            step.outputs[stage.index, i] = {name: tensor.detach() for name, tensor in outputs.items()}
 
     def _run_backward(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        passing = step.microbatches.pop((stage.index, i))
-        roots, gradients = self._roots(step, stage, i, passing)
-        if roots:  # none where all that lies so far down is frozen
+        microbatch = step.microbatches.pop((stage.index, i))
+        roots, gradients = self._backward_roots(step, stage, i, microbatch)
+        if roots:  # none if this and all earlier stages are frozen
             torch.autograd.backward(roots, gradients)
-        self._queue_input_gradients(step, stage, i, passing)
+        self._queue_input_gradients(step, stage, i, microbatch)
 
-    def _run_backward_of_input(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        passing = step.microbatches[stage.index, i]
-        roots, gradients = self._roots(step, stage, i, passing)
-        inputs = [tensor for tensor in passing.takes.values() if tensor.requires_grad]
-        passing.backward_weight = backward_input(roots, gradients, inputs)
-        passing.gives, passing.loss = {}, None
-        self._queue_input_gradients(step, stage, i, passing)
+    def _run_backward_input(self, step: StepState, stage: PipelineStage, i: int) -> None:
+        microbatch = step.microbatches[stage.index, i]
+        roots, gradients = self._backward_roots(step, stage, i, microbatch)
+        inputs = [tensor for tensor in microbatch.inputs.values() if tensor.requires_grad]
+        microbatch.backward_weight = backward_input(roots, gradients, inputs)
+        microbatch.outputs, microbatch.loss = {}, None
+        self._queue_input_gradients(step, stage, i, microbatch)
 
     def _run_backward_weight(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        later = step.microbatches.pop((stage.index, i)).backward_weight
-        assert later is not None
-        later()
+        backward_weight = step.microbatches.pop((stage.index, i)).backward_weight
+        assert backward_weight is not None
+        backward_weight()
 
-    def _roots(
-        self, step: StepState, stage: PipelineStage, i: int, passing: MicrobatchState
+    def _backward_roots(
+        self, step: StepState, stage: PipelineStage, i: int, microbatch: MicrobatchState
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs of a pass from which gradients flow back, and theirs."""
-        inbox = step.gradients.pop((stage.index, i), None)
-        received = inbox.wait() if inbox else {}
-        passing.passthrough_gradients = {
+        """Return the outputs of a stage at which its backward pass starts, and their gradients (None: a loss)."""
+        receive = step.output_gradients.pop((stage.index, i), None)
+        received = receive.wait() if receive else {}
+        microbatch.passthrough_gradients = {
             name: g for name, g in received.items() if name not in stage.produced
         }
         roots: list[tuple[Tensor, Tensor | None]] = [
-            (passing.gives[name], gradient) for name, gradient in received.items() if name in stage.produced
+            (microbatch.outputs[name], g) for name, g in received.items() if name in stage.produced
         ]
-        if passing.loss is not None:
-            roots.append((passing.loss, None))
+        if microbatch.loss is not None:
+            roots.append((microbatch.loss, None))
         roots = [(root, gradient) for root, gradient in roots if root.requires_grad]
         return [root for root, _ in roots], [gradient for _, gradient in roots]
 
     def _queue_input_gradients(
-        self, step: StepState, stage: PipelineStage, i: int, passing: MicrobatchState
+        self, step: StepState, stage: PipelineStage, i: int, microbatch: MicrobatchState
     ) -> None:
-        """Gradients of what came in, to the stage before."""
-        backward_group: Carry = {}
+        """Hand the gradients of a stage's inputs to the previous stage, or queue them to be sent there."""
+        gradients: Carry = {}
         for name in sorted(stage.inputs_with_grad):
-            field_names = passing.takes[name]
-            shares = [g for g in (field_names.grad, passing.passthrough_gradients.get(name)) if g is not None]
-            backward_group[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(field_names)
-        passing.takes = {}
+            x = microbatch.inputs[name]
+            addends = [g for g in (x.grad, microbatch.passthrough_gradients.get(name)) if g is not None]
+            gradients[name] = sum(addends[1:], addends[0]) if addends else torch.zeros_like(x)
+        microbatch.inputs = {}
         if stage.index - 1 in self._stages:
-            step.gradients[stage.index - 1, i] = PendingReceive(backward_group, [])
+            step.output_gradients[stage.index - 1, i] = PendingReceive(gradients, [])
         elif stage.index:
-            step.input_gradients[stage.index, i] = backward_group
+            step.input_gradients[stage.index, i] = gradients
 
     def _send_forward(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        step.sent += self._send(
-            stage.outputs, step.outputs.pop((stage.index, i)), stage.index + 1, self._group
-        )
+        outputs = step.outputs.pop((stage.index, i))
+        step.pending_sends += self._send(stage.outputs, outputs, stage.index + 1, self._group)
 
     def _receive_forward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         step.inputs[stage.index, i] = self._receive(
@@ -246,24 +248,25 @@ class PipelineForwardBackward:
         )
 
     def _send_backward(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        fields = {name: stage.inputs[name] for name in sorted(stage.inputs_with_grad)}
-        step.sent += self._send(
-            fields, step.input_gradients.pop((stage.index, i)), stage.index - 1, self._back
-        )
+        specs = {name: stage.inputs[name] for name in sorted(stage.inputs_with_grad)}
+        gradients = step.input_gradients.pop((stage.index, i))
+        step.pending_sends += self._send(specs, gradients, stage.index - 1, self._backward_group)
 
     def _receive_backward(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        fields = {name: stage.outputs[name] for name in sorted(stage.outputs_with_grad)}
-        step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1, self._back)
+        specs = {name: stage.outputs[name] for name in sorted(stage.outputs_with_grad)}
+        step.output_gradients[stage.index, i] = self._receive(
+            specs, step.batches[i], stage.index + 1, self._backward_group
+        )
 
-    def _dtype_of(self, field: CarrySpec) -> torch.dtype:
-        """In which type a field travels between stages."""
-        return torch.int64 if field.d_model is None else self._dtype
+    def _dtype_of(self, spec: CarrySpec) -> torch.dtype:
+        """Return the dtype in which a tensor is sent between stages."""
+        return torch.int64 if spec.d_model is None else self._dtype
 
     def _send(
-        self, fields: Mapping[str, CarrySpec], carry: Carry, target_stage: int, group: ProcessGroup
+        self, specs: Mapping[str, CarrySpec], carry: Carry, target_stage: int, group: ProcessGroup
     ) -> list[tuple[dist.Work, Tensor]]:
-        peer, works = self._pipeline.stages[target_stage].rank, []
-        for name, spec in fields.items():
+        peer, sends = self._pipeline.stages[target_stage].rank, []
+        for name, spec in specs.items():
             tensor = carry[name].contiguous()
             if tensor.dtype != (dtype := self._dtype_of(spec)):
                 raise MegatfmError(
@@ -272,14 +275,14 @@ class PipelineForwardBackward:
                 )
             work = dist.isend(tensor, group=group, group_dst=peer)
             assert work is not None
-            works.append((work, tensor))
-        return works
+            sends.append((work, tensor))
+        return sends
 
     def _receive(
-        self, fields: Mapping[str, CarrySpec], batch: Batch, origin: int, group: ProcessGroup
+        self, specs: Mapping[str, CarrySpec], batch: Batch, source_stage: int, group: ProcessGroup
     ) -> PendingReceive:
-        peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
-        for name, spec in fields.items():
+        peer, carry, works = self._pipeline.stages[source_stage].rank, Carry(), []
+        for name, spec in specs.items():
             shape = activation_shape(spec, batch, self._pipeline.sequence_shards)
             carry[name] = torch.empty(shape, dtype=self._dtype_of(spec), device=self._device)
             work = dist.irecv(carry[name], group=group, group_src=peer)
@@ -289,7 +292,10 @@ class PipelineForwardBackward:
 
 
 def max_block_inputs(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
-    """Most inputs of blocks that a pipeline rank keeps at a time: of each micro-batch between its two passes."""
+    """Return the largest number of block inputs that a pipeline rank keeps at a time.
+
+    It keeps those of each micro-batch between its forward and its backward pass. n_blocks: on this rank.
+    """
     if pipeline is None:
         return n_blocks
     order = build_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, microbatches)[rank]

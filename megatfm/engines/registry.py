@@ -1,4 +1,4 @@
-"""Engines by name, as `parallel.engine` chooses one, and the features of each."""
+"""Engines by name (`parallel.engine`), and the features that each supports."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple, get_args
@@ -26,10 +26,10 @@ EngineFactory = Callable[[EngineSetup], Engine]
 
 
 class EngineRegistry(Registry[EngineFactory]):
-    """Engines by name, with the features that each declares: a config that asks for another is refused.
+    """Engines by name, with the features that each declares. A config that needs another feature is refused.
 
-    Parallelism that is no feature (data, tensor and sequence parallelism) is laid before an engine is built; ZeRO
-    stages and other settings an engine refuses itself.
+    Data, tensor and sequence parallelism are no features: they are applied before an engine is built. ZeRO stages and
+    other settings are refused by the engine itself.
     """
 
     def __init__(self) -> None:
@@ -39,23 +39,23 @@ class EngineRegistry(Registry[EngineFactory]):
     def register(
         self, name: str, *, features: Collection[Feature] = ()
     ) -> Callable[[EngineFactory], EngineFactory]:
-        """Decorator that enters an engine. features: of `Feature`, those that it carries out.
+        """Return a decorator that registers an engine. features: those of `Feature` that it supports.
 
-        Raises UsageError for a feature that there is not, and when the name is taken by another engine.
+        Raises UsageError for an unknown feature, and if another engine has the name.
         """
         if unknown := sorted(set(features) - set(get_args(Feature))):
             raise UsageError(
                 f"engine {name!r} is registered with features = {sorted(features)}: there is no {unknown[0]!r}; there "
                 f"are: {', '.join(get_args(Feature))}"
             )
-        enter = super().register(name)
+        register_name = super().register(name)
 
-        def enter_with_features(engine: EngineFactory) -> EngineFactory:
-            enter(engine)
+        def register_engine(engine: EngineFactory) -> EngineFactory:
+            register_name(engine)
             self._features[name] = frozenset(features)
             return engine
 
-        return enter_with_features
+        return register_engine
 
     def has(self, name: str, feature: Feature) -> bool:
         """Return whether an engine declares a feature."""
@@ -66,46 +66,47 @@ class EngineRegistry(Registry[EngineFactory]):
         """Raise UsageError for a feature that the config asks for and its engine does not declare."""
         name = config.parallel.engine
         self.get(name)
-        for feature, setting, instead in _asked_features(config, precision):
+        for feature, setting, alternative in _requested_features(config, precision):
             if feature not in self._features[name]:
                 supporting = [engine for engine in self.names() if feature in self._features[engine]]
                 raise UsageError(
                     f"{setting}: parallel.engine = {name!r} does not declare {feature!r} among its features: set "
-                    f"{instead}, or parallel.engine = {' or '.join(map(repr, supporting))}"
+                    f"{alternative}, or parallel.engine = {' or '.join(map(repr, supporting))}"
                 )
 
 
-class _Asked(NamedTuple):
-    """A feature that a config asks for, by which setting, and a setting that does without."""
+class _RequestedFeature(NamedTuple):
+    """A feature that a config needs, the setting that needs it, and a setting that does without."""
 
     feature: Feature
     setting: str
-    instead: str
+    alternative: str
 
 
-def _asked_features(config: Config, precision: str) -> Iterator[_Asked]:
+def _requested_features(config: Config, precision: str) -> Iterator[_RequestedFeature]:
     parallel, train = config.parallel, config.train
     axes: tuple[tuple[Feature, int], ...] = (("pp", parallel.pp), ("cp", parallel.cp), ("ep", parallel.ep))
     for axis, size in axes:
         if size > 1:
-            yield _Asked(axis, f"parallel.{axis} = {size}", f"parallel.{axis} = 1")
+            yield _RequestedFeature(axis, f"parallel.{axis} = {size}", f"parallel.{axis} = 1")
     if precision == "fp16":
-        yield _Asked("fp16", f"train.precision = {precision!r}", "train.precision = 'bf16'")
+        yield _RequestedFeature("fp16", f"train.precision = {precision!r}", "train.precision = 'bf16'")
     if PRECISIONS[precision].fp8:
-        yield _Asked("fp8", f"train.precision = {precision!r}", "train.precision = 'bf16'")
+        yield _RequestedFeature("fp8", f"train.precision = {precision!r}", "train.precision = 'bf16'")
     if train.recompute != "none":
-        yield _Asked("recompute", f"train.recompute = {train.recompute!r}", "train.recompute = 'none'")
+        yield _RequestedFeature(
+            "recompute", f"train.recompute = {train.recompute!r}", "train.recompute = 'none'"
+        )
     if train.compile not in (False, "auto"):
-        yield _Asked("compile", f"train.compile = {train.compile!r}", "train.compile = false")
+        yield _RequestedFeature("compile", f"train.compile = {train.compile!r}", "train.compile = false")
     if train.cuda_graphs:
-        yield _Asked("cuda_graphs", "train.cuda_graphs = true", "train.cuda_graphs = false")
+        yield _RequestedFeature("cuda_graphs", "train.cuda_graphs = true", "train.cuda_graphs = false")
     if config.evaluate.sample_prompts:
-        yield _Asked("samples", "evaluate.sample_prompts", "no prompts")
+        yield _RequestedFeature("samples", "evaluate.sample_prompts", "no prompts")
     if config.objective.name == "contrastive":
-        instead = "another objective"
-        yield _Asked("compares_samples", "objective.name = 'contrastive'", instead)
+        yield _RequestedFeature("compares_samples", "objective.name = 'contrastive'", "another objective")
     if parallel.async_tp:
-        yield _Asked("async_tp", "parallel.async_tp = true", "parallel.async_tp = false")
+        yield _RequestedFeature("async_tp", "parallel.async_tp = true", "parallel.async_tp = false")
 
 
 ENGINES = EngineRegistry()
@@ -113,7 +114,7 @@ ENGINES = EngineRegistry()
 
 @ENGINES.register("native", features=get_args(Feature))
 def native(setup: EngineSetup) -> Engine:
-    """FSDP2 or whole copies over the data axes, and our own pipeline runner."""
+    """Build the native engine: FSDP2 or replicated weights over the data axes, and our own pipeline passes."""
     from megatfm.engines.native.compile import (
         enable_symmetric_memory,
         keeps_attention_eager,
@@ -134,9 +135,9 @@ def native(setup: EngineSetup) -> Engine:
         precision=setup.precision,
         seed=train.seed,
         optimizers=setup.optimizers,
-        sharing=ZeroOptions.of(parallel),
+        zero_options=ZeroOptions.of(parallel),
         pipeline=setup.pipeline,
-        recomputed=train.recompute,
+        recompute_mode=train.recompute,
         compile_blocks=should_compile(setup.config, setup.device),
         autotune=train.compile == "autotune",
         eager_attention=keeps_attention_eager(setup.config, setup.device),
@@ -147,7 +148,7 @@ def native(setup: EngineSetup) -> Engine:
 
 @ENGINES.register("deepspeed", features=("pp", "cp", "ep", "fp16", "recompute", "loss_by_source"))
 def deepspeed(setup: EngineSetup) -> Engine:
-    """DeepSpeed's ZeRO, where it is installed."""
+    """Build the engine of DeepSpeed's ZeRO. Raises UsageError if DeepSpeed is not installed."""
     from megatfm.engines.deepspeed.engine import DeepSpeedEngine
 
     return DeepSpeedEngine(setup)

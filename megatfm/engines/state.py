@@ -1,4 +1,4 @@
-"""State besides gradients: what a checkpoint holds, parameters that pipeline ranks share, and state of modules."""
+"""State besides gradients: checkpoint contents, parameters that pipeline ranks share, and the state of modules."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from megatfm.checkpoint import ShardedTensor
 from megatfm.engines.gradients import all_reduce_flat
-from megatfm.engines.interface import LossScale, StateDict, Stateful
+from megatfm.engines.interface import StateDict, Stateful
+from megatfm.engines.losses import LossScale
 from megatfm.engines.optimizers import State, WholeTensorOptimizer
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import DENSE_DATA_AXES, PIPELINE, Mesh, sort_axes
@@ -24,23 +25,26 @@ class StatefulOptimizer(Protocol):
     """State of an optimizer, for checkpoints and evaluation."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Blocks that the optimizer moves, by name."""
+        """Return the blocks that the optimizer updates, by name."""
 
     def refresh(self) -> None:
-        """The weights were set from outside: look again, where there are copies of them."""
+        """Update copies of the weights, after these were set from outside."""
 
     def averaged(self) -> dict[str, Tensor]:
-        """The weights to evaluate and save, of the blocks for which these are not the trained ones."""
+        """Return averaged weights to evaluate and save, by name; none for blocks that have no others."""
 
     def state(self) -> State:
-        """Name → key → tensor; not copies, and empty before the first step."""
+        """Return name → key → tensor, not copied; empty before the first step."""
 
     def load(self, state: State) -> None:
-        """Take over what `state` gave."""
+        """Load the result of `state`."""
 
 
 class TrainState:
-    """The blocks that this rank's optimizers move (weights: name → block), and what they remember of them."""
+    """Weights and optimizer state of this rank, as checkpoints hold them.
+
+    weights: name → block, buffers of modules included. optimizers: they update the trained ones.
+    """
 
     def __init__(
         self,
@@ -51,23 +55,23 @@ class TrainState:
         self.weights, self.optimizers, self._loss_scale = weights, optimizers, loss_scale
 
     def state_dict(self) -> StateDict:
-        """Weights as model.NAME, those to evaluate where these are others; optimizer state as optimizer.NAME.KEY; the
-        loss scale as engine.KEY."""
+        """Return weights as model.NAME (averaged ones if there are), optimizer state as optimizer.NAME.KEY, and the
+        loss scale as engine.KEY. Not copied."""
         averaged = self._averaged()
         state: StateDict = {
-            f"model.{name}": self._like(name, averaged.get(name, box.tensor))
-            for name, box in self.weights.items()
+            f"model.{name}": block.with_tensor(averaged.get(name, block.tensor))
+            for name, block in self.weights.items()
         }
         for optimizer in self.optimizers:
             for name, values in optimizer.state().items():
                 for key, value in values.items():
-                    state[f"optimizer.{name}.{key}"] = self._stored(optimizer, name, value)
+                    state[f"optimizer.{name}.{key}"] = self._sharded(optimizer, name, value)
         return {**state, **(self._loss_scale.state() if self._loss_scale else {})}
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
         """Return empty tensors for the contents of a checkpoint (name → dtype, global shape): weights in place, fresh
         optimizer state."""
-        state: StateDict = {f"model.{name}": box for name, box in self.weights.items()}
+        state: StateDict = {f"model.{name}": block for name, block in self.weights.items()}
         keys: dict[str, list[str]] = defaultdict(list)
         for full_name in stored:
             keys[full_name.rpartition(".")[0]].append(full_name)
@@ -75,15 +79,15 @@ class TrainState:
             for name, block in optimizer.tensors().items():
                 for full_name in keys[f"optimizer.{name}"]:
                     dtype, shape = stored[full_name]
-                    # On the device scalars too: a fused optimizer's step count lies beside the weights.
+                    # Scalars too go to the device: fused optimizers keep their step count there.
                     sizes = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
                     value = torch.zeros(sizes if shape else (), dtype=dtype, device=block.device)
-                    state[full_name] = self._stored(optimizer, name, value)
+                    state[full_name] = self._sharded(optimizer, name, value)
         scale = self._loss_scale.state() if self._loss_scale else {}
         return state | {name: value for name, value in scale.items() if name in stored}
 
     def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
-        """Take over optimizer state and loss scale from what `empty_state_dict` made and a checkpoint filled."""
+        """Load optimizer state and loss scale from the result of `empty_state_dict`, filled by a checkpoint."""
         if self._loss_scale:
             self._loss_scale.load(state)
         for optimizer in self.optimizers:
@@ -96,48 +100,47 @@ class TrainState:
             optimizer.load(values)
 
     def refresh(self) -> None:
-        """The weights were set from outside: optimizers that have copies of them look again."""
+        """Update optimizers' copies of the weights, after these were set from outside."""
         for optimizer in self.optimizers:
             optimizer.refresh()
 
     @contextmanager
     def averaged_weights(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """Have the weights to evaluate in place for a while. The trained ones come back from a copy, so to the last
-        bit. on_change: called whenever the weights were."""
+        """Evaluate with averaged weights within this context; the trained ones are restored from a copy, bit for bit.
+
+        on_change: called after the weights were set, unless the optimizers have no averages.
+        """
         averaged = self._averaged()
         trained = {name: self.weights[name].tensor.clone() for name in averaged}
-        self._set(averaged, on_change)
+        self._copy_weights(averaged, on_change)
         try:
             yield
         finally:
-            self._set(trained, on_change)
+            self._copy_weights(trained, on_change)
 
     def _averaged(self) -> dict[str, Tensor]:
-        """The weights to evaluate and save that are not the ones that are trained."""
+        """Return the averaged weights of all optimizers."""
         return {name: value for optimizer in self.optimizers for name, value in optimizer.averaged().items()}
 
-    def _set(self, values: Mapping[str, Tensor], changed: Callable[[], None]) -> None:
+    def _copy_weights(self, values: Mapping[str, Tensor], on_change: Callable[[], None]) -> None:
         for name, value in values.items():
             self.weights[name].tensor.copy_(value)
         if values:
-            changed()
+            on_change()
 
-    def _like(self, name: str, block: Tensor) -> ShardedTensor:
-        """A block shaped like the one of the weight `name`."""
-        return self.weights[name].with_tensor(block)
-
-    def _stored(self, optimizer: StatefulOptimizer, name: str, value: Tensor) -> ShardedTensor | Tensor:
+    def _sharded(self, optimizer: StatefulOptimizer, name: str, value: Tensor) -> ShardedTensor | Tensor:
+        """Return optimizer state as a block like the weight's; scalars and state of whole tensors unchanged."""
         if value.dim() == 0 or isinstance(optimizer, WholeTensorOptimizer):
             return value
-        return self._like(name, value)
+        return self.weights[name].with_tensor(value)
 
 
 class TiedParameters:
-    """Parameters that several pipeline ranks hold, because stages of theirs use them: tied tables, shared layers,
+    """Parameters that several pipeline ranks hold because stages on each use them: tied embeddings, shared layers,
     biases.
 
-    Each holder has the gradient of its own stages; the sum over them is that of the parameter. All of them update
-    alike. Counts of modules that several ranks hold are added up in the same way. Without a pipeline it does nothing.
+    Each holder computes the gradient of its stages; the parameter's gradient is their sum, and all holders update
+    alike. Counts of modules that several ranks hold are summed likewise. Without a pipeline it does nothing.
     """
 
     def __init__(self, pipeline: Pipeline | None, mesh: Mesh) -> None:
@@ -152,32 +155,33 @@ class TiedParameters:
         self._groups = {holders: group for holders, group in groups.items() if self._rank in holders}
 
     def all_reduce_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the gradients of all holders up, in place."""
+        """Sum the gradients of tied parameters over their holders, in place. A collective."""
         for holders in self._groups:
-            shares = [gradients[name] for name in self._names[holders] if name in gradients]
-            all_reduce_flat(shares, partial(self.all_reduce, holders))
+            tied = [gradients[name] for name in self._names[holders] if name in gradients]
+            all_reduce_flat(tied, partial(self.all_reduce, holders))
 
     def all_reduce(self, holders: tuple[int, ...], tensor: Tensor) -> None:
-        """Sum a tensor in place over pipeline ranks, of which this is one."""
+        """Sum a tensor in place over pipeline ranks that include this one."""
         if len(holders) > 1:
             dist.all_reduce(tensor, group=self._groups[holders])
 
     @property
     def groups(self) -> Iterable[ProcessGroup]:
-        """Process groups that this rank sums in."""
+        """Process groups over which this rank sums."""
         return self._groups.values()
 
     def is_owner(self, name: str) -> bool:
-        """Whether this is the one rank of a pipeline on which a parameter is counted."""
+        """Return whether this rank counts a parameter: one holder in each pipeline does."""
         return not self._holders or self._holders[name][0] == self._rank
 
     def holders_of_module(self, path: str) -> tuple[int, ...]:
-        """The pipeline ranks that hold a module with buffers."""
+        """Return the pipeline ranks that hold a module with buffers."""
         return self._modules.get(path, (self._rank,))
 
 
 def _group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
-    """These ranks of this rank's pipeline; called by all ranks, which make the groups of all pipelines together."""
+    """Return the process group of some ranks of this pipeline. A collective: all ranks create the groups of all
+    pipelines."""
     ranks = mesh.device_mesh.mesh.flatten(1)
     if len(holders) == len(ranks):
         return mesh.group(PIPELINE)
@@ -186,10 +190,10 @@ def _group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
 
 
 class ModuleState:
-    """Stateful modules of this rank's stages (see `interface.Stateful`), and all buffers that are stored.
+    """Stateful modules of this rank's stages (see `interface.Stateful`), and all buffers that are saved.
 
-    What a module observed is summed over the data axes, over those where its buffers' plan row says that ranks have a
-    share each, and over the pipeline ranks that hold it.
+    Observations of a module are summed over the data axes, the `partial_axes` of its buffers, and the pipeline ranks
+    that hold it.
     """
 
     def __init__(
@@ -198,47 +202,47 @@ class ModuleState:
         self._mesh, self._ties = mesh, ties or TiedParameters(None, mesh)
         self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
-            axes = _axes(path, module, layout)
+            axes = _reduced_axes(path, module, layout)
             if isinstance(module, Stateful):
                 self._modules[path] = module, axes
-        buffers = dict(model.named_buffers())
-        self.boxes = {
-            name: ShardedTensor(buffers[name], placement.shape, placement.region[0])
-            for name, placement in layout.state.items()
-            if name in buffers
+        tensors = dict(model.named_buffers())
+        self.buffers = {
+            name: ShardedTensor(tensors[name], buffer.shape, buffer.region[0])
+            for name, buffer in layout.state.items()
+            if name in tensors
         }
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the observations since the last step."""
         for module, _ in self._modules.values():
             module.reset_counts()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Let each module take what all ranks observed into its state. A collective, where there is such a module."""
+        """Update each module's state from the observations of all ranks. A collective if there is such a module."""
         for _, module, total in self._totals():
             module.update(total)
 
     @torch.no_grad()
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """By path, what modules that have a method `statistics` tell of what all ranks observed. A collective."""
+        """Return path → statistics of all ranks' observations, by the modules' method `statistics`. A collective."""
         statistics: dict[str, dict[str, Any]] = {}
         for path, module, total in self._totals():
-            if moe_options := getattr(module, "statistics", None):
-                statistics[path] = moe_options(total)
+            if compute := getattr(module, "statistics", None):
+                statistics[path] = compute(total)
         if self._mesh.size(PIPELINE) == 1:
             return statistics
         return {
-            path: options
+            path: values
             for stage_statistics in self._mesh.gather_objects(statistics, (PIPELINE,))
-            for path, options in stage_statistics.items()
+            for path, values in stage_statistics.items()
         }
 
     def _totals(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
         """Yield each module with the sums of its observations. A collective."""
         for (axes, holders), paths in self._modules_by_ranks():
             observed = {path: dict(sorted(self._modules[path][0].observed.items())) for path in paths}
-            # In float64 whole numbers add up to the same in any order.
+            # Float64 sums of integers are exact in any order.
             totals = {
                 path: {name: value.to(torch.float64, copy=True) for name, value in values.items()}
                 for path, values in observed.items()
@@ -257,14 +261,15 @@ class ModuleState:
                 yield path, self._modules[path][0], in_dtype
 
     def _modules_by_ranks(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[str]]]:
-        """(axes, pipeline ranks) → the modules that are summed over these, in the same order on all ranks."""
+        """Yield (axes, pipeline ranks) and the modules that are summed over these, in the same order on all ranks."""
         groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = {}
         for path, (_, axes) in self._modules.items():
             groups.setdefault((axes, self._ties.holders_of_module(path)), []).append(path)
         yield from sorted(groups.items(), key=lambda item: item[0])
 
 
-def _axes(path: str, module: nn.Module, layout: ModelLayout) -> tuple[str, ...]:
-    placements = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
-    data = {axis for placement in placements for axis in placement.data_axes.all} or set(DENSE_DATA_AXES.all)
-    return sort_axes({*data, *(axis for placement in placements for axis in placement.partial_axes)})
+def _reduced_axes(path: str, module: nn.Module, layout: ModelLayout) -> tuple[str, ...]:
+    """Axes over which a module's observations are summed."""
+    buffers = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
+    data_axes = {axis for buffer in buffers for axis in buffer.data_axes.all} or set(DENSE_DATA_AXES.all)
+    return sort_axes({*data_axes, *(axis for buffer in buffers for axis in buffer.partial_axes)})

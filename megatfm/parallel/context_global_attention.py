@@ -173,6 +173,6 @@ class _AllKeysAttention(torch.autograd.Function):
         dq, dk, dv = partial_attention_backward(
             summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad
         )
-        sinks_grad = block_sparse.gradient_of_sinks(g, out, lse, sinks)
+        sinks_grad = block_sparse.sinks_gradient(g, out, lse, sinks)
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), bias_grad, None, sinks_grad, None, None

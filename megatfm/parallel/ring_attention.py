@@ -32,10 +32,10 @@ def block_attention_plan(
     batch, n_heads, queries, width = q_BNTH.shape
     shard = sequence.with_keys_at(key, key_indices)
     mask = core.attention_mask(shard, n_heads)
-    size = min(block_sparse.block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)
+    size = min(block_sparse.choose_block_size(mask), -(-max(queries, len(key_indices)) // 4) * 4)
     grid = BlockGrid(batch, queries, len(key_indices), size)
     visits = mask.cached(
-        ("pieces", size),
+        ("block groups", size),
         lambda: plan_blocks(mask, grid, core.attention_mask(shard.on_host(), n_heads), q_BNTH.device),
     )
     return BlockAttentionPlan.build(
@@ -43,9 +43,9 @@ def block_attention_plan(
         size,
         width,
         core.variant,
-        zero=sequence.length - 1,
-        places=key_indices,
-        q_places=sequence.indices,
+        zero_distance=sequence.length - 1,
+        k_positions=key_indices,
+        q_positions=sequence.indices,
     )
 
 
@@ -234,7 +234,7 @@ class _RingAttention(torch.autograd.Function):
             kv_grad = kv_grad + grad_transfer.wait()[0]
         weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
-        sinks_grad = block_sparse.gradient_of_sinks(g, out, lse, sinks)
+        sinks_grad = block_sparse.sinks_gradient(g, out, lse, sinks)
         if current_part() == "inputs":
             ctx.weight_gradients = _WeightGradients(bias_grad, sinks_grad, weight_grads)
         kv_grad = kv_grad.to(kv.dtype)
@@ -249,7 +249,7 @@ def _shift(x: Tensor, contexts: ContextParallel, next_plans: Sequence[BlockAtten
     if not next_plans:
         return P2PExchange(contexts.group, [], [])
     (plan,) = next_plans
-    assert plan.places is not None
+    assert plan.k_positions is not None
     next_rank, previous_rank = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
-    received = x.new_empty(*x.shape[:2], len(plan.places), x.shape[3])
+    received = x.new_empty(*x.shape[:2], len(plan.k_positions), x.shape[3])
     return P2PExchange(contexts.group, [(next_rank, x)], [(previous_rank, received)])

@@ -65,7 +65,7 @@ def build_saver(options: CheckpointConfig, folder: Path, local_dir: Path | None)
         mode=options.mode,
         keep=options.keep,
         keep_every=options.keep_every,
-        read_back=options.verify_after_write,
+        verify_after_write=options.verify_after_write,
         local_dir=local_dir,
     )
 

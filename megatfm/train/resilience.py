@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatfm.checkpoint import ShardedTensor, file_io
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources, loss_scale_of
+from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources
+from megatfm.engines.losses import loss_scale_of
 from megatfm.errors import MegatfmError
 from megatfm.files import open_nofollow
 from megatfm.object_collectives import gather_errors, run_on_rank_0_raising

@@ -81,7 +81,7 @@ def engine_on(
     layout = parallelize(model, mesh, sequence_parallel=True)
     return NativeEngine(
         model, layout, mesh, device=torch.device(device), precision=precision, seed=7, optimizers=groups,
-        sharing=ZeroOptions(parallel.zero), **options,
+        zero_options=ZeroOptions(parallel.zero), **options,
     )  # fmt: skip
 
 

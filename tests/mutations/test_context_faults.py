@@ -54,7 +54,7 @@ def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
 
     def shift(x: Tensor, contexts: Any, hows: Any) -> Any:
         local = contexts.token_indices(LENGTH)[contexts.rank]
-        is_home = bool(hows) and torch.equal(hows[0].places, local)
+        is_home = bool(hows) and torch.equal(hows[0].k_positions, local)
         flight = real(x, contexts, hows)
         return Lost(flight) if is_home else flight
 

@@ -37,13 +37,13 @@ Patch = pytest.MonkeyPatch
 
 
 def last_microbatch_is_not_reduced(patch: Patch) -> None:
-    real = FullySharded.begin
+    real = FullySharded.start_microbatch
 
-    def begin(self: FullySharded, is_last: bool) -> None:
+    def start_microbatch(self: FullySharded, is_last: bool) -> None:
         self._calls = getattr(self, "_calls", 0) + 1  # type: ignore[attr-defined]
         real(self, is_last=self._calls == 1)  # type: ignore[attr-defined]
 
-    patch.setattr(FullySharded, "begin", begin)
+    patch.setattr(FullySharded, "start_microbatch", start_microbatch)
 
 
 def shards_are_the_neighbour_s(patch: Patch) -> None:
@@ -99,24 +99,24 @@ def weights_are_not_gathered_after_a_step(patch: Patch) -> None:
 
 
 def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
-    real = FullySharded.begin
+    real = FullySharded.start_microbatch
 
-    def begin(self: FullySharded, is_last: bool) -> None:
+    def start_microbatch(self: FullySharded, is_last: bool) -> None:
         real(self, is_last)
         self._root.set_reshard_after_backward(False)
 
-    patch.setattr(FullySharded, "begin", begin)
+    patch.setattr(FullySharded, "start_microbatch", start_microbatch)
     patch.setattr(FullySharded, "weights_changed", lambda self, frozen=False: None)
 
 
 def the_norm_counts_copies(patch: Patch) -> None:
     real = gradients._axes
-    patch.setattr(gradients, "_axes", lambda placement, sharded, copies: real(placement, True, copies))
+    patch.setattr(gradients, "_axes", lambda layout, sharded, replicas: real(layout, True, replicas))
 
 
 def the_norm_is_of_the_own_shard(patch: Patch) -> None:
     real = gradients._axes
-    patch.setattr(gradients, "_axes", lambda placement, sharded, copies: real(placement, False, copies))
+    patch.setattr(gradients, "_axes", lambda layout, sharded, replicas: real(layout, False, replicas))
 
 
 def one_key_for_all_rows(patch: Patch) -> None:
@@ -129,7 +129,7 @@ def the_scale_stays_in_the_gradients(patch: Patch) -> None:
 
 
 def the_scale_is_not_lowered(patch: Patch) -> None:
-    from megatfm.engines.interface import LossScale
+    from megatfm.engines.losses import LossScale
 
     patch.setattr(LossScale, "update", lambda self, finite: None)
 

@@ -70,13 +70,13 @@ def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
 
 
 def the_last_stage_forgets_a_head(patch: Patch) -> None:
-    real = PipelineForwardBackward._call
+    real = PipelineForwardBackward._run_stage
 
     def call(self: PipelineForwardBackward, *args: Any) -> Any:
         gives, terms = real(self, *args)
         return gives, {name: term * (name != "sentence") for name, term in terms.items()}
 
-    patch.setattr(PipelineForwardBackward, "_call", call)
+    patch.setattr(PipelineForwardBackward, "_run_stage", call)
 
 
 def a_head_s_targets_are_counted_here_only(patch: Patch) -> None:
@@ -86,7 +86,7 @@ def a_head_s_targets_are_counted_here_only(patch: Patch) -> None:
         real(self, batches)
         tensors = [{name: torch.as_tensor(values) for name, values in batch.items()} for batch in batches]
         local = sum(int(self._objective.target_counts(batch)["boundary"]) for batch in tensors)
-        self._counts[self._places["boundary"]] = local
+        self._counts[self._term_index["boundary"]] = local
 
     patch.setattr(LossAccumulator, "count", count)
 

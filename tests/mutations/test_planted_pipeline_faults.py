@@ -59,25 +59,23 @@ def name_layers_from_each_stage_on(patch: Patch) -> None:
 
 
 def take_the_next_micro_batch(patch: Patch) -> None:
-    real = PipelineForwardBackward._call
+    real = PipelineForwardBackward._run_stage
 
     def call(self: PipelineForwardBackward, stage: Any, batch: Any, *args: Any) -> Any:
         return real(self, stage, {n: t.roll(1, 0) for n, t in batch.items()} if stage.index else batch, *args)
 
-    patch.setattr(PipelineForwardBackward, "_call", call)
+    patch.setattr(PipelineForwardBackward, "_run_stage", call)
 
 
 def lose_the_memory_s_gradient(patch: Patch) -> None:
     real = PipelineForwardBackward._send
 
-    def send(
-        self: PipelineForwardBackward, fields: Any, carry: dict[str, Tensor], to: int, group: Any
-    ) -> Any:
+    def send(self: PipelineForwardBackward, specs: Any, carry: dict[str, Tensor], to: int, group: Any) -> Any:
         backward = to < min(self._stages)
         inputs = {
             n: torch.zeros_like(t) if backward and n == "encoder_hidden" else t for n, t in carry.items()
         }
-        return real(self, fields, inputs, to, group)
+        return real(self, specs, inputs, to, group)
 
     patch.setattr(PipelineForwardBackward, "_send", send)
 
@@ -93,23 +91,23 @@ def lose_what_only_passes_through(patch: Patch) -> None:
 
 
 def take_the_last_loss_only(patch: Patch) -> None:
-    real = PipelineForwardBackward._call
+    real = PipelineForwardBackward._run_stage
 
     def call(self: PipelineForwardBackward, stage: Any, *args: Any) -> Any:
         gives, terms = real(self, stage, *args)
         return gives, terms if stage.index == len(self._pipeline.stages) - 1 else {}
 
-    patch.setattr(PipelineForwardBackward, "_call", call)
+    patch.setattr(PipelineForwardBackward, "_run_stage", call)
 
 
 def forget_weights_off_the_way(patch: Patch) -> None:
     """What torch's own stages do."""
-    real = passes._branching
+    real = passes._branch_nodes
 
     def branching(*args: Any) -> Any:
         return [(w, nodes) for w, nodes in real(*args) if passes.NOT_ON_INPUT_PATH not in nodes]
 
-    patch.setattr(passes, "_branching", branching)
+    patch.setattr(passes, "_branch_nodes", branching)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[int, str, ParallelConfig, set[str]]] = {
@@ -142,7 +140,7 @@ def found_wrong(fault: str | None, name: str, parallel: ParallelConfig) -> set[s
             actual.add("loss")
         actual |= set(model_gradient_errors(engine, model))
         norm = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None]).norm()
-        if float(engine.distinct.norm(engine.gradients())) != pytest.approx(float(norm), rel=1e-9):
+        if float(engine.global_norm.compute(engine.gradients())) != pytest.approx(float(norm), rel=1e-9):
             actual.add("norm")
         return actual
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatfm.config import Config
-from megatfm.engines.deepspeed.library import allow_fp16_on_cpu, load
+from megatfm.engines.deepspeed.library import allow_fp16_on_cpu, import_deepspeed
 from tests.support.deepspeed_runs import (
     OPTIMIZERS,
     Errors,
@@ -187,7 +187,7 @@ def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, w
 
 def on_a_host_without_fast_float16() -> list[torch.dtype]:
     """What stage 3 takes float32 weights for, as it is and while we make an engine."""
-    load(torch.device("cpu"))
+    import_deepspeed(torch.device("cpu"))
     parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     kind, accelerator = parameters.InsertPostInitMethodToModuleSubClasses, parameters.get_accelerator()
     with pytest.MonkeyPatch.context() as patch:

@@ -25,7 +25,7 @@ from tests.support.workers import Workers
 
 def by_blocks(*args: object) -> torch.Tensor:
     VISITED.append(True)
-    return block_sparse.blocked(*args)  # type: ignore[arg-type]
+    return block_sparse.block_sparse_attention(*args)  # type: ignore[arg-type]
 
 
 VISITED: list[bool] = []

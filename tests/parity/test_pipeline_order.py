@@ -26,7 +26,7 @@ from tests.support.workers import Workers
 DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, attention={"n_heads": 2}, ffn={"d_ff": 8})
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 METHODS: dict[str, Kind] = {
-    "_run_forward": "F", "_run_backward": "B", "_run_backward_of_input": "I", "_run_backward_weight": "W",
+    "_run_forward": "F", "_run_backward": "B", "_run_backward_input": "I", "_run_backward_weight": "W",
     "_send_forward": "send F", "_receive_forward": "recv F",
     "_send_backward": "send B", "_receive_backward": "recv B",
 }  # fmt: skip

@@ -41,11 +41,13 @@ class DdpEngine:
             for name, p in self.parameters.items()
         }
         init_weights(self.model, self.layout, self.blocks, train.seed)
-        self.distinct = GlobalNorm(self.layout, self.mesh, self.device, sharded=False)
-        self.norms = LayerStatistics(self.model, self.layout, self.mesh, self.distinct, compiled=False)
+        self.global_norm = GlobalNorm(self.layout, self.mesh, self.device, sharded=False)
+        self.layer_stats = LayerStatistics(
+            self.model, self.layout, self.mesh, self.global_norm, compiled=False
+        )
         self.modules = ModuleState(self.model, self.layout, self.mesh)
         optimizers = make_optimizers(setup.optimizers, self.blocks, self.mesh)
-        self.state = TrainState({**self.blocks, **self.modules.boxes}, optimizers)
+        self.state = TrainState({**self.blocks, **self.modules.buffers}, optimizers)
         self.state_dict, self.load_state_dict = self.state.state_dict, self.state.load_state_dict
         self.empty_state_dict, self.weights_changed = self.state.empty_state_dict, self.state.refresh
         data = self.mesh.flat_group(self.mesh.data_axes)
@@ -53,16 +55,16 @@ class DdpEngine:
 
     def forward_backward(self, microbatches, objective, *, record_activations=False):
         self.ddp.train()
-        self.norms.watch(record_activations)
+        self.layer_stats.watch(record_activations)
         batches = [to_device(batch, self.device) for batch in microbatches]
         losses = LossAccumulator(objective, self.mesh, self.device)
         losses.count(microbatches)
-        share = losses.shares()
+        scale_loss = losses.term_weights()
         for batch in batches:
             with nullcontext() if batch is batches[-1] else self.ddp.no_sync():
                 terms = objective(self.ddp, batch)
                 # DDP takes the mean over ranks; a global loss is a sum.
-                (share(terms) * self.mesh.data_ranks).backward()
+                (scale_loss(terms) * self.mesh.data_ranks).backward()
             losses.add({name: term.detach() for name, term in terms.items()})
         all_reduce_partial_gradients(self.gradients(), self.layout, self.mesh)
         self.stats = losses.result()
@@ -70,7 +72,9 @@ class DdpEngine:
 
     def step(self, lr, clip, *, skip=False):
         gradients = self.gradients()
-        norm = float(self.distinct.norm(gradients, found_inf=skip or not math.isfinite(self.stats.loss)))
+        norm = float(
+            self.global_norm.compute(gradients, found_inf=skip or not math.isfinite(self.stats.loss))
+        )
         if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
             for optimizer in self.state.optimizers:
@@ -94,17 +98,19 @@ class DdpEngine:
 
     def zero_grad(self):
         self.model.zero_grad()
-        self.modules.forget()
+        self.modules.reset()
 
     def layer_statistics(self):
-        return self.norms.measure({name: box.tensor for name, box in self.blocks.items()}, self.gradients())
+        return self.layer_stats.measure(
+            {name: block.tensor for name, block in self.blocks.items()}, self.gradients()
+        )
 
     def weights(self):
         return self.state.weights
 
     def memory_needed(self, microbatches, block_input):
         """Gradients lie in their tensors and in DDP's buckets."""
-        weights = sum(box.tensor.nbytes for box in self.blocks.values())
+        weights = sum(block.tensor.nbytes for block in self.blocks.values())
         return MemoryNeeds(
             2 * weights, MOMENTS * weights, 0, len(list(transformer_blocks(self.model))) * block_input
         )

@@ -87,7 +87,7 @@ def compare_expert_layouts(
         assert losses == pytest.approx(expected_losses, rel=1e-12), layout
         assert model_gradient_errors(engine, model) == {}, layout
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        assert engine.distinct.norm(engine.gradients()) == pytest.approx(float(norm), rel=1e-12), layout
+        assert engine.global_norm.compute(engine.gradients()) == pytest.approx(float(norm), rel=1e-12), layout
         compare_router_state(engine, model, layout, even=name == "expert-choice")
         assert moe_layers(engine.model) or parallel.pp > 1
     return list(layouts)

@@ -92,9 +92,9 @@ def build_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        sharing=ZeroOptions.of(parallel),
+        zero_options=ZeroOptions.of(parallel),
         pipeline=pipeline,
-        recomputed=recomputed,
+        recompute_mode=recomputed,
         compile_blocks=compile_blocks,
         async_tp=async_tp,
     )
@@ -175,7 +175,7 @@ def one_device_reference(
 
 def local_block(engine: NativeEngine, name: str, tensor: Tensor) -> Tensor:
     """This rank's block of a parameter's whole tensor."""
-    offsets, sizes = engine.boxes[name]
+    offsets, sizes = engine.chunks[name]
     return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.describe.activation_memory import block_activation_bytes
-from megatfm.engines.activation_checkpointing import measured
+from megatfm.engines.activation_checkpointing import measure_saved_bytes
 from megatfm.layers.moe import experts
 from megatfm.models import build
 from megatfm.parallel.layout import replace_forward, transformer_blocks
@@ -54,7 +54,7 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(
 
     def of_block(block, forward, x_BTD, *args):
         nonlocal inputs
-        result, kept = measured(block, lambda: forward(x_BTD, *args))
+        result, kept = measure_saved_bytes(block, lambda: forward(x_BTD, *args))
         sizes.append(kept)
         inputs += x_BTD.nbytes
         return result

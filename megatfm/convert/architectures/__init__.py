@@ -1,4 +1,4 @@
-"""Chapters of architectures, one for each family, registered under the names of transformers' classes."""
+"""Architectures by family, registered under the names of transformers' classes."""
 
 from megatfm.convert.architectures import bert as bert
 from megatfm.convert.architectures import deberta as deberta

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and ALBERT, for masked tokens and with the sentence head, and what other encoders share with them."""
+"""BERT, RoBERTa and ALBERT with their pretraining heads, and the parts that other encoders share with them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +18,7 @@ from megatfm.errors import UsageError
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 """Names of a norm's weight and bias in checkpoints that came from TensorFlow."""
 POSITION_IDS = r"embeddings\.position_ids$"
-"""A buffer that older files hold."""
+"""Name of a buffer in older files."""
 
 ENCODER_KEYS: dict[str, Key] = {
     "vocab_size": used(30522),
@@ -36,12 +36,12 @@ ENCODER_KEYS: dict[str, Key] = {
     "position_embedding_type": supported_values("absolute"),
     "tie_word_embeddings": supported_values(True),
 }
-"""Keys of BERT's config.json, with its defaults; others have the same with some more."""
+"""Keys of BERT's config.json with its defaults; related encoders add to them."""
 POOLER = ignored(
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type",
 )  # fmt: skip
-"""Google's, of a part that transformers doesn't build from them."""
+"""Keys of Google's about the pooler, which transformers doesn't read."""
 
 
 ENCODER_MAPPING = {
@@ -59,9 +59,9 @@ ENCODER_MAPPING = {
 
 
 def read_encoder(hf_config: Json, **overrides: Any) -> ModelConfig:
-    """Our config of a post-norm encoder with learned positions and BERT's head.
+    """Read a post-norm encoder with learned positions and BERT's head.
 
-    overrides: keys that differ; None: no such key. Raises UsageError for what we lack.
+    overrides: megatfm's keys that differ; None removes a key. Raises UsageError for unsupported features.
     """
     common = {
         **read_mapped(hf_config, ENCODER_MAPPING),
@@ -84,7 +84,7 @@ def read_encoder(hf_config: Json, **overrides: Any) -> ModelConfig:
 
 
 def write_encoder(config: ModelConfig, **overrides: Any) -> Json:
-    """The reverse of `read_encoder`. Raises UsageError for an activation that they lack."""
+    """Write config.json, the inverse of `read_encoder`. Raises UsageError for an activation that transformers lacks."""
     common = {
         **write_mapped(config, ENCODER_MAPPING),
         "hidden_act": activation_to_hf(config.ffn.activation),
@@ -95,7 +95,8 @@ def write_encoder(config: ModelConfig, **overrides: Any) -> Json:
 
 
 def embedding_rules(hf_prefix: str, *, copies: Iterable[str] = ()) -> list[WeightMapping]:
-    """Tables and norm under `hf_prefix`, such as "bert.embeddings."; copies: names of the output matrix."""
+    """Map the embeddings and their norm. hf_prefix: such as "bert.embeddings.". copies: names of the tied output
+    matrix."""
     return [
         rename("encoder.embedding.tokens.weight", f"{hf_prefix}word_embeddings.weight", copies=copies),
         rename("encoder.embedding.positions.weight", f"{hf_prefix}position_embeddings.weight"),
@@ -121,7 +122,7 @@ BLOCK = [*SELF_ATTENTION, *AFTER_ATTENTION]
 
 
 def head_rules(transform: str, norm: str, bias: str, copies: Iterable[str] = ()) -> list[WeightMapping]:
-    """Dense layer, norm and bias of the output head; copies: further names of the bias."""
+    """Map dense layer, norm and bias of the output head. copies: other names of the bias."""
     return [
         *rename_linear("head.transform.dense", transform, bias=True),
         *rename_linear("head.transform.norm", norm, bias=True),
@@ -129,11 +130,11 @@ def head_rules(transform: str, norm: str, bias: str, copies: Iterable[str] = ())
     ]
 
 
-# BERT: BertForPreTraining with the sentence head, BertForMaskedLM without
+# BERT: BertForPreTraining has the sentence head, BertForMaskedLM has not
 
 BERT_KEYS = ENCODER_KEYS | POOLER | {"pad_token_id": used(0, int, None)}
 
-BERT_MARKS = {"family": "encoder", "position.name": "learned", "position.offset": 0}
+BERT_FINGERPRINT = {"family": "encoder", "position.name": "learned", "position.offset": 0}
 
 
 def read_bert_pretraining(hf_config: Json) -> ModelConfig:
@@ -169,11 +170,11 @@ register_architecture(
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS,),
         legacy_names=OLD_NORMS,
-        fingerprint=BERT_MARKS,
+        fingerprint=BERT_FINGERPRINT,
     ),
 )
-# Google's checkpoints call themselves BertForMaskedLM and hold the other head all the same.
-OTHER_HEAD = (r"^bert\.pooler\.", r"^cls\.seq_relationship\.")
+# Google's checkpoints are named BertForMaskedLM, but also hold the sentence head.
+SENTENCE_HEAD = (r"^bert\.pooler\.", r"^cls\.seq_relationship\.")
 register_architecture(
     "BertForMaskedLM",
     Architecture(
@@ -183,9 +184,9 @@ register_architecture(
         write_encoder,
         bert_rules,
         base_model_prefix="bert.",
-        ignored_tensors=(POSITION_IDS, *OTHER_HEAD),
+        ignored_tensors=(POSITION_IDS, *SENTENCE_HEAD),
         legacy_names=OLD_NORMS,
-        fingerprint=BERT_MARKS,
+        fingerprint=BERT_FINGERPRINT,
     ),
     base="BertModel",
 )
@@ -194,7 +195,7 @@ register_architecture(
 
 ROBERTA_KEYS = ENCODER_KEYS | {
     "vocab_size": used(50265),
-    "hidden_act": supported_values("gelu"),  # that of the head is always this one
+    "hidden_act": supported_values("gelu"),  # the head's activation is always this one
     "pad_token_id": used(1),
     "bos_token_id": used(0, int, list, None),
     "eos_token_id": used(2, int, list, None),
@@ -283,7 +284,7 @@ ALBERT_KEYS = ENCODER_KEYS | {
     **ignored("net_structure_type", "num_memory_blocks", "gap_size", "down_scale_factor"),
 }
 
-ALBERT_MARKS = {"family": "encoder", "position.name": "learned", "distinct_layers": 1}
+ALBERT_FINGERPRINT = {"family": "encoder", "position.name": "learned", "distinct_layers": 1}
 
 
 def read_albert(hf_config: Json) -> ModelConfig:
@@ -352,7 +353,7 @@ register_architecture(
         albert_rules,
         base_model_prefix="albert.",
         ignored_tensors=(POSITION_IDS,),
-        fingerprint=ALBERT_MARKS,
+        fingerprint=ALBERT_FINGERPRINT,
     ),
 )
 register_architecture(
@@ -365,7 +366,7 @@ register_architecture(
         albert_rules,
         base_model_prefix="albert.",
         ignored_tensors=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
-        fingerprint=ALBERT_MARKS,
+        fingerprint=ALBERT_FINGERPRINT,
     ),
     base="AlbertModel",
 )

@@ -37,16 +37,17 @@ DEBERTA_KEYS = ENCODER_KEYS | {
 }
 
 
-def check_kinds(kinds: Any) -> None:
-    """Raise UsageError unless positions are related to contents both ways."""
-    if (kinds.split("|") if isinstance(kinds, str) else kinds or []) not in (["c2p", "p2c"], ["p2c", "c2p"]):
-        raise UsageError(f"config.json: pos_att_type = {kinds!r} is not supported, only c2p and p2c together")
+def check_pos_att_type(value: Any) -> None:
+    """Raise UsageError unless attention has both content-to-position and position-to-content terms."""
+    terms = value.split("|") if isinstance(value, str) else value or []
+    if terms not in (["c2p", "p2c"], ["p2c", "c2p"]):
+        raise UsageError(f"config.json: pos_att_type = {value!r} is not supported, only c2p and p2c together")
 
 
 def read_deberta(hf_config: Json) -> ModelConfig:
     check_implied_values(hf_config, embedding_size=hf_config["hidden_size"])
-    check_kinds(hf_config["pos_att_type"])
-    farthest = hf_config["max_relative_positions"]
+    check_pos_att_type(hf_config["pos_att_type"])
+    max_distance = hf_config["max_relative_positions"]
     return read_encoder(
         hf_config,
         **{
@@ -54,18 +55,19 @@ def read_deberta(hf_config: Json) -> ModelConfig:
             "attention.bias": None,
             "position.name": "deberta",
             "position.max_positions": None,
-            "position.max_distance": farthest if farthest > 0 else hf_config["max_position_embeddings"],
+            "position.max_distance": max_distance
+            if max_distance > 0
+            else hf_config["max_position_embeddings"],
             "init.name": "normal",
         },
     )
 
 
 def write_deberta(config: ModelConfig) -> Json:
+    position = require_variant(config.position, DebertaPositionConfig, "model.position")
     return write_encoder(
         config,
-        max_position_embeddings=require_variant(
-            config.position, DebertaPositionConfig, "model.position"
-        ).max_distance,
+        max_position_embeddings=position.max_distance,
         max_relative_positions=-1,
         type_vocab_size=config.embedding.n_segments,
         relative_attention=True,
@@ -75,16 +77,16 @@ def write_deberta(config: ModelConfig) -> Json:
 
 
 def qkv_by_head(n_heads: int) -> WeightMapping:
-    """Map queries, keys and values to one matrix: head by head, the three below one another."""
+    """Map the projections of queries, keys and values to one matrix, whose rows are ordered by head, then q, k, v."""
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack([x.unflatten(0, (n_heads, -1)) for x in tensors], dim=1).flatten(0, 2)]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [x.flatten(0, 1) for x in tensors[0].unflatten(0, (n_heads, 3, -1)).unbind(1)]
 
     names = tuple(f"attn.w{part}.weight" for part in "qkv")
-    return WeightMapping(names, ("attention.self.in_proj.weight",), forth, back)
+    return WeightMapping(names, ("attention.self.in_proj.weight",), to_hf, from_hf)
 
 
 def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
@@ -117,12 +119,12 @@ def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
 
 
 MASK_DECODER = r"^deberta\.embeddings\.position_embeddings\."
-"""Absolute positions, read by the enhanced mask decoder only, which transformers lacks as well."""
-OWN_HEAD = (
+"""Absolute positions of the enhanced mask decoder, which neither megatfm nor transformers has."""
+MICROSOFT_HEAD = (
     (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
     (r"^lm_predictions\.lm_head\.", "cls.predictions.transform."),
 )
-"""Microsoft's own names of the head, which transformers takes with legacy=false."""
+"""Microsoft's names of the head, which transformers reads with legacy=false."""
 
 register_architecture(
     "DebertaForMaskedLM",
@@ -134,7 +136,7 @@ register_architecture(
         deberta_rules,
         base_model_prefix="deberta.",
         ignored_tensors=(POSITION_IDS, MASK_DECODER),
-        legacy_names=OWN_HEAD,
+        legacy_names=MICROSOFT_HEAD,
         fingerprint={"family": "encoder", "attention.name": "deberta"},
     ),
     base="DebertaModel",
@@ -172,12 +174,12 @@ def read_deberta_v2(hf_config: Json) -> ModelConfig:
     check_implied_values(
         hf_config, attention_head_size=hf_config["hidden_size"] // hf_config["num_attention_heads"]
     )
-    check_kinds(hf_config["pos_att_type"])
+    check_pos_att_type(hf_config["pos_att_type"])
     if hf_config["position_buckets"] < 1:
         raise UsageError(
             "config.json: position_buckets = -1 is not supported, only relative positions in buckets"
         )
-    farthest = hf_config["max_relative_positions"]
+    max_distance = hf_config["max_relative_positions"]
     return read_encoder(
         hf_config,
         **{
@@ -186,7 +188,9 @@ def read_deberta_v2(hf_config: Json) -> ModelConfig:
             "position.name": "deberta_v2",
             "position.max_positions": None,
             "position.buckets": hf_config["position_buckets"],
-            "position.max_distance": farthest if farthest > 0 else hf_config["max_position_embeddings"],
+            "position.max_distance": max_distance
+            if max_distance > 0
+            else hf_config["max_position_embeddings"],
             "init.name": "normal",
         },
     )
@@ -243,7 +247,7 @@ register_architecture(
         deberta_v2_rules,
         base_model_prefix="deberta.",
         ignored_tensors=(POSITION_IDS, MASK_DECODER),
-        legacy_names=OWN_HEAD,
+        legacy_names=MICROSOFT_HEAD,
         fingerprint={"family": "encoder", "attention.name": "deberta_v2"},
     ),
     base="DebertaV2Model",

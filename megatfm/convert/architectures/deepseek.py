@@ -1,6 +1,6 @@
-"""Latent attention: DeepseekV3ForCausalLM, whose first blocks are dense, the others having experts.
+"""DeepSeek-V3 (DeepseekV3ForCausalLM): latent attention; the first blocks are dense, the others have experts.
 
-Its keys and values are made head by head by one matrix, and rotary channels are pairs of neighbours, not halves.
+One matrix projects latents to keys and values, ordered by head. Rotary channels are pairs of neighbours, not halves.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -13,7 +13,7 @@ from megatfm.config import MLAAttentionConfig, ModelConfig, RopeConfig, RopeScal
 from megatfm.config.ffn import DeepSeekV3RouterConfig, MoEConfig
 from megatfm.config.position import YarnScaling
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.llama import dense_rules, rules_around
+from megatfm.convert.architectures.llama import dense_rules, llama_style_rules
 from megatfm.convert.hf_config import Json, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     ROPE,
@@ -51,7 +51,7 @@ KEYS = ROPE | {
     "head_dim": used(None, int),
     "qk_head_dim": used(None, int),
     "max_position_embeddings": used(4096),
-    "rms_norm_eps": supported_values(1e-6),  # that of the latents' norms is always this one
+    "rms_norm_eps": supported_values(1e-6),  # the norms of latents always use this one
     "hidden_act": used("silu"),
     "attention_bias": supported_values(False),
     "rope_interleave": supported_values(True),
@@ -78,8 +78,8 @@ KEYS = ROPE | {
         "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers",
     ),
 }  # fmt: skip
-MOST_MODULES = 64
-"""More modules for later tokens than any model has."""
+MAX_MTP_MODULES = 64
+"""More multi-token-prediction modules than any model has."""
 
 
 def read(hf_config: Json) -> ModelConfig:
@@ -90,7 +90,7 @@ def read(hf_config: Json) -> ModelConfig:
         "norm_topk_prob": hf_config["norm_topk_prob"],
         "routed_scaling_factor": hf_config["routed_scaling_factor"],
     }
-    config = read_with(hf_config, router)
+    config = read_with_router(hf_config, router)
     if config.layer_types and hf_config["n_routed_experts"] < 2 * hf_config["n_group"]:
         raise UsageError(
             f"config.json: n_group = {hf_config['n_group']} of n_routed_experts = {hf_config['n_routed_experts']}: "
@@ -100,13 +100,14 @@ def read(hf_config: Json) -> ModelConfig:
 
 
 def unused_tensors(hf_config: Mapping[str, object], names: Container[str]) -> list[str]:
-    """Modules that predict later tokens, behind the last block: transformers has no class that reads them."""
+    """Return patterns of the multi-token-prediction modules after the last block, which no class of transformers
+    reads."""
     first = hf_config.get("num_hidden_layers", KEYS["num_hidden_layers"].default)
     count = hf_config.get("num_nextn_predict_layers", hf_config.get("num_mtp_layers"))
     if not isinstance(first, int) or not isinstance(count, int) or count < 1:
         return []
-    numbers = range(first, first + min(count, MOST_MODULES))
-    return [rf"^model\.layers\.{n}\." for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
+    indices = range(first, first + min(count, MAX_MTP_MODULES))
+    return [rf"^model\.layers\.{i}\." for i in indices if f"model.layers.{i}.eh_proj.weight" in names]
 
 
 CONFIG_MAPPING = {
@@ -121,8 +122,8 @@ CONFIG_MAPPING = {
 }
 
 
-def read_with(hf_config: Json, router: Json) -> ModelConfig:
-    """Our config, with this router in blocks with experts; DeepSeek-V2's has the same keys."""
+def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
+    """Read a config with a given `router` section; DeepSeek-V2 has the same keys."""
     check_implied_values(hf_config, head_dim=hf_config["qk_rope_head_dim"])
     check_implied_values(hf_config, qk_head_dim=hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"])
     n_layers, heads = hf_config["num_hidden_layers"], hf_config["num_attention_heads"]
@@ -149,42 +150,40 @@ def read_with(hf_config: Json, router: Json) -> ModelConfig:
 
 
 def _scale(hf_config: Json, scaling: RopeScaling | None) -> float | None:
-    """Scale of the scores, where YaRN changes it for all channels, those without positions too."""
+    """Return the scale of attention scores if YaRN changes it, for channels without positions too; else None."""
     table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
     mscale_all_dim = table.get("mscale_all_dim")
     if not isinstance(scaling, YarnScaling) or not mscale_all_dim:
         return None
     if isinstance(mscale_all_dim, bool) or not isinstance(mscale_all_dim, int | float):
         raise UsageError(f"config.json: mscale_all_dim = {mscale_all_dim!r} is no number")
-    return float(
-        _plain_scale(hf_config["qk_nope_head_dim"], hf_config["qk_rope_head_dim"])
-        * _stretch(scaling, mscale_all_dim) ** 2
-    )
+    plain_scale = _plain_scale(hf_config["qk_nope_head_dim"], hf_config["qk_rope_head_dim"])
+    return float(plain_scale * _yarn_mscale(scaling, mscale_all_dim) ** 2)
 
 
 def _plain_scale(*widths: int) -> float:
     return float(sum(widths) ** -0.5)
 
 
-def _stretch(scaling: YarnScaling, multiplier: float) -> float:
+def _yarn_mscale(scaling: YarnScaling, multiplier: float) -> float:
     return 0.1 * multiplier * log(max(scaling.factor, 1.0)) + 1.0
 
 
-def _their_scale(config: ModelConfig) -> Json:
-    """rope_parameters, with the reverse of `_scale` in it. Raises UsageError for a scale that no YaRN explains."""
+def _rope_and_scale_to_hf(config: ModelConfig) -> Json:
+    """Return rope_parameters with mscale_all_dim, the inverse of `_scale`. Raises UsageError for other scales."""
     latent, hf_config = _latent(config), rope_to_hf(config)
     scaling = config.position.scaling if isinstance(config.position, RopeConfig) else None
     if latent.scale is None:
         return hf_config
     if not isinstance(scaling, YarnScaling) or scaling.factor <= 1:
         raise UsageError(f"model.attention.scale = {latent.scale}: here transformers has one with YaRN alone")
-    stretch = (latent.scale / _plain_scale(config.head_width, latent.qk_rope_head_dim)) ** 0.5
-    hf_config["rope_parameters"]["mscale_all_dim"] = (stretch - 1) / (0.1 * log(scaling.factor))
+    mscale = (latent.scale / _plain_scale(config.head_width, latent.qk_rope_head_dim)) ** 0.5
+    hf_config["rope_parameters"]["mscale_all_dim"] = (mscale - 1) / (0.1 * log(scaling.factor))
     return hf_config
 
 
 def _blocks(hf_config: Json, n_layers: int, router: Json) -> Json:
-    """Read the blocks that have experts, and the experts."""
+    """Return megatfm's layer types: dense blocks, then blocks with experts."""
     n_dense = max(hf_config["first_k_dense_replace"], 0)
     if n_dense >= n_layers:
         return {}
@@ -205,7 +204,7 @@ def _blocks(hf_config: Json, n_layers: int, router: Json) -> Json:
 
 
 def write(config: ModelConfig) -> Json:
-    hf_config = write_with(config)
+    hf_config = write_without_router(config)
     for block in sparse_blocks(config)[:1]:
         router = require_variant(require_dropless(block).router, DeepSeekV3RouterConfig, "model.ffn.router")
         hf_config |= {
@@ -218,7 +217,7 @@ def write(config: ModelConfig) -> Json:
 
 
 def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
-    """The configs of the blocks with experts."""
+    """Return the configs of the blocks with experts."""
     return [
         layer
         for layer in map(config.layer_config, range(config.n_layers))
@@ -226,14 +225,14 @@ def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
     ]
 
 
-def write_with(config: ModelConfig) -> Json:
-    """All weights except the router's."""
+def write_without_router(config: ModelConfig) -> Json:
+    """Write config.json without the router's keys."""
     latent = _latent(config)
     if config.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")
     return {
         **write_mapped(config, CONFIG_MAPPING),
-        **_their_experts(config),
+        **_experts_to_hf(config),
         "num_key_value_heads": config.attention.n_heads,
         "qk_rope_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim or config.head_width,
@@ -242,16 +241,14 @@ def write_with(config: ModelConfig) -> Json:
         "intermediate_size": config.layer_config(0).ffn.d_ff,
         "hidden_act": activation_to_hf(config.ffn.activation, gated=True),
         "attention_dropout": config.attention.dropout,
-        **_their_scale(config),
+        **_rope_and_scale_to_hf(config),
     }
 
 
-def _their_experts(config: ModelConfig) -> Json:
+def _experts_to_hf(config: ModelConfig) -> Json:
     ffns = [config.layer_config(depth).ffn for depth in range(config.n_layers)]
     sparse = [depth for depth, ffn in enumerate(ffns) if isinstance(ffn, MoEConfig)]
-    hf_config: Json = {
-        "first_k_dense_replace": sparse[0] if sparse else config.n_layers,
-    }
+    hf_config: Json = {"first_k_dense_replace": sparse[0] if sparse else config.n_layers}
     if not sparse:
         return hf_config
     experts = require_dropless(config.layer_config(sparse[0]))
@@ -268,50 +265,49 @@ def _their_experts(config: ModelConfig) -> Json:
 
 def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     latent = _latent(config)
-    n, h, r, v = (
-        config.attention.n_heads,
-        config.head_width,
-        latent.qk_rope_head_dim,
-        latent.v_head_dim or config.head_width,
-    )
-    down = rename_linear("attn.wq_down", "self_attn.q_a_proj") + rename_linear(
-        "attn.q_norm", "self_attn.q_a_layernorm"
-    )
-    queries = "self_attn.q_b_proj.weight" if latent.q_lora_rank else "self_attn.q_proj.weight"
+    n_heads, nope_dim, rope_dim = config.attention.n_heads, config.head_width, latent.qk_rope_head_dim
+    v_dim = latent.v_head_dim or config.head_width
+    q_down = [
+        *rename_linear("attn.wq_down", "self_attn.q_a_proj"),
+        *rename_linear("attn.q_norm", "self_attn.q_a_layernorm"),
+    ]
+    q_name = "self_attn.q_b_proj.weight" if latent.q_lora_rank else "self_attn.q_proj.weight"
 
-    def turn(order: Sequence[int], tensor: Tensor) -> Tensor:
-        """Rows of heads with h channels of content and r that turn, these in another order."""
-        heads = tensor.unflatten(0, (-1, h + r))
-        return torch.cat([heads[:, :h], heads[:, h:][:, list(order)]], dim=1).flatten(0, 1)
+    def reorder_rotary(order: Sequence[int], tensor: Tensor) -> Tensor:
+        """Reorder the rotary rows of each head, [heads · (nope_dim + rope_dim), d_in]."""
+        heads = tensor.unflatten(0, (-1, nope_dim + rope_dim))
+        return torch.cat([heads[:, :nope_dim], heads[:, nope_dim:][:, list(order)]], dim=1).flatten(0, 1)
 
-    def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        keys, values = tensors[0].unflatten(0, (n, h)), tensors[1].unflatten(0, (n, v))
+    def join_kv(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        keys, values = tensors[0].unflatten(0, (n_heads, nope_dim)), tensors[1].unflatten(0, (n_heads, v_dim))
         return [torch.cat([keys, values], dim=1).flatten(0, 1)]
 
-    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        heads = tensors[0].unflatten(0, (n, h + v))
-        return [heads[:, :h].flatten(0, 1), heads[:, h:].flatten(0, 1)]
+    def split_kv(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        heads = tensors[0].unflatten(0, (n_heads, nope_dim + v_dim))
+        return [heads[:, :nope_dim].flatten(0, 1), heads[:, nope_dim:].flatten(0, 1)]
 
     attention = [
-        *(down if latent.q_lora_rank else []),
+        *(q_down if latent.q_lora_rank else []),
         WeightMapping(
             ("attn.wq.weight",),
-            (queries,),
-            lambda tensors: [turn(_neighbours(r), tensors[0])],
-            lambda tensors: [turn(_halves(r), tensors[0])],
+            (q_name,),
+            lambda tensors: [reorder_rotary(_halves_to_pairs(rope_dim), tensors[0])],
+            lambda tensors: [reorder_rotary(_pairs_to_halves(rope_dim), tensors[0])],
         ),
         WeightMapping(
             ("attn.wkv_down.weight", "attn.wk_rope.weight"),
             ("self_attn.kv_a_proj_with_mqa.weight",),
-            lambda tensors: [torch.cat([tensors[0], tensors[1][_neighbours(r)]])],
-            lambda tensors: [tensors[0][:-r], tensors[0][-r:][_halves(r)]],
+            lambda tensors: [torch.cat([tensors[0], tensors[1][_halves_to_pairs(rope_dim)]])],
+            lambda tensors: [tensors[0][:-rope_dim], tensors[0][-rope_dim:][_pairs_to_halves(rope_dim)]],
         ),
         rename("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
-        WeightMapping(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join, part),
+        WeightMapping(
+            ("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join_kv, split_kv
+        ),
         rename("attn.wo.weight", "self_attn.o_proj.weight"),
     ]
     ffns = [_ffn_rules(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]
-    return rules_around(config, attention, *ffns)
+    return llama_style_rules(config, attention, *ffns)
 
 
 def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
@@ -325,13 +321,13 @@ def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
     ]
 
 
-def _halves(width: int) -> list[int]:
-    """Channels (0, 1), (2, 3), … as 0, 2, …, 1, 3, …"""
+def _pairs_to_halves(width: int) -> list[int]:
+    """Return the order 0, 2, …, 1, 3, …, which turns pairs of neighbours into halves."""
     return [*range(0, width, 2), *range(1, width, 2)]
 
 
-def _neighbours(width: int) -> list[int]:
-    """The reverse."""
+def _halves_to_pairs(width: int) -> list[int]:
+    """Return the inverse of `_pairs_to_halves`."""
     return [half * width // 2 + i for i in range(width // 2) for half in (0, 1)]
 
 

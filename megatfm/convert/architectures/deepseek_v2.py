@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V2-Lite: DeepseekV2ForCausalLM, a V3 with softmax, and groups as good as their best expert."""
+"""DeepSeek-V2 and V2-Lite (DeepseekV2ForCausalLM): a V3 with a softmax router, which ranks groups by their best
+expert."""
 
 from megatfm.config import ModelConfig, require_variant
 from megatfm.config.ffn import DeepSeekV2RouterConfig
@@ -9,14 +10,14 @@ from megatfm.convert.weight_mapping import require_dropless
 from megatfm.errors import UsageError
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
-V3_ALONE = (
+V3_ONLY_KEYS = (
     "rope_interleave",
     "scoring_func",
     "num_local_experts",
     "num_nextn_predict_layers",
     "num_mtp_layers",
 )
-KEYS = {key: value for key, value in deepseek.KEYS.items() if key not in V3_ALONE} | {
+KEYS = {key: value for key, value in deepseek.KEYS.items() if key not in V3_ONLY_KEYS} | {
     "vocab_size": used(102400),
     "hidden_size": used(4096),
     "intermediate_size": used(11008),
@@ -38,15 +39,15 @@ KEYS = {key: value for key, value in deepseek.KEYS.items() if key not in V3_ALON
     "routed_scaling_factor": used(1.0),
     "topk_method": supported_values(GREEDY, LIMITED),
     "scoring_func": supported_values("softmax"),
-    **ignored("norm_topk_prob", kinds=[bool, None]),  # theirs never does
+    **ignored("norm_topk_prob", kinds=[bool, None]),  # transformers never normalises
     **ignored("router_aux_loss_coef"),
 }
 
 
 def read(hf_config: Json) -> ModelConfig:
     has_experts = hf_config["first_k_dense_replace"] < hf_config["num_hidden_layers"]
-    needed = ["num_experts_per_tok"] + ["n_group", "topk_group"] * (hf_config["topk_method"] == LIMITED)
-    for key in needed if has_experts else ():
+    required = ["num_experts_per_tok"] + ["n_group", "topk_group"] * (hf_config["topk_method"] == LIMITED)
+    for key in required if has_experts else ():
         if hf_config[key] is None:
             raise UsageError(f"config.json: {key} is not there: say how many")
     groups = {"n_group": hf_config["n_group"], "topk_group": hf_config["topk_group"]}
@@ -55,16 +56,16 @@ def read(hf_config: Json) -> ModelConfig:
         "routed_scaling_factor": hf_config["routed_scaling_factor"],
         **(groups if hf_config["topk_method"] == LIMITED else {}),
     }
-    return deepseek.read_with(hf_config, router)
+    return deepseek.read_with_router(hf_config, router)
 
 
 def write(config: ModelConfig) -> Json:
-    hf_config = deepseek.write_with(config)
+    hf_config = deepseek.write_without_router(config)
     for block in deepseek.sparse_blocks(config)[:1]:
         router = require_variant(require_dropless(block).router, DeepSeekV2RouterConfig, "model.ffn.router")
-        limited = router.n_group > 1
+        is_limited = router.n_group > 1
         hf_config |= {
-            "topk_method": LIMITED if limited else GREEDY,
+            "topk_method": LIMITED if is_limited else GREEDY,
             "n_group": router.n_group,
             "topk_group": router.topk_group,
             "routed_scaling_factor": router.routed_scaling_factor,

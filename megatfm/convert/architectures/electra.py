@@ -1,4 +1,4 @@
-"""ELECTRA: ElectraForPreTraining is the discriminator, ElectraForMaskedLM the generator."""
+"""ELECTRA: ElectraForPreTraining (discriminator) and ElectraForMaskedLM (generator)."""
 
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
@@ -27,7 +27,7 @@ ELECTRA_KEYS = (
     }
 )
 ELECTRA_GENERATOR_KEYS = ELECTRA_KEYS | {"hidden_act": supported_values("gelu")}
-"""The activation of its head is always this one."""
+"""The head always has this activation."""
 
 
 def read_electra_generator(hf_config: Json) -> ModelConfig:
@@ -64,11 +64,11 @@ def electra_discriminator_rules(config: ModelConfig) -> list[WeightMapping]:
 def _electra_encoder_rules(
     config: ModelConfig, copies: tuple[str, ...] | list[str] = ()
 ) -> list[WeightMapping]:
-    wider = config.embedding_width != config.d_model
+    has_projection = config.embedding_width != config.d_model
     projection = rename_linear("encoder.embedding.projection", "electra.embeddings_project", bias=True)
     return [
         *embedding_rules("electra.embeddings.", copies=copies),
-        *(projection if wider else []),
+        *(projection if has_projection else []),
         *per_layer(config.n_layers, "encoder.layers.", "electra.encoder.layer.", BLOCK),
     ]
 

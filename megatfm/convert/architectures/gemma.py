@@ -1,12 +1,12 @@
 """Gemma 2 and the text models of Gemma 3: Gemma2ForCausalLM, Gemma3ForCausalLM.
 
-Norms before and after sublayers, stored less 1; windows in turn; soft caps (2); norms of queries and keys, and bases of
-rotary positions by kind of block (3).
+Both have zero-centered norms before and after sublayers, and alternate windows with full attention. Gemma 2 has soft
+caps; Gemma 3 normalises queries and keys, and has rotary bases by layer type.
 """
 
 from megatfm.config import ModelConfig, RopeConfig, ScaledAttention, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.llama import LLAMA_MARKS, attention_rules, decoder_rules, dense_rules
+from megatfm.convert.architectures.llama import LLAMA_FINGERPRINT, attention_rules, decoder_rules, dense_rules
 from megatfm.convert.hf_config import OPTIONAL_STR, Json, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     GLOBAL,
@@ -58,7 +58,7 @@ GEMMA3 = GEMMA2 | {
     "vocab_size": used(262_208),
     "max_position_embeddings": used(131_072),
     "final_logit_softcapping": used(None, float, None),
-    "attn_logit_softcapping": supported_values(None),  # which transformers reads and does not apply
+    "attn_logit_softcapping": supported_values(None),  # transformers reads it, but does not apply it
     "use_bidirectional_attention": supported_values(False, None),
     "original_max_position_embeddings": supported_values(None),
     "partial_rotary_factor": supported_values(None),
@@ -66,9 +66,8 @@ GEMMA3 = GEMMA2 | {
     "sliding_window_pattern": used(None, int),
     **ignored("_sliding_window_pattern", kinds=[int]),
 }
-PATTERN, THETA, LOCAL_THETA = 6, 1e6, 1e4
-"""Theirs: of Gemma 3, every so-manieth block sees all; bases of rotary positions."""
-SCALE = "embedding.scale"
+GLOBAL_EVERY, THETA, LOCAL_THETA = 6, 1e6, 1e4
+"""Defaults of Gemma 3 in transformers: one in so many blocks has full attention; bases of rotary positions."""
 
 
 def read(hf_config: Json) -> ModelConfig:
@@ -77,13 +76,16 @@ def read(hf_config: Json) -> ModelConfig:
 
 
 def read_3(hf_config: Json) -> ModelConfig:
-    pattern = PATTERN if hf_config["sliding_window_pattern"] is None else hf_config["sliding_window_pattern"]
-    if pattern < 1:
-        raise UsageError(f"config.json: sliding_window_pattern = {pattern}: choose 1 or more")
+    global_every = hf_config["sliding_window_pattern"]
+    global_every = GLOBAL_EVERY if global_every is None else global_every
+    if global_every < 1:
+        raise UsageError(f"config.json: sliding_window_pattern = {global_every}: choose 1 or more")
     full = rope_of_layer_type(hf_config, GLOBAL, "rope_theta", THETA, scaled=True)
     local = rope_of_layer_type(hf_config, LOCAL, "rope_local_base_freq", LOCAL_THETA)
     kinds = layer_type_blocks(
-        read_layer_types(hf_config, pattern), {**_window(hf_config), "position": local}, {"position": full}
+        read_layer_types(hf_config, global_every),
+        {**_window(hf_config), "position": local},
+        {"position": full},
     )
     return _read(hf_config, {"attention.qk_norm": True, **kinds})
 
@@ -109,15 +111,12 @@ CONFIG_MAPPING = {
 
 
 def _read(hf_config: Json, extra: Json) -> ModelConfig:
-    width, heads, queries = (
-        hf_config["hidden_size"],
-        hf_config["num_attention_heads"],
-        hf_config["query_pre_attn_scalar"],
-    )
-    if heads < 1 or width % heads or hf_config["head_dim"] < 1 or queries < 1:
+    d_model, n_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    query_scalar = hf_config["query_pre_attn_scalar"]
+    if n_heads < 1 or d_model % n_heads or hf_config["head_dim"] < 1 or query_scalar < 1:
         raise UsageError(
-            f"config.json: num_attention_heads = {heads} must divide hidden_size = {width}, and head_dim = "
-            f"{hf_config['head_dim']} and query_pre_attn_scalar = {queries} be above 0"
+            f"config.json: num_attention_heads = {n_heads} must divide hidden_size = {d_model}, and head_dim = "
+            f"{hf_config['head_dim']} and query_pre_attn_scalar = {query_scalar} be above 0"
         )
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if isinstance(hf_config[key], int):
@@ -127,13 +126,13 @@ def _read(hf_config: Json, extra: Json) -> ModelConfig:
     return ModelConfig.from_dotted(
         {
             **read_mapped(hf_config, CONFIG_MAPPING),
-            "attention.scale": queries**-0.5,
+            "attention.scale": query_scalar**-0.5,
             "attention.softcap": hf_config["attn_logit_softcapping"],
             "attention.dropout": hf_config["attention_dropout"] or 0.0,
             "ffn.activation": activation_from_hf(hf_config["hidden_activation"], gated=True),
             "norm.placement": "sandwich",
             "norm.zero_centered": True,
-            "embedding.scale": width**0.5,
+            "embedding.scale": d_model**0.5,
             "init.name": "normal",
             **extra,
         }
@@ -163,10 +162,10 @@ def _write(config: ModelConfig) -> Json:
     attention = require_variant(config.attention, ScaledAttention, "model.attention")
     require_variant(config.layer_config(0).position, RopeConfig, "model.position")
     scale = attention.scale or config.head_width**-0.5
-    activated = activation_to_hf(config.ffn.activation, gated=True)
+    activation = activation_to_hf(config.ffn.activation, gated=True)
     return {
         **write_mapped(config, CONFIG_MAPPING),
-        "hidden_activation": "gelu_pytorch_tanh" if activated == "gelu_new" else activated,
+        "hidden_activation": "gelu_pytorch_tanh" if activation == "gelu_new" else activation,
         "attention_dropout": attention.dropout,
         "query_pre_attn_scalar": round(scale**-2),
         "sliding_window": window_width(config, 4096),
@@ -176,13 +175,13 @@ def _write(config: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
-    bias, normed = (bool(getattr(config.attention, key, False)) for key in ("bias", "qk_norm"))
+    bias, qk_norm = (bool(getattr(config.attention, key, False)) for key in ("bias", "qk_norm"))
     block = [
         *rename_linear("attn_residual.norm", "input_layernorm"),
         *attention_rules(bias=bias),
         *(
             rule
-            for part in "qk" * normed
+            for part in "qk" * qk_norm
             for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")
         ),
         *rename_linear("attn_residual.norm_out", "post_attention_layernorm"),
@@ -193,7 +192,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     return decoder_rules(config, block)
 
 
-MARKS = LLAMA_MARKS | {"norm.placement": "sandwich", "norm.zero_centered": True}
+FINGERPRINT = LLAMA_FINGERPRINT | {"norm.placement": "sandwich", "norm.zero_centered": True}
 register_architecture(
     "Gemma2ForCausalLM",
     Architecture(
@@ -204,7 +203,7 @@ register_architecture(
         rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint=MARKS,
+        fingerprint=FINGERPRINT,
     ),
     base="Gemma2Model",
 )
@@ -218,7 +217,7 @@ register_architecture(
         rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint=MARKS | {"attention.qk_norm": True},
+        fingerprint=FINGERPRINT | {"attention.qk_norm": True},
     ),
     base="Gemma3TextModel",
 )

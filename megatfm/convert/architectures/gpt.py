@@ -1,4 +1,4 @@
-"""GPT-1 to GPT-3: OpenAIGPTLMHeadModel, GPT2LMHeadModel. Matrices are [d_in, d_out], and q, k and v are one."""
+"""GPT-1 to GPT-3: OpenAIGPTLMHeadModel, GPT2LMHeadModel. Matrices are [d_in, d_out]; q, k and v are one matrix."""
 
 from collections.abc import Sequence
 
@@ -46,7 +46,7 @@ GPT_IMPLIED = {
     "ffn.bias": True,
     "position.name": "learned",
 }
-"""Megatfm keys without a counterpart."""
+"""Megatfm's keys that config.json implies."""
 GPT_MAPPING = {
     "vocab_size": "vocab_size",
     "n_embd": "d_model",
@@ -84,7 +84,7 @@ def write_gpt2(config: ModelConfig) -> Json:
 
 
 def gpt_block_rules(config: ModelConfig) -> list[WeightMapping]:
-    """Rules of one block; GPT-1's are named alike."""
+    """Map one block of GPT-1 or GPT-2."""
     width = config.d_model
     qkv = [f"attn.w{part}" for part in "qkv"]
     return [
@@ -104,7 +104,8 @@ def gpt_block_rules(config: ModelConfig) -> list[WeightMapping]:
 def gpt_rules(
     config: ModelConfig, tokens: str, positions: str, norm: Sequence[WeightMapping] = ()
 ) -> list[WeightMapping]:
-    """Rules of a model, by their names of its two tables; norm: those of the last norm, if it has one."""
+    """Map a model. tokens, positions: transformers' names of the embeddings. norm: mappings of the last norm, if
+    any."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         rename("decoder.embedding.tokens.weight", f"transformer.{tokens}.weight", copies=copies),
@@ -137,7 +138,7 @@ register_architecture(
 # GPT-1: OpenAIGPTLMHeadModel
 
 GPT1_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "swish", "swish": "swish"}
-"""Their "gelu" is the tanh form here."""
+"""Activations of GPT-1 in transformers, whose "gelu" is the tanh form → in megatfm."""
 GPT1_KEYS = SUMMARY_KEYS | {
     "vocab_size": used(40478),
     "n_positions": used(512),

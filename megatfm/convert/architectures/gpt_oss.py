@@ -1,4 +1,4 @@
-"""gpt-oss: GptOssForCausalLM. Sinks, windows in turn, and experts with biases, whose gates are interleaved."""
+"""gpt-oss (GptOssForCausalLM): attention sinks, alternating windows, and experts with biases and interleaved gates."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import (
+    LLAMA_FINGERPRINT,
     LLAMA_KEYS,
-    LLAMA_MARKS,
     attention_rules,
-    rules_around,
+    llama_style_rules,
     write_llama,
 )
 from megatfm.convert.hf_config import COMMON, Json, alias, ignored, supported_values, used
@@ -37,7 +37,7 @@ YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""Theirs, for a config.json that says nothing of positions."""
+"""Default of transformers for a config.json without rope_parameters."""
 KEYS = LLAMA_KEYS | {
     "num_hidden_layers": used(36),
     "num_local_experts": used(128),
@@ -60,7 +60,7 @@ KEYS = LLAMA_KEYS | {
     "swiglu_limit": supported_values(LIMIT),
     "bos_token_id": COMMON["bos_token_id"],
     "eos_token_id": COMMON["eos_token_id"],
-    **ignored("hidden_act"),  # the experts' is always the clamped one
+    **ignored("hidden_act"),  # experts always have the clamped SwiGLU
     **ignored("output_router_logits", kinds=[bool]),
     **ignored("router_aux_loss_coef", kinds=[float]),
     **ignored("experts_per_token", "initial_context_length"),
@@ -150,24 +150,23 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         ),
         rename("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
     ]
-    return rules_around(config, attention, experts)
+    return llama_style_rules(config, attention, experts)
 
 
 def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gate and up, [E, F] or [E, F, D], as [E, 2 F] or [E, D, 2 F], one of each in turn."""
+    """Interleave gate and up projections: [E, F, D] → [E, D, 2 F], biases [E, F] → [E, 2 F]."""
     interleaved = torch.stack(list(tensors), dim=2).flatten(1, 2)
     return [interleaved if interleaved.dim() == 2 else interleaved.transpose(1, 2)]
 
 
 def deinterleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split the columns that alternate between gate and up into the two; weights are transposed, biases have no third
-    dim."""
+    """Split interleaved gate and up projections, the inverse of `interleave_gate_up`."""
     gate_up = tensors[0] if tensors[0].dim() == 2 else tensors[0].transpose(1, 2)
     return [gate_up[:, ::2], gate_up[:, 1::2]]
 
 
 def transpose_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Swap the input and the output dim of each expert's weight."""
+    """Swap the input and the output dim of each expert's weight, [E, F, D] ↔ [E, D, F]."""
     return [tensors[0].transpose(1, 2)]
 
 
@@ -181,7 +180,7 @@ register_architecture(
         rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS | {"ffn.name": "moe", "attention.sinks": True},
+        fingerprint=LLAMA_FINGERPRINT | {"ffn.name": "moe", "attention.sinks": True},
     ),
     base="GptOssModel",
 )

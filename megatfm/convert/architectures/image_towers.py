@@ -1,4 +1,4 @@
-"""The image towers of SigLIP, without its pool, and of CLIP, whose last norm is for the class token alone."""
+"""Image towers of SigLIP, without its pooling head, and of CLIP, whose last norm applies only to the class token."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -53,7 +53,7 @@ TOWER = VisionNames(
 
 
 def read_tower(hf_config: Json, mean: Sequence[float], std: Sequence[float], **options: Any) -> ModelConfig:
-    """Read a tower's config; others: what differs from `read_vision`."""
+    """Read a tower's config. options: megatfm's keys that differ from `read_vision`."""
     return read_vision(hf_config, mean, std, **read_mapped(hf_config, TOWER_MAPPING), **options)
 
 
@@ -64,7 +64,7 @@ def read_siglip(hf_config: Json) -> ModelConfig:
 def write_siglip(config: ModelConfig) -> Json:
     hf_config = write_vision(config, TOWER_MAPPING)
     if config.ffn.activation == "gelu_tanh":
-        hf_config["hidden_act"] = "gelu_pytorch_tanh"  # as its files spell it
+        hf_config["hidden_act"] = "gelu_pytorch_tanh"  # as in SigLIP's files
     return {**hf_config, "vision_use_head": False}
 
 
@@ -77,15 +77,15 @@ def write_clip(config: ModelConfig) -> Json:
 
 
 def clip_rules(config: ModelConfig) -> list[WeightMapping]:
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][0]]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][None]]
 
     megatfm_name, hf_name = "encoder.embedding.patches.special", "vision_model.embeddings.class_embedding"
     return [
-        WeightMapping((megatfm_name,), (hf_name,), forth, back),
+        WeightMapping((megatfm_name,), (hf_name,), to_hf, from_hf),
         *rename_linear("encoder.embedding.norm", "vision_model.pre_layrnorm", bias=True),
         *vision_rules(TOWER, config),
     ]

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and Mistral: LlamaForCausalLM, MistralForCausalLM. Rotary channels are halves there as here."""
+"""Llama 1 to 3 and Mistral: LlamaForCausalLM, MistralForCausalLM. Rotary channels are halves on both sides."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,12 @@ LLAMA_KEYS: dict[str, Key] = ROPE | {
     "eos_token_id": used(2, int, list, None),
     **ignored("max_sequence_length"),
 }
-LLAMA_MARKS = {"family": "decoder", "position.name": "rope", "attention.name": "gqa", "ffn.name": "dense"}
+LLAMA_FINGERPRINT = {
+    "family": "decoder",
+    "position.name": "rope",
+    "attention.name": "gqa",
+    "ffn.name": "dense",
+}
 
 
 LLAMA_MAPPING = {
@@ -86,11 +91,11 @@ def write_llama(config: ModelConfig) -> Json:
 
 def llama_rules(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    return rules_around(config, attention_rules(bias=bias))
+    return llama_style_rules(config, attention_rules(bias=bias))
 
 
 def attention_rules(*, bias: bool = False) -> list[WeightMapping]:
-    """Projections of queries, keys, values and output."""
+    """Map the projections of queries, keys, values and output."""
     return [
         rule
         for part in "qkvo"
@@ -98,12 +103,13 @@ def attention_rules(*, bias: bool = False) -> list[WeightMapping]:
     ]
 
 
-def rules_around(
+def llama_style_rules(
     config: ModelConfig, attention: Sequence[WeightMapping], *ffns: Sequence[WeightMapping]
 ) -> list[WeightMapping]:
-    """Rules of a model around its attention: Mistral's and DeepSeek's are named alike.
+    """Map a decoder with Llama's names outside of attention.
 
-    ffns: the feed-forward network, where it is another; of each layer, where there are several.
+    attention: mappings of attention. ffns: mappings of the feed-forward network, of each layer if there are several; by
+    default Llama's.
     """
     ffns = ffns or (dense_rules("ffn", "mlp", bias=config.ffn.bias),)
     blocks = [
@@ -119,7 +125,7 @@ def rules_around(
 
 
 def decoder_rules(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list[WeightMapping]:
-    """Rules of a decoder around the repeated rules of its blocks."""
+    """Map a decoder. blocks: mappings of its blocks, repeated in turn."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         rename("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
@@ -134,7 +140,7 @@ def decoder_rules(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list
 
 
 def dense_rules(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[WeightMapping]:
-    """Rules of a gated feed-forward network."""
+    """Map a gated feed-forward network."""
     parts = ("gate", "up", "down")
     return [
         rule
@@ -144,7 +150,7 @@ def dense_rules(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[Weig
 
 
 ROTARY_BUFFERS = (r"rotary_emb\.inv_freq$",)
-"""Tensors of older files, computed anew here."""
+"""Buffers of older files, which are computed."""
 
 register_architecture(
     "LlamaForCausalLM",
@@ -157,7 +163,7 @@ register_architecture(
         base_model_prefix="model.",
         ignored_tensors=ROTARY_BUFFERS,
         max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS,
+        fingerprint=LLAMA_FINGERPRINT,
     ),
     base="LlamaModel",
 )
@@ -203,7 +209,7 @@ register_architecture(
         base_model_prefix="model.",
         ignored_tensors=ROTARY_BUFFERS,
         max_length_key="max_position_embeddings",
-        fingerprint=LLAMA_MARKS,
+        fingerprint=LLAMA_FINGERPRINT,
     ),
     base="MistralModel",
 )

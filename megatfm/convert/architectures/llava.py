@@ -37,15 +37,15 @@ VISION_DEFAULTS = {
     "image_size": 336,
     "patch_size": 14,
 }
-"""Sizes of an image encoder that config.json does not give (CLIP's ViT-L/14 at 336 pixels)."""
+"""Sizes of the image encoder that config.json leaves out (CLIP's ViT-L/14 at 336 pixels)."""
 TOWER_NAMES = re.compile(r"^vision_model\.")
 
 
 def n_used_layers(vision: Json, layer: Any) -> int:
-    """Blocks of the image encoder before the output that the connector reads.
+    """Return the number of blocks before the output that the connector reads.
 
-    layer: `vision_feature_layer`, which counts the embedding as 0, or from the end. Raises UsageError for several
-    layers, or one that isn't there.
+    layer: `vision_feature_layer`, where 0 is the embedding, negative ones count from the end. Raises UsageError for
+    several layers, and for one that doesn't exist.
     """
     n_layers = vision["num_hidden_layers"]
     n_used = layer if not isinstance(layer, int) or layer >= 0 else n_layers + 1 + layer
@@ -58,7 +58,8 @@ def n_used_layers(vision: Json, layer: Any) -> int:
 
 
 def section_of(hf_config: Json, name: str, keys: Mapping[str, Key], model_types: Sequence[str]) -> Json:
-    """A section of config.json with defaults filled in. Raises UsageError for keys or a model type that we lack."""
+    """Return a section of config.json with defaults filled in. Raises UsageError for unsupported keys or model
+    types."""
     declared = {**COMMON, "model_type": supported_values(*model_types), **keys}
     values = dict(hf_config[name] or {})
     if name == "vision_config":
@@ -93,7 +94,7 @@ def read_llava(hf_config: Json) -> ModelConfig:
 
 
 def parts_of(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
-    """The sections of image encoder and connector. Raises UsageError for what LLaVA lacks."""
+    """Return the sections of image encoder and connector. Raises UsageError for features that LLaVA lacks."""
     tower, connector = config.vision_tower, config.connector
     if config.family != "vision_language" or tower is None or connector is None:
         raise UsageError(f"model.family = {config.family!r} reads no images beside text")
@@ -125,7 +126,7 @@ def write_llava(config: ModelConfig) -> Json:
 
 
 def decoder_of(config: ModelConfig) -> ModelConfig:
-    """The config of the decoder alone."""
+    """Return the config of the decoder alone."""
     return config.with_changes({"family": "decoder", "vision_tower": None, "connector": None})
 
 
@@ -151,7 +152,7 @@ def llava_rules(config: ModelConfig) -> list[WeightMapping]:
 
 
 def unused_layers(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
-    """Regular expressions of the image encoder's blocks above those used, and of its last norm."""
+    """Return patterns of the image encoder's blocks above those used, and of its last norm."""
     values = {**VISION_DEFAULTS, **(hf_config.get("vision_config") or {})}
     n_used = n_used_layers(values, hf_config.get("vision_feature_layer", -2))
     above = "|".join(map(str, range(n_used, values["num_hidden_layers"])))

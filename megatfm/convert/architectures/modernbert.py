@@ -1,5 +1,8 @@
-"""ModernBERT (Warner et al. 2024): ModernBertForMaskedLM. Blocks see a window, every third one all; the first block's
-attention has no norm of its own, since the embedding has one."""
+"""ModernBERT (Warner et al. 2024): ModernBertForMaskedLM.
+
+Blocks have a window, every third one full attention. The first block's attention has no norm, since the embedding has
+one.
+"""
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.config.model_parts import LayerNormConfig
@@ -70,10 +73,10 @@ KEYS = {
     ),
     **ignored("layer_norm_eps"),
 }
-PAD = 50283
-"""Their padding token, of which there must be an embedding."""
-EVERY, THETA, LOCAL_THETA = 3, 160_000.0, 10_000.0
-"""Theirs: every so-manieth block, from the first on, sees all; bases of rotary positions."""
+DEFAULT_PAD_ID = 50283
+"""Default padding id in transformers, which needs an embedding."""
+GLOBAL_EVERY, THETA, LOCAL_THETA = 3, 160_000.0, 10_000.0
+"""Defaults in transformers: one in so many blocks, the first of them, has full attention; bases of rotary positions."""
 
 
 CONFIG_MAPPING = {
@@ -95,9 +98,8 @@ CONFIG_MAPPING = {
 
 def read(hf_config: Json) -> ModelConfig:
     check_implied_values(hf_config, classifier_activation=hf_config["hidden_activation"])
-    global_every = (
-        EVERY if hf_config["global_attn_every_n_layers"] is None else hf_config["global_attn_every_n_layers"]
-    )
+    global_every = hf_config["global_attn_every_n_layers"]
+    global_every = GLOBAL_EVERY if global_every is None else global_every
     width, local = hf_config["hidden_size"], hf_config["local_attention"]
     if global_every < 1 or local < 2 or width % max(hf_config["num_attention_heads"], 1):
         raise UsageError(
@@ -145,40 +147,39 @@ def write(config: ModelConfig) -> Json:
         for kind in dict.fromkeys(types)
     }
     plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
-    activated = activation_to_hf(config.ffn.activation, gated=True)
+    activation = activation_to_hf(config.ffn.activation, gated=True)
     return {
         **write_mapped(config, CONFIG_MAPPING),
-        "hidden_activation": activated,
-        "classifier_activation": activated,
+        "hidden_activation": activation,
+        "classifier_activation": activation,
         "norm_bias": require_variant(config.norm, LayerNormConfig, "model.norm").bias,
         "attention_bias": require_variant(config.attention, GQAAttentionConfig, "model.attention").bias,
         "layer_types": types,
         "local_attention": window_width(config, 128),
         "rope_parameters": {kind: ropes.get(kind, plain) for kind in (LOCAL, GLOBAL)},
-        **({} if (config.vocab_size or 0) > PAD else {"pad_token_id": None}),
+        **({} if (config.vocab_size or 0) > DEFAULT_PAD_ID else {"pad_token_id": None}),
     }
 
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
-    d, d_ff = config.d_model, config.ffn.d_ff
+    d_model, d_ff = config.d_model, config.ffn.d_ff
     norm_bias = require_variant(config.norm, LayerNormConfig, "model.norm").bias
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
 
     def norm(megatfm_name: str, hf_name: str) -> list[WeightMapping]:
         return rename_linear(megatfm_name, hf_name, bias=norm_bias)
 
-    def stacked(megatfm_names: list[str], hf_name: str, size: int, *, with_bias: bool) -> list[WeightMapping]:
-        parts = ["weight", *["bias"] * with_bias]
+    def stack(names: list[str], hf_name: str, size: int, *, with_bias: bool) -> list[WeightMapping]:
         return [
-            concat([f"{o}.{part}" for o in megatfm_names], f"{hf_name}.{part}", [size] * len(megatfm_names))
-            for part in parts
+            concat([f"{name}.{key}" for name in names], f"{hf_name}.{key}", [size] * len(names))
+            for key in ("weight", *["bias"] * with_bias)
         ]
 
     block = [
-        *stacked([f"attn.w{part}" for part in "qkv"], "attn.Wqkv", d, with_bias=bias),
+        *stack([f"attn.w{part}" for part in "qkv"], "attn.Wqkv", d_model, with_bias=bias),
         *rename_linear("attn.wo", "attn.Wo", bias=bias),
         *norm("ffn_residual.norm", "mlp_norm"),
-        *stacked(["ffn.w_gate", "ffn.w_up"], "mlp.Wi", d_ff, with_bias=config.ffn.bias),
+        *stack(["ffn.w_gate", "ffn.w_up"], "mlp.Wi", d_ff, with_bias=config.ffn.bias),
         *rename_linear("ffn.w_down", "mlp.Wo", bias=config.ffn.bias),
     ]
     attn_norm_rules = norm("attn_residual.norm", "attn_norm")

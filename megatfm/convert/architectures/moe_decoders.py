@@ -1,4 +1,4 @@
-"""Llamas with experts in all blocks: MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM."""
+"""Llama-like decoders with experts in all blocks: MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,14 +8,14 @@ from typing import Protocol
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.llama import (
+    LLAMA_FINGERPRINT,
     LLAMA_KEYS,
-    LLAMA_MARKS,
     MISTRAL_KEYS,
     ROTARY_BUFFERS,
     attention_rules,
+    llama_style_rules,
     read_llama,
     read_mistral,
-    rules_around,
     write_llama,
     write_mistral,
 )
@@ -45,9 +45,9 @@ def _register(
     rules: _Rules,
     *,
     ignored_tensors: tuple[str, ...] = (),
-    marks: Mapping[str, object] = MappingProxyType({}),
+    fingerprint: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Register a decoder with experts in all blocks; name: of its classes, without "Model" or "ForCausalLM"."""
+    """Register a decoder with experts in all blocks. name: of its classes, without "Model" or "ForCausalLM"."""
     architecture = Architecture(
         model_type,
         keys,
@@ -58,14 +58,14 @@ def _register(
         base_model_prefix="model.",
         ignored_tensors=ignored_tensors,
         max_length_key="max_position_embeddings",
-        fingerprint={**LLAMA_MARKS, "ffn.name": "moe", **marks},
+        fingerprint={**LLAMA_FINGERPRINT, "ffn.name": "moe", **fingerprint},
     )
     register_architecture(f"{name}ForCausalLM", architecture, base=f"{name}Model")
 
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 MIXTRAL_THETA = 1e6
-"""Their default, for a config.json that has none."""
+"""Default of transformers for a config.json without a rotary base."""
 MIXTRAL_KEYS = MISTRAL_KEYS | {
     "rms_norm_eps": used(1e-5),
     "sliding_window": used(None, int, None),
@@ -102,7 +102,7 @@ def _write_mixtral(config: ModelConfig) -> Json:
 def _mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = attention_rules(bias=bias)
-    return rules_around(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
+    return llama_style_rules(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
 
 
 _register(
@@ -115,7 +115,7 @@ _register(
     ignored_tensors=ROTARY_BUFFERS,
 )
 
-# OLMoE normalises all heads' queries and keys together.
+# OLMoE normalises queries and keys over all heads together.
 
 OLMOE_KEYS = LLAMA_KEYS | {
     "vocab_size": used(50304),
@@ -174,7 +174,7 @@ def _olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapp
         *attention_rules(bias=bias),
         *(rule for part in "qk" for rule in rename_linear(f"attn.w{part}_norm", f"self_attn.{part}_norm")),
     ]
-    return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
+    return llama_style_rules(config, attention, expert_rules(config, ExpertNames(), fused=fused))
 
 
 _register(
@@ -185,7 +185,7 @@ _register(
     _write_olmoe,
     _olmoe_rules,
     ignored_tensors=ROTARY_BUFFERS,
-    marks={"attention.qk_norm": "all_heads"},
+    fingerprint={"attention.qk_norm": "all_heads"},
 )
 
 # Qwen3 normalises queries and keys head by head.
@@ -251,7 +251,7 @@ def _qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[Weight
         *attention_rules(),
         *(rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
     ]
-    return rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
+    return llama_style_rules(config, attention, expert_rules(config, ExpertNames(), fused=fused))
 
 
 _register(
@@ -261,5 +261,5 @@ _register(
     _read_qwen3_moe,
     _write_qwen3_moe,
     _qwen3_moe_rules,
-    marks={"attention.qk_norm": True},
+    fingerprint={"attention.qk_norm": True},
 )

@@ -1,8 +1,8 @@
-"""Encoders with the head of a downstream task: BertFor… SequenceClassification, TokenClassification, MultipleChoice and
-QuestionAnswering, and those of its relatives.
+"""Encoders with a task head: BertForSequenceClassification, …TokenClassification, …MultipleChoice, …QuestionAnswering,
+and those of related models.
 
-Each is the bare model, its pooler where the class has one, and a linear layer. RoBERTa's and Longformer's classifiers
-of sequences have a pooler of their own.
+Each is the bare model, its pooler if the class has one, and a linear layer. RoBERTa's and Longformer's sequence
+classifiers have a separate pooler.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
 from megatfm.convert.architecture import ARCHITECTURES, HEAD_PREFIXES, Rules, register_architecture
-from megatfm.convert.architectures import bert as bert  # which registers the classes that these differ from
+from megatfm.convert.architectures import bert as bert  # registers the classes that these are based on
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
 from megatfm.convert.hf_config import Json, Key, used
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear
@@ -38,10 +38,10 @@ def register_task_class(
     name: str, base: str, module: str, read_head: HeadReader, write_head: HeadWriter, tensors: Sequence[str],
     keys: dict[str, Key],
 ) -> None:  # fmt: skip
-    """Register a class: that of `base`, with the head `module` in place of its own.
+    """Register a class: that of `base` with another head.
 
-    tensors: names of the pooler's tensors, where there is a pooler, and of the linear layer's. write_head: raises
-    UsageError for another kind of head.
+    module: name of the head in megatfm. tensors: names of the pooler, if there is one, and of the linear layer.
+    write_head: raises UsageError for another kind of head. keys: of config.json, for the head.
     """
     architecture = ARCHITECTURES.get(base)
 
@@ -98,7 +98,8 @@ def _with_head(rules: Rules, module: str, tensors: Sequence[str]) -> Rules:
 def read_classifier(
     hf_config: Json, config: ModelConfig, *, pooler: str = "tanh", token: str = "first"
 ) -> Json:
-    """Return our head of a classifier's config.json. One label without a problem_type is a number, as there."""
+    """Return megatfm's section of a classifier head. As in transformers, one label without problem_type is
+    regression."""
     labels, count = hf_config.get("id2label"), hf_config.get("num_labels")
     losses = {problem: loss for loss, problem in PROBLEMS.items()}
     classes = count if count is not None else 2 if labels is None else len(labels)
@@ -116,7 +117,7 @@ def read_classifier(
 
 
 def write_classifier(head: Any, *, pooler: str = "tanh", token: str = "first") -> Json:
-    """Return the keys of config.json that a head decides. Raises UsageError for another kind of head."""
+    """Return the keys of config.json for a head. Raises UsageError for another kind of head."""
     if not isinstance(head, TextClassifierHeadConfig) or head.both_orders:
         raise UsageError("the class has a head 'text_classifier', over one text or pair")
     if (head.pooler, head.token) != (pooler, token):
@@ -125,34 +126,34 @@ def write_classifier(head: Any, *, pooler: str = "tanh", token: str = "first") -
 
 
 def read_token_classifier(hf_config: Json, config: ModelConfig) -> Json:
-    """Return our head of a classifier of words."""
+    """Return megatfm's section of a token classifier."""
     return read_classifier(hf_config, config, pooler="none", token="all")
 
 
 def write_token_classifier(head: Any) -> Json:
-    """Return the keys of a classifier of words. Raises UsageError for another kind of head."""
+    """Return the keys of a token classifier. Raises UsageError for another kind of head."""
     return write_classifier(head, pooler="none", token="all")
 
 
 def read_choices(hf_config: Json, config: ModelConfig) -> Json:
-    """Return our head of a multiple choice."""
+    """Return megatfm's section of a multiple-choice head."""
     return {"name": "multiple_choice", "dropout": _dropout(hf_config, config)}
 
 
 def write_choices(head: Any) -> Json:
-    """Return the keys of a multiple choice. Raises UsageError for another kind of head."""
+    """Return the keys of a multiple-choice head. Raises UsageError for another kind of head."""
     if head.name != "multiple_choice" or head.pooler != "tanh":
         raise UsageError("the class has a head 'multiple_choice' with a pooler")
     return {"classifier_dropout": head.dropout}
 
 
 def read_spans(hf_config: Json, config: ModelConfig) -> Json:
-    """Return our head of a question answering."""
+    """Return megatfm's section of a question-answering head."""
     return {"name": "span_extraction"}
 
 
 def write_spans(head: Any) -> Json:
-    """Return the keys of a question answering. Raises UsageError for another kind of head."""
+    """Return the keys of a question-answering head. Raises UsageError for another kind of head."""
     if head.name != "span_extraction":
         raise UsageError("the class has a head 'span_extraction'")
     return {}
@@ -164,16 +165,16 @@ def _dropout(hf_config: Json, config: ModelConfig) -> float:
 
 
 def label_keys(labels: Sequence[str], head: Any) -> Json:
-    """Return the keys of config.json that name what a classifier's head predicts, and how many there are of it.
+    """Return the keys of config.json for the labels of a classifier head, or for the values of a regression.
 
-    labels: left out, LABEL_0 and so on. A number has no name.
+    labels: names; if empty, LABEL_0, LABEL_1, …
     """
     if head.loss == "squared_error":
         return {"num_labels": head.classes, "problem_type": PROBLEMS[head.loss]}
-    names = list(labels) or [f"LABEL_{number}" for number in range(head.classes)]
+    names = list(labels) or [f"LABEL_{i}" for i in range(head.classes)]
     return {
-        "id2label": {str(number): label for number, label in enumerate(names)},
-        "label2id": {label: number for number, label in enumerate(names)},
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
         "problem_type": PROBLEMS[head.loss],
     }
 
@@ -184,8 +185,8 @@ def task_labels(config: Config) -> Json:
     return label_keys(config.task.labels, heads[0]) if config.task and heads else {}
 
 
-# Tensors of the pooler and the linear layer of classifiers of sequences, and of the pooler elsewhere. In transformers
-# Longformer's first token is global in classifiers of sequences alone: its other classes compute something else.
+# Pooler and linear layer of sequence classifiers, and pooler of other classes. Longformer has no other classes here:
+# in transformers, its first token is global only in sequence classifiers.
 FAMILIES = {
     "Bert": (["bert.pooler.dense", "classifier"], "bert.pooler.dense"),
     "Roberta": (["classifier.dense", "classifier.out_proj"], "roberta.pooler.dense"),

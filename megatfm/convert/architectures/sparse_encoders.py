@@ -1,8 +1,8 @@
 """Encoders with sparse attention: BigBird (Zaheer et al. 2020), and Longformer (Beltagy et al. 2020), a RoBERTa with
-other projections for global tokens.
+separate projections for global tokens.
 
-Longformer's global tokens are an input of transformers and part of the model here: config.json keeps them under a key
-of ours, and without it the first token is the one, as in their classifiers.
+Longformer's global tokens are an input in transformers, but part of the model here. config.json keeps them under
+megatfm's key; without it, the first token is global, as in transformers' sequence classifiers.
 """
 
 from megatfm.config import BigBirdPatternConfig, LongformerPatternConfig, ModelConfig, require_variant
@@ -38,7 +38,7 @@ BIG_BIRD_KEYS = ENCODER_KEYS | {
     "bos_token_id": used(1, int, list, None),
     "eos_token_id": used(2, int, list, None),
 }
-BIG_BIRD_MARKS = {"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"}
+BIG_BIRD_FINGERPRINT = {"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"}
 
 
 def read_big_bird(hf_config: Json, **overrides: object) -> ModelConfig:
@@ -70,7 +70,7 @@ def write_big_bird(config: ModelConfig) -> Json:
 
 
 def big_bird_notes(config: ModelConfig) -> list[str]:
-    """Describe the differences from transformers that no option of either side covers."""
+    """Return notes about differences from transformers that no option covers."""
     return [
         "its random blocks are drawn in evaluation as in training; transformers' .eval() reads the first block in "
         "their place, and takes the end of a padded row for the text's: compare with .train() unpadded"
@@ -105,7 +105,7 @@ register_architecture(
         big_bird_rules,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS,),
-        fingerprint=BIG_BIRD_MARKS,
+        fingerprint=BIG_BIRD_FINGERPRINT,
         notes=big_bird_notes,
     ),
 )
@@ -119,21 +119,20 @@ register_architecture(
         big_bird_rules,
         base_model_prefix="bert.",
         ignored_tensors=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
-        fingerprint=BIG_BIRD_MARKS,
+        fingerprint=BIG_BIRD_FINGERPRINT,
         notes=big_bird_notes,
     ),
     base="BigBirdModel",
 )
 
-TOKENS = "megatfm_global_tokens"
-"""The key of config.json."""
+GLOBAL_TOKENS_KEY = "megatfm_global_tokens"
 LONGFORMER_KEYS = ROBERTA_KEYS | {
     "vocab_size": used(30522),
     "pad_token_id": used(1),
     "bos_token_id": used(0, int, list, None),
     "eos_token_id": used(2, int, list, None),
     "attention_window": used(512, int, list),
-    TOKENS: used([0], list),
+    GLOBAL_TOKENS_KEY: used([0], list),
     **ignored("attention_mode", "ignore_attention_mask", "onnx_export"),
 }
 
@@ -150,7 +149,7 @@ def read_longformer(hf_config: Json) -> ModelConfig:
         raise UsageError(
             f"config.json: attention_window = {window} differs by layer: megatfm reads one for all layers"
         )
-    pattern = {"name": "longformer", "width": widths.pop(), "global_tokens": hf_config[TOKENS]}
+    pattern = {"name": "longformer", "width": widths.pop(), "global_tokens": hf_config[GLOBAL_TOKENS_KEY]}
     config = read_roberta(hf_config)
     return config.with_changes({"attention.name": "longformer", "attention.pattern": pattern})
 
@@ -162,18 +161,21 @@ def write_longformer(config: ModelConfig) -> Json:
             f"model.attention.pattern.width = {pattern.width}: transformers' windows are even: an odd one is "
             f"{pattern.width - 1}"
         )
-    return write_roberta(config) | {"attention_window": pattern.width, TOKENS: list(pattern.global_tokens)}
+    return write_roberta(config) | {
+        "attention_window": pattern.width,
+        GLOBAL_TOKENS_KEY: list(pattern.global_tokens),
+    }
 
 
 def longformer_rules(config: ModelConfig) -> list[WeightMapping]:
-    wide = [
+    global_projections = [
         rule
         for megatfm_name, hf_name in (("wq", "query"), ("wk", "key"), ("wv", "value"))
         for rule in rename_linear(
             f"attn.{megatfm_name}_global", f"attention.self.{hf_name}_global", bias=True
         )
     ]
-    block = [*SELF_ATTENTION, *wide, *AFTER_ATTENTION]
+    block = [*SELF_ATTENTION, *global_projections, *AFTER_ATTENTION]
     return [
         *embedding_rules("longformer.embeddings.", copies=["lm_head.decoder.weight"]),
         *per_layer(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),

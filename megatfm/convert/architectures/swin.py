@@ -1,7 +1,7 @@
 """Swin and Swin-V2 with classifiers: SwinForImageClassification, Swinv2ForImageClassification.
 
-Files are in the spelling of the hub (`attention.self.query`); that of transformers 5 in memory (`attention.q_proj`) is
-read, too.
+Files have the hub's names (`attention.self.query`); the names that transformers 5 has in memory (`attention.q_proj`)
+are read, too.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear,
 from megatfm.errors import UsageError
 
 EPS = 1e-5
-"""ε of the norms of embedding and merging in transformers, whatever config.json sets for the others."""
+"""ε of the norms of embedding and merging in transformers, which config.json doesn't change."""
 KEYS: dict[str, Key] = {
     **TRAINED,
     "image_size": used(224, int, list),
@@ -71,10 +71,10 @@ MAPPING = {
 
 
 def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
-    """Our config of a hierarchical model. others: what differs. Raises UsageError for what we lack."""
+    """Read a hierarchical model. options: megatfm's keys that differ. Raises UsageError for unsupported features."""
     depths, patch_size = hf_config["depths"], square(hf_config, "patch_size")
-    last = hf_config["embed_dim"] * 2 ** (len(depths) - 1)
-    check_implied_values(hf_config, hidden_size=last, num_layers=len(depths))
+    last_width = hf_config["embed_dim"] * 2 ** (len(depths) - 1)
+    check_implied_values(hf_config, hidden_size=last_width, num_layers=len(depths))
     side = -(-square(hf_config, "image_size") // patch_size)
     common = {
         **read_mapped(hf_config, MAPPING),
@@ -104,7 +104,7 @@ def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
 
 
 def write_swin(config: ModelConfig) -> Json:
-    """The reverse of `read_swin`."""
+    """Write config.json, the inverse of `read_swin`."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     pattern = require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern")
     stages = _stages(config)
@@ -129,14 +129,14 @@ def write_swin(config: ModelConfig) -> Json:
 
 
 def _stages(config: ModelConfig) -> StagesConfig:
-    """The stages of a hierarchical model. Raises UsageError for another family."""
+    """Return the stages of a hierarchical model. Raises UsageError for another family."""
     if config.stages is None:
         raise UsageError(f"model.family = {config.family!r} has no stages")
     return config.stages
 
 
 def read_swin_v2(hf_config: Json) -> ModelConfig:
-    """Raises UsageError where some stages were pretrained with windows of their own, and others not."""
+    """Read a Swin-V2. Raises UsageError if only some stages have pretrained window sizes."""
     windows = hf_config["pretrained_window_sizes"]
     if any(windows) and not all(windows):
         raise UsageError(
@@ -154,7 +154,7 @@ def read_swin_v2(hf_config: Json) -> ModelConfig:
 
 
 def _check_windows_by_config(hf_config: Json) -> None:
-    """Raise UsageError where windows differ: transformers' follow config.json's maps, rounded down, not the images."""
+    """Raise UsageError if transformers would choose other windows: it rounds the sizes of maps down."""
     side, patch, window = (
         square(hf_config, "image_size"),
         square(hf_config, "patch_size"),
@@ -171,7 +171,7 @@ def _check_windows_by_config(hf_config: Json) -> None:
 
 
 def write_swin_v2(config: ModelConfig) -> Json:
-    """The reverse of `read_swin_v2`."""
+    """Write config.json, the inverse of `read_swin_v2`."""
     require_variant(config.attention, WindowedAttentionConfig, "model.attention")
     position = require_variant(config.position, LogRelative2dConfig, "model.position")
     windows = position.pretrained_windows or [0] * len(_stages(config).layers)
@@ -200,15 +200,15 @@ BLOCK_V1 = [
 
 
 def _per_head(megatfm_name: str, hf_name: str) -> WeightMapping:
-    """A number for each head, which theirs has as [heads, 1, 1]."""
+    """Map a vector [heads] to [heads, 1, 1] in transformers."""
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][:, None, None]]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][:, 0, 0]]
 
-    return WeightMapping((megatfm_name,), (hf_name,), forth, back)
+    return WeightMapping((megatfm_name,), (hf_name,), to_hf, from_hf)
 
 
 BLOCK_V2 = [
@@ -221,7 +221,7 @@ BLOCK_V2 = [
 
 
 def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig) -> list[WeightMapping]:
-    """The table of weights. prefix: theirs of the model without its classifier."""
+    """Map a model. prefix: of the names of the bare model in transformers. block: mappings of a block."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     stages = _stages(config)
     merging = [
@@ -235,8 +235,8 @@ def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig)
     depth = 0
     for stage, layers in enumerate(stages.layers):
         hf_prefix = f"{prefix}encoder.layers.{stage}."
-        for number in range(layers):
-            rules += with_prefix(f"encoder.layers.{depth}.", f"{hf_prefix}blocks.{number}.", block)
+        for i in range(layers):
+            rules += with_prefix(f"encoder.layers.{depth}.", f"{hf_prefix}blocks.{i}.", block)
             depth += 1
         for megatfm_name, name, bias in merging if stage + 1 < len(stages.layers) else ():
             rules += rename_linear(
@@ -250,8 +250,8 @@ def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig)
 
 
 BUFFERS = (r"relative_position_index$", r"relative_coords_table$", r"attn_mask$")
-"""Tensors of older files that follow from config.json."""
-IN_MEMORY = (
+"""Buffers of older files, which follow from config.json."""
+IN_MEMORY_NAMES = (
     (r"\.attention\.q_proj\.", ".attention.self.query."),
     (r"\.attention\.k_proj\.", ".attention.self.key."),
     (r"\.attention\.v_proj\.", ".attention.self.value."),
@@ -260,7 +260,7 @@ IN_MEMORY = (
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
-"""transformers' names in memory, in those of files."""
+"""Names that transformers has in memory → in files."""
 
 register_architecture(
     "SwinForImageClassification",
@@ -272,7 +272,7 @@ register_architecture(
         partial(swin_rules, "swin.", BLOCK_V1),
         base_model_prefix="swin.",
         ignored_tensors=BUFFERS,
-        legacy_names=IN_MEMORY,
+        legacy_names=IN_MEMORY_NAMES,
         fingerprint={"family": "hierarchical", "position.name": "relative_2d"},
     ),
     base="SwinModel",

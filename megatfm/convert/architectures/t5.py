@@ -1,4 +1,4 @@
-"""T5 v1.0 and v1.1, and Switch Transformers, T5s with experts in some blocks, of which a token goes through one."""
+"""T5 v1.0 and v1.1, and Switch Transformers: T5s with top-1 experts in some blocks."""
 
 from collections.abc import Callable, Container
 
@@ -28,7 +28,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import ACTIVATIONS
 
 GATED_GELU = "gated-gelu"
-"""Means the tanh form, whatever "gelu" means elsewhere."""
+"""A feed_forward_proj that means the tanh form of GELU."""
 
 T5_KEYS = {
     "vocab_size": used(32128),
@@ -70,41 +70,40 @@ T5_MAPPING = {
 
 
 def read_t5(hf_config: Json) -> ModelConfig:
-    width, rate, inner = hf_config["d_model"], hf_config["dropout_rate"], hf_config["feed_forward_proj"]
-    check_implied_values(hf_config, is_gated_act=inner.startswith("gated-"))
+    d_model, dropout, ffn = hf_config["d_model"], hf_config["dropout_rate"], hf_config["feed_forward_proj"]
+    check_implied_values(hf_config, is_gated_act=ffn.startswith("gated-"))
     check_implied_values(
-        hf_config, dense_act_fn="gelu_new" if inner == GATED_GELU else inner.removeprefix("gated-")
+        hf_config, dense_act_fn="gelu_new" if ffn == GATED_GELU else ffn.removeprefix("gated-")
     )
-    # transformers 4 says by tie_word_embeddings what transformers 5 says by scale_decoder_outputs, where it writes it.
-    scaled = hf_config["scale_decoder_outputs"]
-    scaled = hf_config["tie_word_embeddings"] is not False if scaled is None else scaled
-    n_layers = hf_config["num_layers"]
+    # transformers 5 has scale_decoder_outputs; in transformers 4, tie_word_embeddings implies it.
+    is_scaled = hf_config["scale_decoder_outputs"]
+    is_scaled = hf_config["tie_word_embeddings"] is not False if is_scaled is None else is_scaled
+    n_encoder_layers, n_layers = hf_config["num_layers"], hf_config["num_decoder_layers"]
     return ModelConfig.from_dotted(
         {
             **read_mapped(hf_config, T5_MAPPING),
             "family": "encoder_decoder",
-            "n_layers": n_layers
-            if hf_config["num_decoder_layers"] is None
-            else hf_config["num_decoder_layers"],
-            "n_encoder_layers": n_layers,
-            "ffn.activation": _t5_activation(inner),
+            "n_layers": n_encoder_layers if n_layers is None else n_layers,
+            "n_encoder_layers": n_encoder_layers,
+            "ffn.activation": _t5_activation(ffn),
             "attention.scale": 1.0,
             "position.name": "t5",
             "position.buckets": hf_config["relative_attention_num_buckets"],
             "position.max_distance": hf_config["relative_attention_max_distance"],
             "embedding.tied": hf_config["tie_word_embeddings"] is not False,
-            "lm_head.scale": width**-0.5 if scaled else 1.0,
-            "dropout": rate,
-            "attention.dropout": rate,
-            "ffn.dropout": rate,
+            "lm_head.scale": d_model**-0.5 if is_scaled else 1.0,
+            "dropout": dropout,
+            "attention.dropout": dropout,
+            "ffn.dropout": dropout,
             "init.name": "t5",
         }
     )
 
 
 def write_t5(config: ModelConfig) -> Json:
-    gated = ACTIVATIONS.get(config.ffn.activation).gated
-    name = activation_to_hf(config.ffn.activation, gated=gated)
+    is_gated = ACTIVATIONS.get(config.ffn.activation).gated
+    name = activation_to_hf(config.ffn.activation, gated=is_gated)
+    is_gelu = config.ffn.activation == "geglu_tanh"
     position = require_variant(config.position, T5PositionConfig, "model.position")
     return {
         **write_mapped(config, T5_MAPPING),
@@ -113,9 +112,7 @@ def write_t5(config: ModelConfig) -> Json:
         "relative_attention_num_buckets": position.buckets,
         "relative_attention_max_distance": position.max_distance,
         "dropout_rate": config.dropout,
-        "feed_forward_proj": GATED_GELU
-        if config.ffn.activation == "geglu_tanh"
-        else f"{'gated-' * gated}{name}",
+        "feed_forward_proj": GATED_GELU if is_gelu else f"{'gated-' * is_gated}{name}",
         "tie_word_embeddings": config.embedding.tied,
         **({"scale_decoder_outputs": False} if config.embedding.tied and config.head_scale == 1.0 else {}),
         "is_encoder_decoder": True,
@@ -124,45 +121,48 @@ def write_t5(config: ModelConfig) -> Json:
 
 
 def t5_rules(config: ModelConfig) -> list[WeightMapping]:
-    def ffn(depth: int, number: int) -> list[WeightMapping]:
-        inner = f"layer.{number}.DenseReluDense"
-        gated = ACTIVATIONS.get(config.ffn.activation).gated
-        ups = {"ffn.w_gate": "wi_0", "ffn.w_up": "wi_1"} if gated else {"ffn.w_up": "wi"}
+    is_gated = ACTIVATIONS.get(config.ffn.activation).gated
+    up_projections = {"ffn.w_gate": "wi_0", "ffn.w_up": "wi_1"} if is_gated else {"ffn.w_up": "wi"}
+
+    def ffn(depth: int, sublayer: int) -> list[WeightMapping]:
+        hf_prefix = f"layer.{sublayer}.DenseReluDense"
         return [
-            *rename_linear("ffn_residual.norm", f"layer.{number}.layer_norm"),
+            *rename_linear("ffn_residual.norm", f"layer.{sublayer}.layer_norm"),
             *(
                 rule
-                for megatfm_name, hf_name in ups.items()
-                for rule in rename_linear(megatfm_name, f"{inner}.{hf_name}")
+                for megatfm_name, hf_name in up_projections.items()
+                for rule in rename_linear(megatfm_name, f"{hf_prefix}.{hf_name}")
             ),
-            *rename_linear("ffn.w_down", f"{inner}.wo"),
+            *rename_linear("ffn.w_down", f"{hf_prefix}.wo"),
         ]
 
-    return t5_rules_around(config, ffn)
+    return t5_style_rules(config, ffn)
 
 
-def t5_rules_around(
+def t5_style_rules(
     config: ModelConfig, ffn: Callable[[int, int], list[WeightMapping]]
 ) -> list[WeightMapping]:
-    """Rules of all but feed-forward networks, whose rules are `ffn(depth, number of the sublayer)`."""
+    """Map an encoder-decoder with T5's names. ffn: (block, sublayer) → mappings of the feed-forward network."""
 
     def attention(prefix: str, hf_prefix: str) -> list[WeightMapping]:
         return [rule for part in "qkvo" for rule in rename_linear(f"{prefix}.w{part}", f"{hf_prefix}.{part}")]
 
-    def stack(side: str, n: int, attentions: list[WeightMapping], number: int) -> list[WeightMapping]:
+    def stack(
+        side: str, n_layers: int, attentions: list[WeightMapping], ffn_sublayer: int
+    ) -> list[WeightMapping]:
         return [
             rule
-            for i in range(n)
+            for i in range(n_layers)
             for rule in with_prefix(
-                f"{side}.layers.{i}.", f"{side}.block.{i}.", [*attentions, *ffn(i, number)]
+                f"{side}.layers.{i}.", f"{side}.block.{i}.", [*attentions, *ffn(i, ffn_sublayer)]
             )
         ]
 
-    stacks = [
+    self_attention = [
         *rename_linear("attn_residual.norm", "layer.0.layer_norm"),
         *attention("attn", "layer.0.SelfAttention"),
     ]
-    cross = [
+    cross_attention = [
         *rename_linear("cross_residual.norm", "layer.1.layer_norm"),
         *attention("cross", "layer.1.EncDecAttention"),
     ]
@@ -173,17 +173,17 @@ def t5_rules_around(
             "shared.weight",
             copies=[*copies, *["lm_head.weight"] * config.embedding.tied],
         ),
-        *stack("encoder", config.encoder_layers, stacks, 1),
-        *stack("decoder", config.n_layers, [*stacks, *cross], 2),
+        *stack("encoder", config.encoder_layers, self_attention, 1),
+        *stack("decoder", config.n_layers, [*self_attention, *cross_attention], 2),
         *(
             rule
-            for stack in ("encoder", "decoder")
+            for side in ("encoder", "decoder")
             for rule in (
                 rename(
-                    f"{stack}.position.weight",
-                    f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+                    f"{side}.position.weight",
+                    f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
                 ),
-                *rename_linear(f"{stack}.norm", f"{stack}.final_layer_norm"),
+                *rename_linear(f"{side}.norm", f"{side}.final_layer_norm"),
             )
         ),
         *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
@@ -191,9 +191,9 @@ def t5_rules_around(
 
 
 def refine_tying(config: ModelConfig, names: Container[str]) -> ModelConfig:
-    """Whether v1.1 shares its output matrix, config.json of transformers 5 doesn't tell, where it always says so."""
-    shares = "lm_head.weight" not in names
-    return config if config.head_scale != 1.0 else config.with_changes({"embedding.tied": shares})
+    """Set `embedding.tied` of a v1.1 by its tensors: transformers 5 always writes tie_word_embeddings = true."""
+    is_tied = "lm_head.weight" not in names
+    return config if config.head_scale != 1.0 else config.with_changes({"embedding.tied": is_tied})
 
 
 def _t5_activation(hf_name: str) -> str:
@@ -210,7 +210,7 @@ register_architecture(
         read_t5,
         write_t5,
         t5_rules,
-        # Published files have this table too, though no cross-attention uses one.
+        # Published files have this table, which no cross-attention uses.
         ignored_tensors=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
         max_length_key="n_positions",
         refine_config=refine_tying,
@@ -221,8 +221,8 @@ register_architecture(
 
 # Switch Transformers (Fedus et al. 2022): SwitchTransformersForConditionalGeneration
 
-NOT_OF_SWITCH = ("feed_forward_proj", "is_gated_act", "scale_decoder_outputs", "n_positions", "head_dim")
-SWITCH_KEYS = {key: value for key, value in T5_KEYS.items() if key not in NOT_OF_SWITCH} | {
+KEYS_NOT_IN_SWITCH = ("feed_forward_proj", "is_gated_act", "scale_decoder_outputs", "n_positions", "head_dim")
+SWITCH_KEYS = {key: value for key, value in T5_KEYS.items() if key not in KEYS_NOT_IN_SWITCH} | {
     "d_model": used(768),
     "num_layers": used(12),
     "num_decoder_layers": used(12, int, None),
@@ -246,42 +246,42 @@ SWITCH_KEYS = {key: value for key, value in T5_KEYS.items() if key not in NOT_OF
 
 
 def read_switch(hf_config: Json) -> ModelConfig:
-    plain = {
+    t5_keys = {
         "feed_forward_proj": "relu",
         "is_gated_act": None,
         "dense_act_fn": None,
         "scale_decoder_outputs": None,
     }
-    dense = read_t5(hf_config | plain)
-    scaled = dense.d_model**-0.5 if hf_config["tie_word_embeddings"] else 1.0
-    acts = activation_from_hf(hf_config["dense_act_fn"])
-    dense = dense.with_changes({"ffn.activation": acts, "lm_head.scale": scaled})
+    dense = read_t5(hf_config | t5_keys)
+    head_scale = dense.d_model**-0.5 if hf_config["tie_word_embeddings"] else 1.0
+    activation = activation_from_hf(hf_config["dense_act_fn"])
+    dense = dense.with_changes({"ffn.activation": activation, "lm_head.scale": head_scale})
     experts = {
         "name": "moe",
         "d_ff": hf_config["d_ff"],
-        "activation": acts,
+        "activation": activation,
         "n_experts": hf_config["num_experts"],
         "top_k": 1,
         "expert_capacity": hf_config["expert_capacity"],
         "dropout": 0.0,
         "router": {"name": "switch"},
     }
-    kinds = _sparse_layers(
+    in_encoder = _sparse_layers(
         hf_config["num_sparse_encoder_layers"], dense.encoder_layers, hf_config["encoder_sparse_step"]
     )
-    decoder_kinds = _sparse_layers(
+    in_decoder = _sparse_layers(
         hf_config["num_sparse_decoder_layers"], dense.n_layers, hf_config["decoder_sparse_step"]
     )
-    if any(kind != decoder_kind for kind, decoder_kind in zip(kinds, decoder_kinds, strict=False)):
+    if any(a != b for a, b in zip(in_encoder, in_decoder, strict=False)):
         raise UsageError(
             "config.json: num_sparse_encoder_layers and num_sparse_decoder_layers (or encoder_sparse_step and "
             "decoder_sparse_step) put experts into other layers of the encoder than of the decoder, which "
             "megatfm has not"
         )
-    longer = max(kinds, decoder_kinds, key=len)
-    if True not in longer:
+    is_sparse = max(in_encoder, in_decoder, key=len)
+    if True not in is_sparse:
         return dense
-    names = ["sparse" if sparse else "dense" for sparse in longer]
+    names = ["sparse" if sparse else "dense" for sparse in is_sparse]
     sections = {"sparse": {"ffn": experts}, "dense": {}}
     return dense.with_changes(
         {"layer_types": names, **{f"layer_type.{name}": sections[name] for name in dict.fromkeys(names)}}
@@ -289,10 +289,9 @@ def read_switch(hf_config: Json) -> ModelConfig:
 
 
 def _sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> list[bool]:
-    """Return the layers to which transformers gives experts: with none asked for, the second, where there are two or
-    more.
+    """Return for each layer whether transformers gives it experts. n_sparse = 0 still gives them to the second layer.
 
-    step: from config.json, where it overrules the number of such layers.
+    step: from config.json; overrides `n_sparse`.
     """
     if step is None:
         step = n_layers // n_sparse if n_sparse > 0 else n_layers
@@ -300,12 +299,12 @@ def _sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> lis
 
 
 def write_switch(config: ModelConfig) -> Json:
-    acts = activation_to_hf(config.ffn.activation)
-    hf_config = write_t5(config)
     hf_config = {
-        key: value for key, value in hf_config.items() if key in SWITCH_KEYS and key != "feed_forward_proj"
+        key: value
+        for key, value in write_t5(config).items()
+        if key in SWITCH_KEYS and key != "feed_forward_proj"
     }
-    hf_config |= {"dense_act_fn": acts, "router_jitter_noise": 0.0}
+    hf_config |= {"dense_act_fn": activation_to_hf(config.ffn.activation), "router_jitter_noise": 0.0}
     sparse = [
         block
         for block in map(config.layer_config, range(config.n_layers))
@@ -332,36 +331,37 @@ def write_switch(config: ModelConfig) -> Json:
 
 
 def switch_rules(config: ModelConfig) -> list[WeightMapping]:
-    def experts(n: int, number: int) -> list[WeightMapping]:
-        inner = f"layer.{number}.mlp"
+    projections = (("up", "wi"), ("down", "wo"))
+
+    def experts(n_experts: int, sublayer: int) -> list[WeightMapping]:
+        hf_prefix = f"layer.{sublayer}.mlp"
         return [
-            rename("ffn.router.weight", f"{inner}.router.classifier.weight"),
+            rename("ffn.router.weight", f"{hf_prefix}.router.classifier.weight"),
             *(
                 WeightMapping(
                     (f"ffn.experts.w_{megatfm_name}",),
-                    tuple(f"{inner}.experts.expert_{e}.{hf_name}.weight" for e in range(n)),
+                    tuple(f"{hf_prefix}.experts.expert_{e}.{hf_name}.weight" for e in range(n_experts)),
                     unbind_experts,
                     stack_experts,
                 )
-                for megatfm_name, hf_name in (("up", "wi"), ("down", "wo"))
+                for megatfm_name, hf_name in projections
             ),
         ]
 
-    def ffn(depth: int, number: int) -> list[WeightMapping]:
+    def ffn(depth: int, sublayer: int) -> list[WeightMapping]:
         section = config.layer_config(depth).ffn
-        norm = rename("ffn_residual.norm.weight", f"layer.{number}.layer_norm.weight")
+        norm = rename("ffn_residual.norm.weight", f"layer.{sublayer}.layer_norm.weight")
         if isinstance(section, MoEConfig):
-            return [norm, *experts(section.n_experts, number)]
-        parts = (("up", "wi"), ("down", "wo"))
+            return [norm, *experts(section.n_experts, sublayer)]
         return [
             norm,
             *(
-                rename(f"ffn.w_{megatfm_name}.weight", f"layer.{number}.mlp.{hf_name}.weight")
-                for megatfm_name, hf_name in parts
+                rename(f"ffn.w_{megatfm_name}.weight", f"layer.{sublayer}.mlp.{hf_name}.weight")
+                for megatfm_name, hf_name in projections
             ),
         ]
 
-    return t5_rules_around(config, ffn)
+    return t5_style_rules(config, ffn)
 
 
 register_architecture(

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP with both towers; their image towers alone are in `image_towers`."""
+"""CLIP and SigLIP with both towers; see `image_towers` for the image towers alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -33,7 +33,7 @@ TEXT_MAPPING = {
     "max_position_embeddings": "max_positions",
 }
 SHARED = ("hidden_act", "layer_norm_eps", "attention_dropout")
-"""Keys that both towers have, with one value here."""
+"""Keys that both towers have, but megatfm only once."""
 CLIP_TEXT: dict[str, Key] = {
     "vocab_size": used(49_408),
     "hidden_size": used(512),
@@ -71,9 +71,9 @@ def read_towers(
     model_type: str,
     read_image: Callable[[Json], ModelConfig],
 ) -> tuple[ModelConfig, Json]:
-    """Our config of the image tower, and their settled keys of the text tower; keys: of vision and text.
+    """Return the config of the image tower, and the resolved keys of the text tower.
 
-    Raises UsageError where the towers differ in what is one key here.
+    keys: declarations for vision and text. Raises UsageError if the towers differ in a key that megatfm has once.
     """
     sections: list[Json] = []
     for name, known in zip(("vision", "text"), keys, strict=True):
@@ -96,7 +96,7 @@ def read_towers(
 
 
 def with_text(image: ModelConfig, text: Json, contrastive: Json, *, causal: bool) -> ModelConfig:
-    """Our config of both towers."""
+    """Return the config of both towers."""
     return image.with_changes(
         {
             "family": "two_towers",
@@ -108,7 +108,7 @@ def with_text(image: ModelConfig, text: Json, contrastive: Json, *, causal: bool
 
 
 def sections_of(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
-    """The sections of both towers. Raises UsageError for another family."""
+    """Return the sections of text tower and contrastive loss. Raises UsageError for another family or kind."""
     text, contrastive = config.text_tower, config.contrastive
     if config.family != "two_towers" or text is None or contrastive is None:
         raise UsageError(f"model.family = {config.family!r} has no two towers")
@@ -123,14 +123,14 @@ def sections_of(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTower
 def write_towers(
     config: ModelConfig, text: TextTowerConfig, write_image: Callable[[ModelConfig], Json], model_type: str
 ) -> Json:
-    """Their sections of both towers, and the pixels' mean and deviation."""
+    """Return the sections of both towers in config.json, and mean and standard deviation of pixels."""
     vision = write_image(image_tower(config))
     pixels = {key: vision.pop(key) for key in PIXELS}
-    numbers = {hf_key: getattr(text, key) for hf_key, key in TEXT_MAPPING.items()}
+    sizes = {hf_key: getattr(text, key) for hf_key, key in TEXT_MAPPING.items()}
     shared = {key: vision[key] for key in SHARED}
     return {
         "text_config": {
-            "model_type": f"{model_type}_text_model", **numbers, **shared, "vocab_size": config.vocab_size
+            "model_type": f"{model_type}_text_model", **sizes, **shared, "vocab_size": config.vocab_size
         },
         "vision_config": {"model_type": f"{model_type}_vision_model", **vision},
         **pixels,
@@ -161,7 +161,7 @@ def write_clip_model(config: ModelConfig) -> Json:
 
 
 def text_rules(config: ModelConfig) -> list[WeightMapping]:
-    """The text tower's stack."""
+    """Map the text tower."""
     hf_prefix = "text_model.embeddings."
     return [
         rename("text.embedding.tokens.weight", f"{hf_prefix}token_embedding.weight"),
@@ -172,10 +172,10 @@ def text_rules(config: ModelConfig) -> list[WeightMapping]:
 
 
 def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].reshape(())]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].reshape(1)]
 
     return [
@@ -183,7 +183,7 @@ def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
         *text_rules(config),
         rename("image_features.projection.weight", "visual_projection.weight"),
         rename("text_features.projection.weight", "text_projection.weight"),
-        WeightMapping(("temperature.log_scale",), ("logit_scale",), forth, back),
+        WeightMapping(("temperature.log_scale",), ("logit_scale",), to_hf, from_hf),
     ]
 
 
@@ -212,19 +212,21 @@ def write_siglip_model(config: ModelConfig) -> Json:
 
 
 def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][None]]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0][0]]
 
-    pool, hf_pool, d = "image_features.pool", "vision_model.head", config.d_model
-    projections = [f"{pool}.w{one}" for one in "qkv"]
+    pool, hf_pool, d_model = "image_features.pool", "vision_model.head", config.d_model
+    projections = [f"{pool}.w{part}" for part in "qkv"]
     return [
         *vision_rules(TOWER, image_tower(config)),
-        WeightMapping((f"{pool}.query",), (f"{hf_pool}.probe",), forth, back),
-        concat([f"{name}.weight" for name in projections], f"{hf_pool}.attention.in_proj_weight", [d] * 3),
-        concat([f"{name}.bias" for name in projections], f"{hf_pool}.attention.in_proj_bias", [d] * 3),
+        WeightMapping((f"{pool}.query",), (f"{hf_pool}.probe",), to_hf, from_hf),
+        concat(
+            [f"{name}.weight" for name in projections], f"{hf_pool}.attention.in_proj_weight", [d_model] * 3
+        ),
+        concat([f"{name}.bias" for name in projections], f"{hf_pool}.attention.in_proj_bias", [d_model] * 3),
         *rename_linear(f"{pool}.wo", f"{hf_pool}.attention.out_proj", bias=True),
         *rename_linear(f"{pool}.norm", f"{hf_pool}.layernorm", bias=True),
         *rename_linear(f"{pool}.w_up", f"{hf_pool}.mlp.fc1", bias=True),

@@ -1,6 +1,6 @@
-"""Shared parts of vision transformers' conversions: keys of config.json, tables of patches, positions, special tokens.
+"""Shared parts of vision transformers: keys of config.json, and mappings of patches, positions and special tokens.
 
-Means and deviations of pixels are in preprocessor_config.json.
+Mean and standard deviation of pixels are in preprocessor_config.json.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, ren
 from megatfm.errors import UsageError
 
 HALF = (0.5, 0.5, 0.5)
-"""Mean and deviation of ViT's and SigLIP's pixels."""
+"""Mean and standard deviation of pixels of ViT and SigLIP."""
 
-USUAL_SIZE = 224
-"""Side of the images that is stored where positions fit any size."""
+DEFAULT_IMAGE_SIZE = 224
+"""image_size that is written if positions fit any size."""
 
 KEYS: dict[str, Key] = {
     "hidden_size": used(768),
@@ -44,7 +44,7 @@ KEYS: dict[str, Key] = {
     "num_labels": used(None, int, None),
     **ignored("label2id"),
 }
-"""Keys that all of them have; mean and deviation are those of preprocessor_config.json."""
+"""Keys of all vision transformers; image_mean and image_std are read from preprocessor_config.json."""
 TRAINED = {
     "initializer_range": used(0.02),
     "hidden_dropout_prob": used(0.0),
@@ -65,7 +65,7 @@ TRAINED_MAPPING = {
 
 
 def square(hf_config: Json, key: str) -> int:
-    """A side in pixels. Raises UsageError for sides that differ."""
+    """Return a side in pixels. Raises UsageError if height and width differ."""
     sides = hf_config[key] if isinstance(hf_config[key], list) else [hf_config[key]]
     if len(set(sides)) != 1:
         raise UsageError(
@@ -75,9 +75,10 @@ def square(hf_config: Json, key: str) -> int:
 
 
 def read_vision(hf_config: Json, mean: Sequence[float], std: Sequence[float], **options: Any) -> ModelConfig:
-    """Our config of a pre-norm encoder on patches. mean, std: of pixels, where no file says others.
+    """Read a pre-norm encoder of patches.
 
-    options: what differs. Raises UsageError for what we lack.
+    mean, std: of pixels, if config.json has none. options: megatfm's keys that differ. Raises UsageError for
+    unsupported features.
     """
     position: Json = {"position.name": "learned_2d"}
     if "position.name" not in options:
@@ -103,9 +104,9 @@ def read_vision(hf_config: Json, mean: Sequence[float], std: Sequence[float], **
 
 
 def write_vision(config: ModelConfig, mapping: dict[str, str]) -> Json:
-    """The reverse of `read_vision`."""
+    """Write config.json, the inverse of `read_vision`."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
-    side = USUAL_SIZE // embedding.patch_size
+    side = DEFAULT_IMAGE_SIZE // embedding.patch_size
     if not isinstance(config.position, Rope2dConfig):
         position = require_variant(config.position, LearnedPosition2dConfig, "model.position")
         if position.grid[0] != position.grid[1]:
@@ -124,7 +125,8 @@ def write_vision(config: ModelConfig, mapping: dict[str, str]) -> Json:
 
 
 def read_labels(hf_config: Json, pool: str) -> Json:
-    """Our classifier; transformers has two classes where the file says none. Raises UsageError for two counts."""
+    """Return megatfm's keys of the classifier; transformers' default is two classes. Raises UsageError for
+    contradictory counts."""
     names, count = hf_config["id2label"], hf_config["num_labels"]
     if names and count is not None and count != len(names):
         raise UsageError(
@@ -135,12 +137,12 @@ def read_labels(hf_config: Json, pool: str) -> Json:
 
 
 def write_labels(config: ModelConfig) -> Json:
-    """The reverse of `read_labels`, with names that transformers makes up. Raises UsageError without a classifier."""
+    """Return the keys of the classifier, with transformers' default names. Raises UsageError without a classifier."""
     head = config.extra_heads.get("classifier")
     if not isinstance(head, ClassifierHeadConfig):
         raise UsageError("without model.extra_heads.classifier this is a backbone alone")
-    names = {str(number): f"LABEL_{number}" for number in range(head.n_classes)}
-    return {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+    names = {str(i): f"LABEL_{i}" for i in range(head.n_classes)}
+    return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
 
 
 # Tensors
@@ -148,7 +150,8 @@ def write_labels(config: ModelConfig) -> Json:
 
 @dataclass(frozen=True)
 class VisionNames:
-    """Their names of what differs. special: of the special tokens, each [1, n, D]; block: rules of one block."""
+    """Names of a class in transformers. special: (name, n) of special tokens [1, n, D]. block: mappings of one
+    block."""
 
     prefix: str
     layers: str
@@ -159,75 +162,70 @@ class VisionNames:
     final_norm: str = "layernorm"
     head: Sequence[WeightMapping] = field(default_factory=list)
     unused: str = ""
-    """A token that their class has and none of its passes uses, written as zeros."""
+    """A token that the class has but never uses, written as zeros."""
     unused_dims: tuple[int, ...] = (1,)
     """Its dims before the width."""
 
 
 def special_tokens(names: VisionNames) -> WeightMapping:
-    """Our table of special tokens, apart in theirs."""
+    """Map megatfm's table of special tokens to separate tensors."""
     sizes = [size for _, size in names.special]
     hf_names = tuple(f"{names.prefix}{name}" for name, _ in names.special)
     unused = (f"{names.prefix}{names.unused}",) if names.unused else ()
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         zeros = [tensors[0].new_zeros(*names.unused_dims, tensors[0].shape[1])] * len(unused)
         return [*(part[None] for part in tensors[0].split(sizes)), *zeros]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.cat([tensor[0] for tensor in tensors[: len(sizes)]])]
 
-    return WeightMapping(("encoder.embedding.patches.special",), (*hf_names, *unused), forth, back)
+    return WeightMapping(("encoder.embedding.patches.special",), (*hf_names, *unused), to_hf, from_hf)
 
 
 def position_table(hf_name: str, n_class: int, *, batched: bool) -> WeightMapping:
-    """Our tables of class tokens and patches, in one of theirs; batched: with a first dim of 1."""
+    """Map megatfm's positions of class tokens and patches to one table. batched: with a first dim of 1."""
     megatfm_names = ["encoder.embedding.positions.special"] * bool(n_class) + [
         "encoder.embedding.positions.weight"
     ]
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         table = torch.cat(list(tensors))
         return [table[None] if batched else table]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         table = tensors[0][0] if batched else tensors[0]
         return [table[:n_class], table[n_class:]] if n_class else [table]
 
-    return WeightMapping(tuple(megatfm_names), (hf_name,), forth, back)
+    return WeightMapping(tuple(megatfm_names), (hf_name,), to_hf, from_hf)
 
 
 def convolution(hf_name: str, embedding: PatchEmbeddingConfig) -> list[WeightMapping]:
-    """The projection of patches as a convolution's weight [D, channels, side, side]."""
+    """Map the projection of patches to a convolution's weight [D, channels, side, side]."""
     megatfm_name, side = "encoder.embedding.patches.projection", embedding.patch_size
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].unflatten(1, (embedding.channels, side, side))]
 
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].flatten(1)]
 
-    weight = WeightMapping((f"{megatfm_name}.weight",), (f"{hf_name}.weight",), forth, back)
+    weight = WeightMapping((f"{megatfm_name}.weight",), (f"{hf_name}.weight",), to_hf, from_hf)
     return [weight, *([rename(f"{megatfm_name}.bias", f"{hf_name}.bias")] if embedding.bias else [])]
 
 
 def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]:
-    """Table of a vision transformer's tensors, under names of one class."""
+    """Map a vision transformer to the names of one class."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     if registers := embedding.n_register_tokens:
         names = replace(names, special=[*names.special, ("embeddings.register_tokens", registers)])
     prefix = names.prefix
     positions = f"{prefix}{names.positions}"
+    table = position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight"))
     return [
         *([special_tokens(names)] if names.special else []),
         *convolution(f"{prefix}{names.patches}", embedding),
-        *(
-            []
-            if isinstance(config.position, Rope2dConfig)
-            else [
-                position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight"))
-            ]
-        ),
+        *([] if isinstance(config.position, Rope2dConfig) else [table]),
         *per_layer(config.n_layers, "encoder.layers.", f"{prefix}{names.layers}", names.block),
         *rename_linear("encoder.norm", f"{prefix}{names.final_norm}", bias=True),
         *(names.head if config.extra_heads else []),
@@ -235,4 +233,4 @@ def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]
 
 
 MLP = [*rename_linear("ffn.w_up", "mlp.fc1", bias=True), *rename_linear("ffn.w_down", "mlp.fc2", bias=True)]
-"""The feed-forward network, where they call it so."""
+"""Mappings of a feed-forward network under the name `mlp`."""

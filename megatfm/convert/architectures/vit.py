@@ -1,7 +1,7 @@
 """Vision transformers: ViT, DeiT, DINOv2 with and without registers, each with a classifier or without, and DINOv3.
 
-Files are in the spelling of the hub (`encoder.layer.0.attention.attention.query`); that of transformers 5 in memory
-(`layers.0.attention.q_proj`) is read, too.
+Files have the hub's names (`encoder.layer.0.attention.attention.query`); the names that transformers 5 has in memory
+(`layers.0.attention.q_proj`) are read, too.
 """
 
 from collections.abc import Sequence
@@ -42,17 +42,17 @@ VIT_BLOCK = [
     *rename_linear("ffn.w_down", "output.dense", bias=True),
 ]
 CLASSIFIER = rename_linear("classifier.classifier", "classifier", bias=True)
-IN_MEMORY = (
+IN_MEMORY_NAMES = (
     (r"\.layers\.(\d+)\.", r".encoder.layer.\1."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
     (r"\.attention\.k_proj\.", ".attention.attention.key."),
     (r"\.attention\.v_proj\.", ".attention.attention.value."),
     (r"\.attention\.o_proj\.", ".attention.output.dense."),
 )
-"""transformers' names in memory, in those of files."""
-MLP_IN_MEMORY = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
+"""Names that transformers has in memory → in files."""
+MLP_IN_MEMORY_NAMES = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
 
-# ViT and DeiT, whose second special token was taught by another model; its classifier reads the first
+# ViT and DeiT, whose second special token is for distillation; the classifier reads the first
 
 VIT_KEYS = (
     KEYS
@@ -69,7 +69,7 @@ VIT_MAPPING = {**TRAINED_MAPPING, "intermediate_size": "ffn.d_ff"}
 def register_vit(
     name: str, base: str, kind: str, special: Sequence[str], mean: Sequence[float], std: Sequence[float]
 ) -> None:
-    """Register a classifier of ViT's kind, and its backbone. special: names of its special tokens."""
+    """Register a ViT with a classifier, and its backbone. special: names of its special tokens."""
     names = VisionNames(
         f"{kind}.",
         "encoder.layer.",
@@ -96,7 +96,7 @@ def register_vit(
             partial(vision_rules, names),
             base_model_prefix=f"{kind}.",
             ignored_tensors=(rf"^{kind}\.pooler\.",),
-            legacy_names=(*IN_MEMORY, *MLP_IN_MEMORY),
+            legacy_names=(*IN_MEMORY_NAMES, *MLP_IN_MEMORY_NAMES),
             fingerprint={"embedding.name": "patches", "embedding.n_class_tokens": len(special)},
         ),
         base=base,
@@ -113,7 +113,7 @@ register_vit(
     IMAGENET_STD,
 )
 
-# DINOv2: layer scale, a classifier on the class token beside the mean of patches
+# DINOv2: layer scale; the classifier reads the class token and the mean of patches
 
 DINOV2_BLOCK = [
     *HUB_ATTENTION,
@@ -141,7 +141,7 @@ DINOV2_KEYS = (
 
 
 def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None:
-    """Register a classifier of DINOv2's kind, and its backbone. registers: whether it has register tokens."""
+    """Register a DINOv2 with a classifier, and its backbone. registers: whether it has register tokens."""
     names = VisionNames(
         f"{kind}.", "encoder.layer.", DINOV2_BLOCK, head=CLASSIFIER,
         unused="embeddings.mask_token" if registers else "",
@@ -177,8 +177,8 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
             **(write_labels(config) if config.extra_heads else {}),
         }
 
-    more = {"num_register_tokens": used(4), "patch_size": used(16, int, list)}
-    keys = DINOV2_KEYS | (more if registers else {})
+    register_keys = {"num_register_tokens": used(4), "patch_size": used(16, int, list)}
+    keys = DINOV2_KEYS | (register_keys if registers else {})
     register_architecture(
         name,
         Architecture(
@@ -189,7 +189,7 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
             partial(vision_rules, names),
             base_model_prefix=f"{kind}.",
             ignored_tensors=() if registers else (r"embeddings\.mask_token$",),
-            legacy_names=IN_MEMORY[1:],
+            legacy_names=IN_MEMORY_NAMES[1:],
             fingerprint={"embedding.name": "patches", "norm.eps": 1e-6, "ffn.activation": "gelu"},
         ),
         base=base,
@@ -205,7 +205,7 @@ register_dinov2(
 )
 
 
-# DINOv3: rotary positions, keys without a bias, always a backbone alone
+# DINOv3: rotary positions, keys without bias, no classifier
 
 DINOV3_KEYS = {
     **{key: KEYS[key] for key in KEYS.keys() - {"id2label", "num_labels", "label2id", "image_size"}},
@@ -229,7 +229,7 @@ DINOV3_KEYS = {
     **ignored("image_size", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"),
     **ignored("out_features", "out_indices", "stage_names", "reshape_hidden_states"),
 }
-"""Rotary positions are for images of any size; their random shifts in training are left out."""
+"""image_size is ignored, since rotary positions fit any size; so are their random shifts in training."""
 DINOV3_MAPPING = {
     "initializer_range": "init.std",
     "attention_dropout": "attention.dropout",
@@ -242,7 +242,7 @@ DINOV3_MAPPING = {
 
 
 def read_dinov3(hf_config: Json) -> ModelConfig:
-    """Our config of a DINOv3 backbone."""
+    """Read a DINOv3 backbone."""
     return read_vision(
         hf_config,
         IMAGENET_MEAN,
@@ -258,7 +258,7 @@ def read_dinov3(hf_config: Json) -> ModelConfig:
 
 
 def write_dinov3(config: ModelConfig) -> Json:
-    """The reverse of `read_dinov3`."""
+    """Write config.json, the inverse of `read_dinov3`."""
     attention = require_variant(config.attention, GQAAttentionConfig, "model.attention")
     is_gated = config.ffn.activation in GATED.values()
     activation = activation_to_hf(config.ffn.activation, gated=is_gated)
@@ -271,7 +271,7 @@ def write_dinov3(config: ModelConfig) -> Json:
 
 
 def dinov3_rules(config: ModelConfig) -> list[WeightMapping]:
-    """Table of a DINOv3 backbone's tensors."""
+    """Map a DINOv3 backbone."""
     attention = require_variant(config.attention, GQAAttentionConfig, "model.attention")
     has_key_bias = attention.bias if attention.key_bias is None else attention.key_bias
     is_gated = config.ffn.activation in GATED.values()

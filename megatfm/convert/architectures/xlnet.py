@@ -1,6 +1,7 @@
 """XLNet: XLNetLMHeadModel, and XLNetModel without the head.
 
-Its projections are kept head by head, and [d_in, heads, width] but for the last."""
+Projections are stored by head: [d_in, heads, width], the output projection [d_out, heads, width].
+"""
 
 from collections.abc import Sequence
 
@@ -43,7 +44,7 @@ KEYS = SUMMARY_KEYS | {
     "hidden_size": alias("d_model"),
     "num_attention_heads": alias("n_head"),
     "num_hidden_layers": alias("n_layer"),
-    # About memory: without one, they change nothing.
+    # About memory of earlier segments, which is not used.
     **ignored("mem_len", "reuse_len", "use_mems_eval", "use_mems_train"),
     **ignored("start_n_top", "end_n_top"),
 }
@@ -101,11 +102,11 @@ def write(config: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
-    n = config.attention.n_heads
+    n_heads = config.attention.n_heads
     block = [
-        *(_inwards(f"attn.w{part}.weight", f"rel_attn.{part}", n) for part in "qkv"),
-        _inwards("attn.wk_position.weight", "rel_attn.r", n),
-        _outwards("attn.wo.weight", "rel_attn.o", n),
+        *(_input_projection(f"attn.w{part}.weight", f"rel_attn.{part}", n_heads) for part in "qkv"),
+        _input_projection("attn.wk_position.weight", "rel_attn.r", n_heads),
+        _output_projection("attn.wo.weight", "rel_attn.o", n_heads),
         rename("attn.content_bias", "rel_attn.r_w_bias"),
         rename("attn.position_bias", "rel_attn.r_r_bias"),
         rename("attn.segment_bias", "rel_attn.r_s_bias"),
@@ -130,22 +131,22 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-def _inwards(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
-    """[heads · width, d_in] as [d_in, heads, width]."""
+def _input_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
+    """Map [heads · width, d_in] to [d_in, heads, width]."""
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].T.unflatten(1, (n_heads, -1))]
 
-    return WeightMapping((megatfm_name,), (hf_name,), forth, lambda tensors: [tensors[0].flatten(1).T])
+    return WeightMapping((megatfm_name,), (hf_name,), to_hf, lambda tensors: [tensors[0].flatten(1).T])
 
 
-def _outwards(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
-    """[d_out, heads · width] as [d_out, heads, width]."""
+def _output_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
+    """Map [d_out, heads · width] to [d_out, heads, width]."""
 
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[0].unflatten(1, (n_heads, -1))]
 
-    return WeightMapping((megatfm_name,), (hf_name,), forth, lambda tensors: [tensors[0].flatten(1)])
+    return WeightMapping((megatfm_name,), (hf_name,), to_hf, lambda tensors: [tensors[0].flatten(1)])
 
 
 register_architecture(

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO behind our protocol: it gathers weights, reduces gradients and steps; the rest is as under native.
+"""DeepSpeed's ZeRO as an engine: DeepSpeed gathers weights, reduces gradients and runs the optimizer.
 
-Ours are the initial weights, the plan's tensor parallelism, the loss over the global batch, the norm (in float64, each
-element once), clipping, the choice to skip a step, float16's loss scale, and checkpoints.
+As in the native engine are the initial weights, tensor parallelism, the loss over the global batch, the norm (in
+float64, each element once), clipping, skipped steps, float16's loss scale, and checkpoints.
 """
 
 import math
@@ -21,16 +21,16 @@ from megatfm.engines.base import BaseEngine, cast_inputs, init_weights, material
 from megatfm.engines.deepspeed.library import (
     ModelParallelUnit,
     allow_fp16_on_cpu,
+    build_settings,
     clear_module_stack,
-    load,
+    import_deepspeed,
     parameter_groups,
     quiet,
     register_experts,
     release,
     require_single_group,
-    settings,
 )
-from megatfm.engines.deepspeed.partitions import FlatOptimizer, partitions
+from megatfm.engines.deepspeed.partitions import FlatOptimizer, build_partitions
 from megatfm.engines.gradients import clip_gradients
 from megatfm.engines.interface import (
     MOMENTS,
@@ -39,12 +39,11 @@ from megatfm.engines.interface import (
     Batch,
     EngineSetup,
     LossFunction,
-    LossScale,
     LossTotals,
     MemoryNeeds,
     RowSources,
 )
-from megatfm.engines.losses import LossAccumulator
+from megatfm.engines.losses import LossAccumulator, LossScale
 from megatfm.engines.passes import ForwardBackward, GradientSync, LossScaler, Terms
 from megatfm.engines.pipeline import max_block_inputs
 from megatfm.engines.state import TiedParameters
@@ -54,7 +53,7 @@ from megatfm.parallel.mesh import PIPELINE, DataAxes
 
 
 class DeepSpeedEngine(BaseEngine):
-    """See `interface.Engine`."""
+    """Runs training steps by DeepSpeed: see `interface.Engine`."""
 
     def __init__(self, setup: EngineSetup) -> None:
         config, mesh = setup.config, setup.mesh
@@ -65,8 +64,8 @@ class DeepSpeedEngine(BaseEngine):
         self.layout, self.mesh, self.device = setup.layout, mesh, setup.device
         self.model, self.precision = setup.model, PRECISIONS[setup.precision]
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
-        package = load(setup.device)
-        ds_config = settings(config, setup, package)
+        package = import_deepspeed(setup.device)
+        ds_config = build_settings(config, setup, package)
         recompute(self.model, transformer_blocks(self.model), config.train.recompute)
         materialize(self.model, self.precision, self.device, gradients=self.precision.compute_dtype)
         if self.precision.is_mixed:
@@ -74,12 +73,12 @@ class DeepSpeedEngine(BaseEngine):
         self.parameters = dict(self.model.named_parameters())
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         for parameter in trained.values():
-            # Or DeepSpeed's own norm, by which it only tells what is finite, leaves them out on some ranks.
+            # DeepSpeed checks by its own norm that gradients are finite; without this, some ranks leave them out.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         ties = TiedParameters(setup.pipeline, mesh)
         names, options = parameter_groups(group, trained, self.layout, setup.pipeline)
         moe_marker = register_experts(self.parameters, self.layout, mesh, self.zero)
-        # With bf16 it prints how much memory there is.
+        # DeepSpeed prints memory statistics with bf16.
         with quiet(), allow_fp16_on_cpu(), redirect_stdout(StringIO()):
             self.engine, *_ = package.initialize(
                 model=ModelWrapper(self.model, moe_marker),
@@ -87,7 +86,7 @@ class DeepSpeedEngine(BaseEngine):
                 config=ds_config.json,
                 mpu=ModelParallelUnit(mesh),
             )
-        self.partitions = partitions(self.engine, self.parameters, names, self.zero)
+        self.partitions = build_partitions(self.engine, self.parameters, names, self.zero)
         weakref.finalize(self, release, self.engine).atexit = False
         weakref.finalize(self, ds_config.remove)
         self._watch_gradients(trained)
@@ -95,7 +94,9 @@ class DeepSpeedEngine(BaseEngine):
         init_weights(self.model, self.layout, weights, config.train.seed)
         self.optimizer = FlatOptimizer(self.engine.basic_optimizer, self.partitions, group)
         self.local = {name: block.tensor for name, block in weights.items()}
-        self._build_state(self.model, weights, [self.optimizer], ties, sharded=self.zero > 0, copies=True)
+        self._build_state(
+            self.model, weights, [self.optimizer], ties, sharded=self.zero > 0, shards_replicas=True
+        )
         self.pipeline = setup.pipeline
         self.passes = DeepSpeedForwardBackward(self.engine, self.model)
         if setup.pipeline:
@@ -106,25 +107,25 @@ class DeepSpeedEngine(BaseEngine):
         self.weights_changed()
 
     def _weights(self) -> dict[str, ShardedTensor]:
-        """This rank's blocks; of frozen weights, all that tensor parallelism leaves on this rank."""
+        """Return this rank's blocks: partitions of trained weights, and its tensor-parallel shards of frozen ones."""
         weights: dict[str, ShardedTensor] = {}
         for name in self.parameters:
-            placement = self.layout[name]
-            offsets, sizes = placement.region
+            layout = self.layout[name]
+            offsets, sizes = layout.region
             if part := self.partitions.parts.get(name):
-                weights[name] = FlatShardedTensor(part.weights, placement.shape, offsets, sizes, part.offset)
+                weights[name] = FlatShardedTensor(part.weights, layout.shape, offsets, sizes, part.offset)
             else:
                 stored = torch.empty(sizes, dtype=self.precision.param_dtype, device=self.device)
-                weights[name] = ShardedTensor(stored, placement.shape, offsets)
+                weights[name] = ShardedTensor(stored, layout.shape, offsets)
         return weights
 
     def _watch_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         self._reached: set[str] = set()
-        reached = self._reached  # not self, which hooks would keep
+        reached = self._reached  # hooks that refer to self would keep it alive
         for name, parameter in trained.items():
             parameter.register_hook(lambda _, name=name: reached.add(name))
 
-    def _copied_axes(self, data_axes: DataAxes) -> Sequence[str]:
+    def _replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
         return () if self.zero else data_axes.all
 
     def _set_training(self, training: bool) -> None:
@@ -147,8 +148,8 @@ class DeepSpeedEngine(BaseEngine):
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        weights = losses.shares()
-        # Stage 3 takes the mean over data ranks; a global loss is a sum.
+        weights = losses.term_weights()
+        # Stage 3 averages over data ranks, but the gradient of the global loss is a sum.
         factor = self.loss_scale.value if self.loss_scale else 1.0
         factor *= self.mesh.gradient_ranks if self.zero == 3 else 1
 
@@ -166,14 +167,14 @@ class DeepSpeedEngine(BaseEngine):
         with quiet():
             return self.passes.evaluate(batch, objective)
 
-    def _without_gradient(self) -> Collection[str]:
+    def _weights_without_gradient(self) -> Collection[str]:
         return self.partitions.parts.keys() - self._reached
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """See `Engine.step`. Gradients that are not finite lower float16's loss scale, whether or not the step is
         skipped."""
         gradients = self.gradients()
-        (norm,) = self.reads.defer(self.distinct.norm(gradients)[None])()
+        (norm,) = self.reads.defer(self.global_norm.compute(gradients)[None])()
         gradients_are_finite = math.isfinite(norm)
         if skip or (self.pending_losses and not math.isfinite(self.pending_losses[0].loss)):
             norm = math.nan
@@ -183,7 +184,7 @@ class DeepSpeedEngine(BaseEngine):
             self.partitions.prepare_step()
             with quiet():
                 self.engine.step()
-            if not self.engine.was_step_applied():  # its own norm, in float32, overflowed
+            if not self.engine.was_step_applied():  # DeepSpeed's norm, in float32, overflowed
                 norm, gradients_are_finite = math.inf, False
         if self.loss_scale:
             self.loss_scale.update(gradients_are_finite)
@@ -193,26 +194,28 @@ class DeepSpeedEngine(BaseEngine):
         return norm
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's parts of all gradients, flattened; complete over every axis after `forward_backward`."""
+        """See `Engine.gradients`. Blocks are flat."""
         return self.partitions.gradients()
 
-    def _forget_gradients(self) -> None:
-        self.partitions.forget()
+    def _drop_gradients(self) -> None:
+        self.partitions.drop_gradients()
         self._reached.clear()
 
-    def _weights_were_moved(self) -> None:
+    def _sync_trained_weights(self) -> None:
         self.partitions.weights_changed()
 
     @torch.no_grad()
-    def _weights_were_set(self) -> None:
+    def _sync_all_weights(self) -> None:
         self.partitions.weights_changed()
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 self.partitions.set_frozen(parameter, self.local[name])
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """Stages 0 and 1 keep whole gradients, and stage 3 gathers a block at a time. Tensors offloaded to the host
-        don't count, unless the device is the host; files never count."""
+        """See `Engine.memory_needed`. Stages 0 and 1 keep whole gradients; stage 3 gathers a block at a time.
+
+        Tensors offloaded to the host count only if the device is the host, those in files never.
+        """
         on_host = self.offload != "none" and self.device.type != "cpu"
         elements = sum(math.prod(self.layout[name].region[1]) for name in self.partitions.parts)
         shard = sum(part.size for part in self.partitions.parts.values())
@@ -229,7 +232,7 @@ class DeepSpeedEngine(BaseEngine):
 
 
 class ModelWrapper(nn.Module):
-    """The module that DeepSpeed wraps: an objective may use a model in more ways than by its forward."""
+    """Module that DeepSpeed wraps: its forward runs any function of the model, as objectives need."""
 
     def __init__(self, model: nn.Module, moe_marker: nn.Module | None) -> None:
         super().__init__()
@@ -241,7 +244,7 @@ class ModelWrapper(nn.Module):
 
 
 class DeepSpeedForwardBackward:
-    """Forward and backward of each micro-batch in turn: see `engines.passes.ForwardBackward`."""
+    """Forward and backward pass of each micro-batch in turn: see `engines.passes.ForwardBackward`."""
 
     def __init__(self, engine: Any, model: nn.Module) -> None:
         self._engine, self._model = engine, model
@@ -251,7 +254,7 @@ class DeepSpeedForwardBackward:
     ) -> list[Terms]:
         terms_by_batch: list[Terms] = []
         for batch in batches:
-            data.begin(is_last=batch is batches[-1])
+            data.start_microbatch(is_last=batch is batches[-1])
 
             def run(model: nn.Module, batch: Batch = batch) -> Tensor:
                 terms = objective(model, batch)
@@ -273,24 +276,24 @@ class DeepSpeedForwardBackward:
 
 
 class AccumulationBoundary:
-    """Tells DeepSpeed which pass is a step's last, in or after which it reduces gradients.
+    """Tells DeepSpeed which pass is the last of a step, so that it reduces gradients in it or after it.
 
-    defers_offload: gradients that it offloads are copied in the step, and not in the last pass.
+    defers_offload: copy offloaded gradients in the optimizer step, not in the last pass.
     """
 
     def __init__(self, engine: Any, *, defers_offload: bool) -> None:
         self._engine, self._defers_offload = engine, defers_offload
 
-    def begin(self, is_last: bool) -> None:
+    def start_microbatch(self, is_last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_last and not self._defers_offload)
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
-        """Gradients add up, whatever the order of the passes."""
+        """Accumulate gradients until `reduce`."""
         self._engine.set_gradient_accumulation_boundary(False)
         if hasattr(self._engine.optimizer, "set_gradient_accumulation_boundary"):
             self._engine.optimizer.set_gradient_accumulation_boundary(False)
 
     def reduce(self) -> None:
-        """Sum gradients over data ranks, after a pipeline's last backward pass."""
+        """Sum gradients over data ranks, after the last backward pass of a pipeline."""
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.allreduce_gradients()

@@ -1,4 +1,4 @@
-"""DeepSpeed itself: imported only here, on the first use, quietly, and without compiling anything; and its settings."""
+"""Access to the DeepSpeed package, imported on first use without compiling anything; and its settings."""
 
 import importlib
 import inspect
@@ -28,25 +28,27 @@ from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.parallel.process_environment import read_process_environment
 
 CACHED_METHOD = "_PartitionedParameterCoordinator__params_to_release"
-"""A method whose results stay cached, and keep their models alive."""
+"""A method whose cached results keep their models alive."""
+COMPILE_COMMAND = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' does it, once"
+
+log = logging.getLogger("megatfm")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """DeepSpeed's own calls of what torch or Python deprecate are nothing that a user here could mend."""
+    """Ignore warnings within this context: users can't act on DeepSpeed's use of deprecated functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def load(device: torch.device) -> ModuleType:
-    """The package, set up for this device in a process whose groups torch has made. Raises UsageError where it is
-    missing."""
-    # Set before the import, which would compile one operator to find out what it may compile.
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """Import DeepSpeed and set it up for a device, after torch's process groups. Raises UsageError if it is missing."""
+    # Before the import, which would otherwise compile an operator to find the accelerator.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if "LOCAL_RANK" not in os.environ:
-        place = read_process_environment(os.environ)
-        os.environ["LOCAL_RANK"] = str(place.local_rank if device.index is None else device.index)
+        environment = read_process_environment(os.environ)
+        os.environ["LOCAL_RANK"] = str(environment.local_rank if device.index is None else device.index)
     with quiet():
         try:
             package = importlib.import_module("deepspeed")
@@ -56,7 +58,7 @@ def load(device: torch.device) -> ModuleType:
                 "beside this torch; or set parallel.engine = 'native'"
             ) from error
         _reset_globals()
-        # An all-reduce through shared memory would be compiled here, for half a minute.
+        # Otherwise it compiles an all-reduce through shared memory, for half a minute.
         package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         backend = "nccl" if device.type == "cuda" else "gloo"
         package.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
@@ -65,9 +67,10 @@ def load(device: torch.device) -> ModuleType:
 
 @contextmanager
 def allow_fp16_on_cpu() -> Iterator[None]:
-    """While an engine is made: float16 computes on every host, if slowly. DeepSpeed 0.19.8 asks whether it is fast, and
-    where it isn't, as on most hosts, refuses it; and takes float32 weights that it is to put in files for bfloat16,
-    silently: `dtype or torch.float16 if … else …` (partition_parameters.py) is read as `(dtype or torch.float16) if …`.
+    """Let DeepSpeed build an engine with float16 on a CPU, within this context: it computes everywhere, if slowly.
+
+    DeepSpeed 0.19.8 refuses float16 unless the CPU is fast at it. Then it also stores float32 weights in files as
+    bfloat16, silently: `dtype or torch.float16 if … else …` (partition_parameters.py) means `(dtype or …) if … else …`.
     """
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -79,8 +82,8 @@ def allow_fp16_on_cpu() -> Iterator[None]:
 
 
 def _reset_globals() -> None:
-    """Forget what DeepSpeed keeps for a process: groups of a world that may be gone, and numbers of modules and
-    parameters, which must be the same on all ranks."""
+    """Reset DeepSpeed's global state: process groups that may no longer exist, and the counters that number modules and
+    parameters, which must be equal on all ranks."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups = importlib.import_module("deepspeed.utils.groups")
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
@@ -92,8 +95,8 @@ def _reset_globals() -> None:
 
 
 def release(engine: Any) -> None:
-    """Take the hooks of an unused engine off its parameters, and the model out of what DeepSpeed
-    keeps for a process: they would keep it, and its groups."""
+    """Remove an unused engine's hooks from its parameters, and its model from DeepSpeed's global state. Otherwise these
+    keep the model and its process groups alive."""
     with _tolerate_missing_group():
         engine.destroy()
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
@@ -107,7 +110,7 @@ def release(engine: Any) -> None:
 
 @contextmanager
 def _tolerate_missing_group() -> Iterator[None]:
-    """Answer DeepSpeed's question for its rank after the process groups are destroyed; it only prints the answer."""
+    """Let `get_rank` return -1 after the process groups are destroyed; DeepSpeed only prints it."""
     comm = importlib.import_module("deepspeed.comm")
     original_get_rank = comm.get_rank
     if not torch.distributed.is_initialized():
@@ -119,16 +122,18 @@ def _tolerate_missing_group() -> Iterator[None]:
 
 
 def clear_module_stack() -> None:
-    """After passes: where modules are computed again, and not to their ends, which aren't needed, DeepSpeed would
-    believe for ever that they are running."""
+    """Clear DeepSpeed's stack of running modules after the passes: a recomputation may stop before a module's end,
+    which would stay on the stack."""
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
 
 
 def register_experts(
     parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int
 ) -> nn.Module | None:
-    """Tell DeepSpeed which parameters are experts that lie on different ranks, and the ranks over which each one's
-    gradients are summed. Returns a module to add to its model, in which it looks for experts."""
+    """Mark the parameters of sharded experts for DeepSpeed, with the group over which their gradients are summed.
+
+    Returns a module to add to DeepSpeed's model, by which it recognises experts; None if it needs none.
+    """
     groups = importlib.import_module("deepspeed.utils.groups")
     experts = [
         parameter for name, parameter in parameters.items() if layout[name].data_axes == EXPERT_DATA_AXES
@@ -148,7 +153,7 @@ def _make_moe_marker() -> nn.Module:
     layer = importlib.import_module("deepspeed.moe.layer")
 
     class MoEMarker(layer.MoE):  # type: ignore[name-defined, misc]
-        """DeepSpeed has a model for one with experts where a module is of this class; nothing calls it."""
+        """DeepSpeed takes a model for one with experts if a module has this class. Nothing calls it."""
 
         num_experts = 0
 
@@ -156,21 +161,23 @@ def _make_moe_marker() -> nn.Module:
             nn.Module.__init__(self)
 
         def set_deepspeed_parallelism(self, *_: Any) -> None:
-            """The groups exist."""
+            """Do nothing: the groups exist."""
 
     return MoEMarker()
 
 
 class ModelParallelUnit:
-    """Our groups, as DeepSpeed asks for Megatron-LM's (`mpu`). Ranks with other parts of the same rows are data ranks
-    to DeepSpeed: gradients are summed over them, and ZeRO cuts over them, too."""
+    """Our process groups by the interface of Megatron-LM's `mpu`, which DeepSpeed calls.
+
+    Context-parallel ranks are data ranks to DeepSpeed: gradients are summed, and ZeRO shards, over them too.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._data = mesh.flat_group(DENSE_DATA_AXES.all)
         self._model = mesh.flat_group((PIPELINE, TENSOR))
 
     def get_model_parallel_rank(self) -> int:
-        """This rank in the group that holds the parts of one copy of the model."""
+        """Return this rank in the group that holds one copy of the model."""
         return torch.distributed.get_rank(self._model)
 
     def get_model_parallel_world_size(self) -> int:
@@ -182,7 +189,7 @@ class ModelParallelUnit:
         return self._model
 
     def get_data_parallel_rank(self) -> int:
-        """This rank in the group that reads different rows, or different parts of rows."""
+        """Return this rank in the group that reads different rows, or different parts of rows."""
         return torch.distributed.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
@@ -200,27 +207,27 @@ def parameter_groups(
     layout: ModelLayout,
     pipeline: Pipeline | None,
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
-    """Names and torch's group of the parameters that share options.
+    """Return names and torch's parameter group of parameters that share options.
 
-    Those whose parts must be the same on several ranks are by themselves, for parameters beside them shift these parts:
-    those that tensor parallelism leaves whole, as it may cut others unevenly; and those that the same pipeline ranks
-    share. So are experts, whose gradients are summed over other ranks. Raises UsageError, on all ranks, where one has
-    no weight to train.
+    DeepSpeed partitions the concatenated parameters of a group, so a parameter's neighbours shift its partitions. If
+    these must be equal on several ranks, parameters form groups of their own: those that tensor parallelism replicates,
+    as it may shard others unevenly, and those that the same pipeline ranks share. So do experts, whose gradients are
+    summed over other ranks. Raises UsageError, on all ranks, if one has no weight to train.
     """
     _refuse_frozen_ranks(pipeline)
     names, options = [], []
-    for group_names, settings in group.parameter_groups(trained):
+    for group_names, group_options in group.parameter_groups(trained):
         names_by_kind: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
         for name in group_names:
-            placement, holders = layout[name], pipeline.parameter_ranks[name] if pipeline else ()
-            shared = holders if len(holders) > 1 else ()
-            names_by_kind.setdefault(
-                (placement.data_axes == EXPERT_DATA_AXES, bool(placement.shards), shared), []
-            ).append(name)
-        for (experts, _, _), alike_names in sorted(names_by_kind.items()):
-            statistics = {"moe": True, "name": EXPERT} if experts else {}
-            names.append(alike_names)
-            options.append({**settings, **statistics, "params": [trained[name] for name in alike_names]})
+            holders = pipeline.parameter_ranks[name] if pipeline else ()
+            is_expert = layout[name].data_axes == EXPERT_DATA_AXES
+            kind = is_expert, bool(layout[name].shards), holders if len(holders) > 1 else ()
+            names_by_kind.setdefault(kind, []).append(name)
+        for (is_expert, _, _), kind_names in sorted(names_by_kind.items()):
+            expert_options = {"moe": True, "name": EXPERT} if is_expert else {}
+            parameters = [trained[name] for name in kind_names]
+            names.append(kind_names)
+            options.append({**group_options, **expert_options, "params": parameters})
     return names, options
 
 
@@ -237,7 +244,7 @@ def _refuse_frozen_ranks(pipeline: Pipeline | None) -> None:
 
 
 def require_single_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup:
-    """The one optimizer that there is. Raises UsageError for several, or one that DeepSpeed's flat parts don't suit."""
+    """Return the only optimizer group. Raises UsageError for several, or for one that needs whole tensors."""
     (group, *more_optimizers) = optimizers
     if more_optimizers or group.granularity != "elementwise":
         raise UsageError(
@@ -248,12 +255,12 @@ def require_single_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup
     return group
 
 
-HOW = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' does it, once"
-
-
 @quiet()
 def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> None:
-    """Load the operator that rounds to 8 and 4 bits, for these keys. Raises UsageError if there is none."""
+    """Load DeepSpeed's operator that quantizes to 8 and 4 bits. Raises UsageError if it can't be loaded.
+
+    feature: the config keys that need it, for the message.
+    """
     if device.type != "cuda":
         raise UsageError(
             f"{feature} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
@@ -262,19 +269,19 @@ def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> N
 
 
 def _load(package: ModuleType, name: str, feature: str, way_out: str) -> None:
-    """Let DeepSpeed find an operator: by itself it would compile it, or compile it again under another ninja."""
+    """Load a compiled operator and register it with DeepSpeed, which otherwise compiles it, perhaps a second time."""
     builder = getattr(package.ops.op_builder, name)()
     version_info: Any = importlib.import_module("deepspeed.git_version_info")
     if not version_info.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
         requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
         builder._loaded_ops[builder.name] = _compiled(
-            builder, requirement, f"{HOW.format(name=name)}, {way_out}"
+            builder, requirement, f"{COMPILE_COMMAND.format(name=name)}, {way_out}"
         )
     builder.load(verbose=False)
 
 
 def _compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
-    """An operator out of the folder where torch compiles extensions."""
+    """Load an operator from the folder of torch's compiled extensions. Raises UsageError if it isn't there."""
     folder = Path(_get_build_directory(builder.name, verbose=False))
     library, lock = folder / f"{builder.name}.so", folder / "lock"
     if lock.exists():
@@ -298,24 +305,24 @@ def _compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
     raise UsageError(f"{requirement}, which isn't compiled yet: {way_out}")
 
 
-log = logging.getLogger("megatfm")
-
-
 @dataclass(frozen=True)
 class Settings:
-    """DeepSpeed's JSON. folder: this engine's own, for state in files."""
+    """DeepSpeed's configuration. folder: this engine's directory for offloaded state; None if it needs none."""
 
     json: dict[str, Any]
     folder: OffloadDirectory | None
 
     def remove(self) -> None:
-        """Remove the files, which aren't needed any more."""
+        """Remove the offloaded files."""
         if self.folder:
             self.folder.remove()
 
 
-def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Settings:
-    """Raises UsageError for features that this machine or number of ranks doesn't support."""
+def build_settings(config: Config, setup: EngineSetup, package: ModuleType) -> Settings:
+    """Return DeepSpeed's configuration of a run, and create its directory for offloaded state.
+
+    Raises UsageError for features that this machine or the number of ranks doesn't support.
+    """
     options, folder = config.deepspeed, None
     if (ranks := setup.mesh.gradient_ranks) % options.zero_hpz_partition_size:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Compiled blocks, and async tensor parallelism in them: communication in pieces, each hidden by the piece before."""
+"""Compiled blocks, and async tensor parallelism in them, which overlaps communication with matmuls piece by piece."""
 
 import socket
 import warnings
@@ -22,34 +22,40 @@ from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.parallelize import disable_compile_of_attention
 
 RECOMPILE_LIMIT = 64
-"""Shapes of micro-batches, in training and evaluation, before torch takes it for a mistake that it compiles so
-often."""
+"""Number of micro-batch shapes, in training and evaluation, that torch may compile a block for."""
 HOW_TO_DISABLE = "set parallel.async_tp = false"
 
-_aten, _sums = torch.ops.aten, torch.ops._c10d_functional
+_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 VIEWS = {_aten.view.default, _aten.reshape.default}
 
 
 def should_compile(config: Config, device: torch.device) -> bool:
-    """Whether the native engine compiles blocks. "auto" compiles on GPUs if nothing is in the way; on a CPU compiling
-    gains a few per cent at most, and takes seconds at the start."""
+    """Return whether the native engine compiles blocks.
+
+    "auto" compiles on GPUs if no setting prevents it. On a CPU compiling gains a few per cent at most, and costs
+    seconds at the start.
+    """
     if config.train.compile == "auto":
         return device.type == "cuda" and config.compile_conflict() is None and config.parallel.cp == 1
     return bool(config.train.compile)
 
 
 def keeps_attention_eager(config: Config, device: torch.device) -> bool:
-    """Whether attention stays eager in compiled blocks: for long rows on a CPU, where the blocks of keys that are
-    visited depend on the batch, and compiled attention would look at a mask of all pairs."""
+    """Return whether attention stays eager in compiled blocks: for long rows on a CPU.
+
+    There the blocks of keys to visit depend on the batch; compiled attention would use a mask of all pairs.
+    """
     return device.type == "cpu" and config.data.sequence_length >= kernels.LONG
 
 
 def compile_all(
     blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool = True, async_tp: bool = False
 ) -> None:
-    """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
-    dynamic ones, and the run would go on with slower kernels. fullgraph: with attention, which communicates under
-    context parallelism; modules with `is_compiled = False`, such as experts, never are."""
+    """Compile blocks, separately for each shape: with dynamic dims, kernels would be slower after a ramp-up of lengths.
+
+    fullgraph: with attention; False under context parallelism, where attention communicates. Modules with `is_compiled
+    = False`, such as experts, always stay eager.
+    """
     from torch._dynamo import config
 
     options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
@@ -66,9 +72,9 @@ def compile_all(
 
 
 def enable_symmetric_memory(mesh: Mesh, device: torch.device) -> None:
-    """Open torch's symmetric memory, in which tensor-parallel ranks read one another's. A collective.
+    """Enable torch's symmetric memory, by which tensor-parallel ranks read one another's memory. A collective.
 
-    Raises UsageError on a CPU and where torch has none of it, and on all ranks MegatfmError where it can't be opened.
+    Raises UsageError on a CPU and if torch lacks it; MegatfmError, on all ranks, if it can't be opened.
     """
     if device.type != "cuda":
         raise UsageError(
@@ -95,7 +101,7 @@ def _open(mesh: Mesh) -> None:
         )
     name = mesh.group(TENSOR).group_name
     with warnings.catch_warnings():
-        # torch 2.13 says that this isn't needed any more; its pass still asks whether it was called.
+        # torch 2.13 calls this deprecated, but its pass still checks that it was called.
         warnings.simplefilter("ignore", FutureWarning)
         memory.enable_symm_mem_for_group(name)
     try:
@@ -108,21 +114,23 @@ def _open(mesh: Mesh) -> None:
 
 
 def async_tp_options(autotune: bool) -> dict[str, Any]:
-    """Options of torch.compile for async tensor parallelism."""
+    """Return the options of torch.compile for async tensor parallelism."""
     tuning = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if autotune else {}
-    return {**tuning, "_micro_pipeline_tp": True, "post_grad_custom_pre_pass": PREPARE}
+    return {**tuning, "_micro_pipeline_tp": True, "post_grad_custom_pre_pass": ASYNC_TP_PASS}
 
 
-class _Prepare(CustomGraphPass):
-    """Brings the graphs of compiled blocks into the forms that inductor's own pass (`_micro_pipeline_tp`, which
-    torchtitan turns on as well) knows: matrix multiplications right behind a gather, or right before a reduce-scatter.
-    That pass puts operators of torch's symmetric memory in their place. Only the order of sums changes."""
+class _AsyncTPPass(CustomGraphPass):
+    """Rewrites graphs of compiled blocks into the patterns of inductor's pass `_micro_pipeline_tp` (as in torchtitan).
+
+    The patterns are matmuls right after an all-gather, or right before a reduce-scatter; inductor's pass replaces them
+    by operators of torch's symmetric memory. Only the order of sums changes.
+    """
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
             if node.target is _aten.addmm.default and not node.kwargs and _is_gathered(node.args[1]):
                 _split_addmm(node)
-            elif node.target is _sums.reduce_scatter_tensor.default:
+            elif node.target is _collectives.reduce_scatter_tensor.default:
                 _merge_matmuls(node)
         for node in list(graph.nodes):
             if node.target in VIEWS:
@@ -132,15 +140,15 @@ class _Prepare(CustomGraphPass):
                 graph.erase_node(node)
 
     def uuid(self) -> Any:
-        """Key of cached graphs, which are compiled anew when this file changes."""
+        """Return the key of cached graphs: they are compiled anew when this file changes."""
         return get_hash_for_files((__file__,))
 
 
-PREPARE = _Prepare()
+ASYNC_TP_PASS = _AsyncTPPass()
 
 
 def _collapse_views(node: Node) -> None:
-    """Merge views of views: those that several products share hide from the pass that something was gathered."""
+    """Merge views of views: inductor's pass doesn't see a gather behind views that several matmuls share."""
     (inner, shape), value = node.args, node.meta["val"]
     while isinstance(inner, Node) and inner.target in VIEWS:
         inner = inner.args[0]
@@ -152,11 +160,11 @@ def _collapse_views(node: Node) -> None:
 
 def _is_gathered(node: Any) -> bool:
     source = _without_views(node)
-    return source.target is _sums.wait_tensor.default and _gathers(source.args[0])
+    return source.target is _collectives.wait_tensor.default and _is_all_gather(source.args[0])
 
 
-def _gathers(node: Any) -> bool:
-    return isinstance(node, Node) and node.target is _sums.all_gather_into_tensor.default
+def _is_all_gather(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is _collectives.all_gather_into_tensor.default
 
 
 def _without_views(node: Node) -> Node:
@@ -166,38 +174,41 @@ def _without_views(node: Node) -> Node:
 
 
 def _split_addmm(node: Node) -> None:
-    """Take the bias out of a product, which the pass wouldn't know. Behind a view, nothing puts the two together
-    again."""
+    """Split a matmul with bias, which inductor's pass doesn't know, into two. The view between them keeps inductor from
+    fusing them again."""
     bias, left, right = node.args
     rows, width = node.meta["val"].shape
     with node.graph.inserting_before(node):
         product = _call(node.graph, _aten.mm.default, left, right)
-        apart = _call(node.graph, _aten.reshape.default, product, [1, rows, width])
-        summed = _call(node.graph, _aten.add.Tensor, apart, bias)
+        view = _call(node.graph, _aten.reshape.default, product, [1, rows, width])
+        summed = _call(node.graph, _aten.add.Tensor, view, bias)
         node.replace_all_uses_with(_call(node.graph, _aten.reshape.default, summed, [rows, width]))
     node.graph.erase_node(node)
 
 
 def _merge_matmuls(scattered: Node) -> None:
-    """Make one product of a sum of products, the gradient to what several matrices multiplied: the gradients side by
-    side, times the matrices one below the other. It also adds them up in the product's precision."""
-    (summed, *more_arguments), graph = scattered.args, scattered.graph
+    """Merge a sum of matmuls, such as the input gradient of several projections, into one matmul of concatenated
+    operands.
+
+    It also accumulates the sum in the matmul's precision.
+    """
+    (summed, *arguments), graph = scattered.args, scattered.graph
     assert isinstance(summed, Node)
     products = list(_addends(summed))
     if len(products) < 2 or any(product.target is not _aten.mm.default for product in products):
         return
     with graph.inserting_before(scattered):
         lefts, rights = ([product.args[i] for product in products] for i in (0, 1))
-        left_product = _call(graph, _aten.cat.default, lefts, 1)
+        left = _call(graph, _aten.cat.default, lefts, 1)
         right = _call(graph, _aten.cat.default, rights, 0)
-        product = _call(graph, _aten.mm.default, left_product, right)
+        product = _call(graph, _aten.mm.default, left, right)
         if product.meta["val"].shape != summed.meta["val"].shape:
             product = _call(graph, _aten.reshape.default, product, list(summed.meta["val"].shape))
-    scattered.args = (product, *more_arguments)
+    scattered.args = (product, *arguments)
 
 
 def _addends(node: Node) -> Iterator[Node]:
-    """Yield the terms of a sum that nothing else uses, views left out."""
+    """Yield the terms of a sum without other users, views skipped."""
     node = _without_views(node)
     if node.target is _aten.add.Tensor and len(node.users) == 1 and not node.kwargs:
         for term in node.args:

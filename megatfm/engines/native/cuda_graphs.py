@@ -1,8 +1,8 @@
-"""Forward and backward pass of a micro-batch as one CUDA graph, where a model is so small that asking for thousands of
-kernels takes longer than running them (Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs").
+"""Forward and backward pass of a micro-batch as one CUDA graph, for models so small that launching kernels takes longer
+than running them (Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs").
 
 A graph repeats the recorded kernels on the same memory. So inputs, factors of the loss and gradients have fixed
-buffers, and code that depends on a number read by the host can't be recorded.
+buffers, and passes in which the host waits for a value can't be recorded.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,24 +20,26 @@ from megatfm.errors import MegatfmError, UsageError
 
 Run = Callable[[], None]
 
-SHAPES = 64
+MAX_SHAPES = 64
 """Number of micro-batch shapes whose graphs are kept; a schedule of batches has a few."""
 
 
 class GraphCapture(Protocol):
-    """Recorder of the work that is queued on a device."""
+    """Records the work that is queued on a device."""
 
     def warm_up(self, run: Run) -> None:
         """Run the pass once, so that one-time allocations exist."""
 
     def record(self, run: Run) -> Run:
-        """Return a function that repeats all that `run` queues, on the same memory; what it writes is undefined before.
+        """Return a function that repeats the work of `run` on the same memory; outputs are undefined until it is
+        called.
 
-        Raises MegatfmError where the host waits in it."""
+        Raises MegatfmError if the host waits within `run`.
+        """
 
 
 class CudaGraphs:
-    """torch's. All graphs of a device share memory for intermediate tensors, since they never run at once."""
+    """Records with torch.cuda.graph. All graphs share memory for intermediate tensors, since they never run at once."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -46,28 +48,28 @@ class CudaGraphs:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(2):  # compiles, chooses kernels, and then runs as it always will
+            for _ in range(2):  # the first run compiles and chooses kernels
                 run()
         current.wait_stream(side)
 
     def record(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, such as one that saves, may go on meanwhile.
+            # thread_local: other threads, such as one that saves a checkpoint, may use CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 run()
         except RuntimeError as error:
             if "captur" not in str(error):
                 raise
             raise MegatfmError(
-                "train.cuda_graphs: something in a pass can't be recorded, such as waiting for a number "
+                "train.cuda_graphs: a pass can't be recorded, for example because the host waits for a value "
                 f"({str(error).splitlines()[0]}): set train.cuda_graphs = false"
             ) from error
         return graph.replay
 
 
 def make_graph_capture(config: Config, device: torch.device) -> GraphCapture | None:
-    """Make what records passes, if configured. Raises UsageError where it can't work."""
+    """Return the recorder of passes, None unless configured. Raises UsageError on a CPU and with several processes."""
     if not config.train.cuda_graphs:
         return None
     processes = torch.distributed.get_world_size()
@@ -81,7 +83,7 @@ def make_graph_capture(config: Config, device: torch.device) -> GraphCapture | N
 
 @dataclass(frozen=True)
 class CapturedPass:
-    """A pass, and the memory that it reads and writes. objective: held, so that no other has its id."""
+    """A recorded pass, and the memory that it reads and writes. objective: kept alive, since its id is a key."""
 
     objective: LossFunction
     inputs: dict[str, Tensor]
@@ -91,8 +93,7 @@ class CapturedPass:
 
 
 class GraphedModel:
-    """`ForwardBackward` of a model whose gradients no other rank shares: recorded once for each shape of
-    micro-batches."""
+    """`ForwardBackward` of a model on a single rank, recorded once for each shape of micro-batches."""
 
     def __init__(self, model: nn.Module, recorder: GraphCapture) -> None:
         for path, module in model.named_modules():
@@ -108,20 +109,20 @@ class GraphedModel:
     def step(
         self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
     ) -> list[Terms]:
-        """See `ForwardBackward`; scale_loss: `TermWeights`, whose factors are copied."""
+        """See `ForwardBackward`. scale_loss: a `TermWeights`, whose factors are copied."""
         assert isinstance(scale_loss, TermWeights)
         for batch in batches:
             if _key(batch, objective) not in self._recorded:
-                if len(self._recorded) == SHAPES:
+                if len(self._recorded) == MAX_SHAPES:
                     raise MegatfmError(
-                        f"train.cuda_graphs: micro-batches of more than {SHAPES} shapes, for each of which a graph "
+                        f"train.cuda_graphs: micro-batches of more than {MAX_SHAPES} shapes, for each of which a graph "
                         "keeps its memory: set train.cuda_graphs = false, or let rows have fewer lengths"
                     )
                 self._recorded[_key(batch, objective)] = self._record(batch, objective, scale_loss)
         self._bind_gradients()
         results = []
         for batch in batches:
-            data.begin(is_last=batch is batches[-1])
+            data.start_microbatch(is_last=batch is batches[-1])
             recorded = self._recorded[_key(batch, objective)]
             torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
             recorded.factors.copy_(scale_loss.factors)
@@ -130,12 +131,12 @@ class GraphedModel:
         return results
 
     def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
-        """See `ForwardBackward`; not recorded."""
+        """See `ForwardBackward`. Not recorded."""
         return objective(self._model, batch)
 
-    def _record(self, batch: Batch, objective: LossFunction, weigh: TermWeights) -> CapturedPass:
+    def _record(self, batch: Batch, objective: LossFunction, term_weights: TermWeights) -> CapturedPass:
         inputs = {name: values.clone() for name, values in batch.items()}
-        scaled = replace(weigh, factors=weigh.factors.clone())
+        scaled = replace(term_weights, factors=term_weights.factors.clone())
         terms: Terms = {}
 
         def run() -> None:
@@ -145,12 +146,12 @@ class GraphedModel:
 
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         original_grads = [None if p.grad is None else p.grad.clone() for p in parameters]
-        _forget(parameters)
+        _drop_gradients(parameters)
         self._recorder.warm_up(run)
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._gradients:
                 self._gradients[parameter] = parameter.grad
-        _forget(parameters)
+        _drop_gradients(parameters)
         self._bind_gradients()
         replay = self._recorder.record(run)
         for parameter, gradient in zip(parameters, original_grads, strict=True):
@@ -158,7 +159,7 @@ class GraphedModel:
         return CapturedPass(objective, inputs, scaled.factors, terms, replay)
 
     def _bind_gradients(self) -> None:
-        """Gradients are in the places to which graphs add: what there was, or 0."""
+        """Put gradients into the buffers that graphs accumulate to; missing ones are 0."""
         if without_gradient := [
             gradient for parameter, gradient in self._gradients.items() if parameter.grad is None
         ]:
@@ -173,6 +174,6 @@ def _key(batch: Batch, objective: LossFunction) -> object:
     return id(objective), tuple((name, values.shape, values.dtype) for name, values in batch.items())
 
 
-def _forget(parameters: Iterable[nn.Parameter]) -> None:
+def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None

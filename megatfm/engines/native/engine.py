@@ -1,4 +1,4 @@
-"""The native engine: a model whose plan is laid, its weights sharded over the data axes by ZeRO 0 to 3."""
+"""The native engine: a parallelized model whose weights are sharded over the data axes by ZeRO 0 to 3."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,13 +14,12 @@ from megatfm.engines.interface import (
     PRECISIONS,
     Batch,
     ComparingLoss,
-    LossScale,
     MemoryNeeds,
     OptimizerGroup,
     Precision,
     T,
 )
-from megatfm.engines.losses import LossAccumulator
+from megatfm.engines.losses import LossAccumulator, LossScale
 from megatfm.engines.native.compile import compile_all
 from megatfm.engines.native.cuda_graphs import GraphCapture, GraphedModel
 from megatfm.engines.native.fully_sharded import FullySharded
@@ -31,7 +30,7 @@ from megatfm.engines.passes import (
     GradientSync,
     LossScaler,
     SequentialForwardBackward,
-    joined_features,
+    concatenate_features,
 )
 from megatfm.engines.state import TiedParameters
 from megatfm.parallel.layout import ModelLayout, transformer_blocks
@@ -43,10 +42,12 @@ UNSHARDED = ZeroOptions(zero=0)
 
 
 class NativeEngine(BaseEngine):
-    """Carries out forward, backward and optimizer steps.
+    """Runs forward and backward passes and optimizer steps: see `interface.Engine`.
 
-    model: on the meta device, its plan laid. layout: what laying the plan returned. pipeline: how the whole model is
-    cut into stages, where `model` has only this rank's. graphs: records passes as CUDA graphs, in one process.
+    model: on the meta device, parallelized. layout: the result of `parallelize`. precision: a key of `PRECISIONS`.
+    pipeline: stages of the full model, of which `model` has only this rank's. recompute_mode: see
+    `activation_checkpointing`. eager_attention: keep attention out of compiled blocks. graphs: records passes as CUDA
+    graphs, in one process.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class NativeEngine(BaseEngine):
         precision: str,
         seed: int,
         optimizers: Sequence[OptimizerGroup],
-        sharing: ZeroOptions = DEFAULT,
+        zero_options: ZeroOptions = DEFAULT,
         pipeline: Pipeline | None = None,
-        recomputed: str = "none",
+        recompute_mode: str = "none",
         compile_blocks: bool = False,
         autotune: bool = False,
         eager_attention: bool = False,
@@ -69,11 +70,11 @@ class NativeEngine(BaseEngine):
         graphs: GraphCapture | None = None,
     ) -> None:
         self._model, self.layout, self.mesh, self.device = model, layout, mesh, device
-        # A single data rank shares with none: no gathering, no buffers.
-        self.sharing = sharing if mesh.data_ranks > 1 else UNSHARDED
+        # A single data rank needs no gathering and no buffers.
+        self.zero_options = zero_options if mesh.data_ranks > 1 else UNSHARDED
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
-        recompute(model, transformer_blocks(model), recomputed, compiled=compile_blocks)
+        recompute(model, transformer_blocks(model), recompute_mode, compiled=compile_blocks)
         if compile_blocks:
             compile_all(
                 transformer_blocks(model),
@@ -81,10 +82,10 @@ class NativeEngine(BaseEngine):
                 fullgraph=mesh.size(CONTEXT) == 1 and not eager_attention,
                 async_tp=async_tp,
             )
-        self.data = shard_parameters(model, layout, mesh, self.sharing, self.precision, device)
-        self.boxes, self.local = self.data.boxes, self.data.local
+        self.data = shard_parameters(model, layout, mesh, self.zero_options, self.precision, device)
+        self.chunks, self.local = self.data.chunks, self.data.local
         weights = {
-            name: ShardedTensor(block, layout[name].shape, self.boxes[name][0])
+            name: ShardedTensor(block, layout[name].shape, self.chunks[name][0])
             for name, block in self.local.items()
         }
         init_weights(model, layout, weights, seed)
@@ -95,7 +96,7 @@ class NativeEngine(BaseEngine):
         self._build_state(
             model, weights, self.optimizers, ties, sharded=self.data.sharded, compiled=compile_blocks
         )
-        # On a CPU there is nothing to wait for, and gradients that aren't clipped need no pass over them.
+        # On a CPU there is no device to wait for, and the host can skip the pass that clips gradients.
         self.skipping_optimizers = (
             [optimizer for optimizer in self.optimizers if optimizer.can_skip] if device.type != "cpu" else []
         )
@@ -106,11 +107,11 @@ class NativeEngine(BaseEngine):
 
     @property
     def model(self) -> nn.Module:
-        """The model, whose weights are all those of the last step, however one gets at them."""
+        """The model, once the weights of the last step have arrived in all of its parameters."""
         self.data.wait_for_weights()
         return self._model
 
-    def _copied_axes(self, data_axes: DataAxes) -> Sequence[str]:
+    def _replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
         return data_axes.replicate_axes if self.data.sharded else data_axes.all
 
     def _set_training(self, training: bool) -> None:
@@ -119,8 +120,8 @@ class NativeEngine(BaseEngine):
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        scale_loss = losses.shares(self.loss_scale.value if self.loss_scale else 1.0)
-        # Measuring hooks are not part of the recording.
+        scale_loss = losses.term_weights(self.loss_scale.value if self.loss_scale else 1.0)
+        # CUDA graphs were recorded without measuring hooks.
         passes = (
             SequentialForwardBackward(self._model) if record_activations and self.has_graphs else self.passes
         )
@@ -128,21 +129,24 @@ class NativeEngine(BaseEngine):
 
     def _compare_samples(self, batches: Iterable[Batch], objective: ComparingLoss) -> Mapping[str, Tensor]:
         features = [objective.features(self.model, batch) for batch in batches]
-        return objective.terms_of(self.model, joined_features(features)) if features else {}
+        return objective.terms_of(self.model, concatenate_features(features)) if features else {}
 
     def _finish_passes(self) -> None:
         self.data.reduce()
 
-    def _without_gradient(self) -> Collection[str]:
+    def _weights_without_gradient(self) -> Collection[str]:
         trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         return trained - self.gradients().keys()
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
-        """See `Engine.step`. The host reads norm and losses together, once, while the device is at the steps of those
-        optimizers that decide there whether there is one; the others wait for the host to say so. Gradients that
-        are not finite lower float16's loss scale, whether or not the step is skipped."""
+        """See `Engine.step`.
+
+        Optimizers with `can_skip` decide on the device whether the step is skipped; meanwhile the host reads norm and
+        losses, once. Other optimizers wait for the host. Gradients that are not finite lower float16's loss scale,
+        whether or not the step is skipped.
+        """
         gradients = self.gradients()
-        true_norm = self.distinct.norm(gradients)
+        true_norm = self.global_norm.compute(gradients)
         norm = true_norm * math.nan if skip else true_norm
         if self.skipping_optimizers and self.pending_losses:
             norm = norm + (self.pending_losses[1] * 0).sum()  # NaN if a loss is not finite
@@ -150,7 +154,7 @@ class NativeEngine(BaseEngine):
         if self.skipping_optimizers:
             self.reads.start_copy()
             clip_gradients(gradients, norm, clip)
-            found_inf = (norm - norm).ne(0).float()  # 0 of a finite one, else NaN, which is not 0
+            found_inf = (norm - norm).ne(0).float()  # 0 for a finite norm, else NaN ≠ 0
             for optimizer in self.skipping_optimizers:
                 optimizer.step(gradients, lr, found_inf)
         host_norm, host_true_norm = read()
@@ -174,31 +178,34 @@ class NativeEngine(BaseEngine):
 
     @torch.no_grad()
     def run_model(self, function: Callable[[nn.Module], T]) -> T:
-        """See `RunsModel`. Nothing is compiled for shapes that occur once."""
+        """See `RunsModel`. Eager: shapes that occur once aren't worth compiling."""
         self._set_training(False)
-        with torch.compiler.set_stance("force_eager"), self.state.averaged_weights(self._weights_were_moved):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            self.state.averaged_weights(self._sync_trained_weights),
+        ):
             return function(self.model)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
+        """See `Engine.gradients`."""
         return self.data.gradients()
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         self.data.zero_grad()
 
-    def _weights_were_moved(self) -> None:
+    def _sync_trained_weights(self) -> None:
         self.data.weights_changed()
 
-    def _weights_were_set(self) -> None:
+    def _sync_all_weights(self) -> None:
         self.data.weights_changed(frozen=True)
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """See zero.py."""
+        """See `zero.memory_needed`."""
         return memory_needed(
             self._model,
             self.state.weights.values(),
             self.precision,
-            self.sharing,
+            self.zero_options,
             self.mesh,
             self.pipeline,
             state_size=self.state_size,
@@ -211,10 +218,10 @@ def shard_parameters(
     model: nn.Module,
     layout: ModelLayout,
     mesh: Mesh,
-    sharing: ZeroOptions,
+    zero_options: ZeroOptions,
     precision: Precision,
     device: torch.device,
 ) -> DataParallel:
-    """Shard a model's parameters (on the meta device) over the data axes; they get memory that is not yet set."""
-    shard = Replicated if sharing.zero <= 1 else FullySharded
-    return shard(model, layout, mesh, sharing=sharing, precision=precision, device=device)
+    """Shard a model's parameters (on the meta device) over the data axes, and allocate them uninitialised."""
+    shard = Replicated if zero_options.zero <= 1 else FullySharded
+    return shard(model, layout, mesh, zero_options=zero_options, precision=precision, device=device)

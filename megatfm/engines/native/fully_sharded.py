@@ -1,4 +1,5 @@
-"""ZeRO stages 2 and 3 by FSDP2 (Zhao et al. 2023): each block is gathered before it runs, its gradients scattered."""
+"""ZeRO stages 2 and 3 by FSDP2 (Zhao et al. 2023): blocks gather weights before they run, and reduce-scatter
+gradients."""
 
 import logging
 from collections.abc import Callable
@@ -23,11 +24,12 @@ from megatfm.parallel.pipeline_schedule import reduce_gradients
 log = logging.getLogger("megatfm")
 
 CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-"""Modes by which torch's selective recomputation watches operations, in the forward pass and in the second one."""
+"""Dispatch modes of torch's selective checkpointing, in the forward pass and in the recomputation."""
 
 
 class FullySharded:
-    """Stage 3 gathers a block's weights for its forward and again for its backward pass; stage 2 keeps them between."""
+    """Sharded weights and gradients. Stage 3 gathers a block's weights for its forward and again for its backward pass;
+    stage 2 keeps them in between."""
 
     def __init__(
         self,
@@ -35,22 +37,22 @@ class FullySharded:
         layout: ModelLayout,
         mesh: Mesh,
         *,
-        sharing: ZeroOptions,
+        zero_options: ZeroOptions,
         precision: Precision,
         device: torch.device,
     ) -> None:
-        self._model, self._sharing = model, sharing
-        self._needs_reduction = False  # whether gradients are to be reduced after the last backward pass
+        self._model, self._zero_options = model, zero_options
+        self._needs_reduction = False  # True if `reduce` must reduce gradients, as no backward pass does
         self.sharded = True
         model.to(precision.param_dtype)
-        _shard(model, layout, mesh, precision, sharing)
-        _prefetch(model, sharing.prefetch_depth(device.type))
-        if sharing.use_group_allocator:
+        _shard(model, layout, mesh, precision, zero_options)
+        _prefetch(model, zero_options.prefetch_depth(device.type))
+        if zero_options.use_group_allocator:
             _allocate_in_groups(model, mesh, device)
         model.to_empty(device=device)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parameters = dict(model.named_parameters())
-        self.boxes = {name: _box(layout, name, p) for name, p in self._parameters.items()}
+        self.chunks = {name: _chunk(layout, name, p) for name, p in self._parameters.items()}
         self.local = {name: _local(p) for name, p in self._parameters.items()}
 
     @property
@@ -58,24 +60,24 @@ class FullySharded:
         assert isinstance(self._model, FSDPModule)
         return self._model
 
-    def begin(self, is_last: bool) -> None:
-        self._root.set_requires_gradient_sync(is_last or self._sharing.accumulate == "sharded")
-        if self._sharing.zero == 2:
+    def start_microbatch(self, is_last: bool) -> None:
+        self._root.set_requires_gradient_sync(is_last or self._zero_options.accumulate == "sharded")
+        if self._zero_options.zero == 2:
             self._root.set_reshard_after_backward(is_last)
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
-        """With keep_unsharded, stage 3 keeps gathered weights until the end of the step: the second part of a backward
-        pass doesn't gather them again."""
+        """Defer the reduction of gradients to `reduce`. keep_unsharded: stage 3 keeps gathered weights until the end of
+        the step, as the second part of a backward pass doesn't gather them again."""
         self._needs_reduction = True
         self._root.set_requires_gradient_sync(False)
         self._root.set_is_last_backward(False)
         if keep_unsharded:
             self._root.set_reshard_after_forward(False)
-        self._root.set_reshard_after_backward(not keep_unsharded and self._sharing.zero == 3)
+        self._root.set_reshard_after_backward(not keep_unsharded and self._zero_options.zero == 3)
 
     def reduce(self) -> None:
-        """Reduce a pipeline's gradients; otherwise the last backward pass has. Then what FSDP2 left anywhere in its
-        buffers is laid where memory begins."""
+        """Reduce gradients of a pipeline; without one, the last backward pass did. Then copy gradients that FSDP2 left
+        unaligned in its buffers to aligned memory."""
         if self._needs_reduction:
             reduce_gradients(self._model)
         self._needs_reduction = False
@@ -92,37 +94,37 @@ class FullySharded:
         self._model.zero_grad(set_to_none=True)
 
     def wait_for_weights(self) -> None:
-        """Weights are gathered where they are used."""
+        """Do nothing: weights are gathered where they are used."""
 
     def weights_changed(self, frozen: bool = False) -> None:
         for module in self._modules:
-            module.reshard()  # cached gathered weights would be the old ones
+            module.reshard()  # drop gathered weights, which are outdated
 
 
 def _shard(
-    model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, sharing: ZeroOptions
+    model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, zero_options: ZeroOptions
 ) -> None:
-    """Each block by itself, and what lies in none together; inside these, modules whose parameters have other data axes
-    (experts) each by itself."""
+    """Apply `fully_shard` to each block and to the rest of the model; within them, first to each module whose
+    parameters have other data axes (experts)."""
     policy = (
-        MixedPrecisionPolicy(precision.compute_dtype, sharing.reduce_dtype or precision.param_dtype)
+        MixedPrecisionPolicy(precision.compute_dtype, zero_options.reduce_dtype or precision.param_dtype)
         if precision.is_mixed
-        else MixedPrecisionPolicy(reduce_dtype=sharing.reduce_dtype)
+        else MixedPrecisionPolicy(reduce_dtype=zero_options.reduce_dtype)
     )
-    placements = {p: layout[name] for name, p in model.named_parameters()}
+    layouts = {p: layout[name] for name, p in model.named_parameters()}
 
-    def dim(parameter: nn.Parameter) -> Shard | None:
-        return Shard(placements[parameter].fsdp_dim)
+    def shard_dim(parameter: nn.Parameter) -> Shard | None:
+        return Shard(layouts[parameter].fsdp_dim)
 
-    # None: all but the root, whose weights are needed again at once.
-    reshard = False if sharing.zero == 2 else None
+    # None: reshard all but the root, whose weights are needed again at once.
+    reshard = False if zero_options.zero == 2 else None
     for module, data in _expert_modules(model, layout):
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh(data),
             mp_policy=policy,
             reshard_after_forward=reshard,
-            shard_placement_fn=dim,
+            shard_placement_fn=shard_dim,
         )
         _hide_hooks(module)
     for module in (*transformer_blocks(model), model):
@@ -131,36 +133,35 @@ def _shard(
             mesh=mesh.fsdp_mesh(DENSE_DATA_AXES),
             mp_policy=policy,
             reshard_after_forward=reshard,
-            shard_placement_fn=dim,
+            shard_placement_fn=shard_dim,
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the global count, so gradients are to be summed, not averaged;
-            # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
+            # The loss is already divided by the global count, so gradients are summed, not averaged. FSDP2 would
+            # otherwise use a pre-multiplied sum, which gloo doesn't have.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
 
 def _prefetch(model: nn.Module, depth: int) -> None:
-    """Have each block prefetch the weights of the next `depth` blocks before it runs, and of the previous ones before
-    its backward pass. Only within its own stack, whose blocks surely run one after another: unused prefetched weights
-    would stay."""
+    """Prefetch the weights of the next `depth` blocks before a block runs, and of the previous ones before its backward
+    pass. Only within a stack, whose blocks run in order: prefetched weights that aren't used would stay in memory."""
     stacks: dict[str, list[FSDPModule]] = {}
     for path, module in model.named_modules():
         if path.rpartition(".")[0].rpartition(".")[2] == "layers" and isinstance(module, FSDPModule):
             stacks.setdefault(path.rpartition(".")[0], []).append(module)
     for stack in stacks.values():
-        for place, block in enumerate(stack):
-            block.set_modules_to_forward_prefetch(stack[place + 1 : place + 1 + depth])
-            block.set_modules_to_backward_prefetch(stack[max(place - depth, 0) : place][::-1])
+        for i, block in enumerate(stack):
+            block.set_modules_to_forward_prefetch(stack[i + 1 : i + 1 + depth])
+            block.set_modules_to_backward_prefetch(stack[max(i - depth, 0) : i][::-1])
 
 
 def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Have process groups allocate communication buffers, if they can."""
+    """Let process groups allocate communication buffers; logs a warning if their backend can't."""
     group = mesh.group(DENSE_DATA_AXES.shard)
     if not group._get_backend(device).supports_tensor_alloc(device):
         log.warning(
-            "parallel.comm_buffers = 'process_group': %s has no memory of its own for %s: torch allocates what is sent",
+            "parallel.comm_buffers = 'process_group': %s can't allocate memory for %s: torch allocates the buffers",
             dist.get_backend(group),
             device,
         )
@@ -171,10 +172,11 @@ def _allocate_in_groups(model: nn.Module, mesh: Mesh, device: torch.device) -> N
 
 
 def _hide_hooks(module: nn.Module) -> None:
-    """A block that is computed again must repeat its operations, and what gathers weights inside it may have less to do
-    the second time: selective recomputation is not to see it; code that counts traffic is."""
+    """Hide FSDP2's hooks from selective checkpointing, which requires a recomputation to repeat the same operations:
+    the second gather may have less to do. Other dispatch modes, such as one that counts traffic, still see the
+    hooks."""
 
-    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def hide(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return hook(*args, **kwargs)
@@ -192,11 +194,11 @@ def _hide_hooks(module: nn.Module) -> None:
 
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            hooks[key] = hidden(hook)
+            hooks[key] = hide(hook)
 
 
 def _expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn.Module, DataAxes]]:
-    """The modules whose own parameters have data axes other than the model's."""
+    """Return the modules whose direct parameters have other data axes than dense ones, and these axes."""
     axes_by_path = {
         name.rpartition(".")[0]: layout[name].data_axes
         for name, _ in model.named_parameters()
@@ -205,7 +207,7 @@ def _expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn.Modu
     return [(model.get_submodule(path), data_axes) for path, data_axes in axes_by_path.items()]
 
 
-def _box(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
+def _chunk(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
     if not isinstance(parameter, DTensor):
         return layout[name].region
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -215,6 +217,6 @@ def _box(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The block of a DTensor that lies here, sharing its storage."""
+    """Return the local block of a DTensor, sharing its storage."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,10 +1,10 @@
 """ZeRO stages 0 and 1: every data rank computes with whole weights; gradients are reduced once a step, in buckets.
 
-Gradients add up in `.grad`. In the last backward pass of a step a bucket is reduced as soon as it is complete, while
-the pass goes on. In a pipeline, whose passes take turns, buckets go when all passes are done, so any schedule will do.
+Gradients accumulate in `.grad`. In the last backward pass of a step, a bucket is reduced as soon as it is complete,
+overlapping the rest of the pass. In a pipeline, buckets are reduced after all passes, whatever the schedule.
 
-After a step stage 1 sends the moved weights for all buckets at once; a block waits for those that hold its own when it
-next runs, so that the others arrive meanwhile.
+After a step, stage 1 all-gathers the updated weights of all buckets at once. A block waits for the buckets of its own
+weights when it next runs, so the others overlap.
 """
 
 import weakref
@@ -26,29 +26,29 @@ from megatfm.parallel.layout import Chunk, ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import DataAxes, Mesh
 
 BUCKET_ELEMENTS = 2**24
-"""Enough for a network to run at its full rate, little enough to lie beside the gradients (64 MB in float32)."""
+"""Large enough for the network's full rate, small enough to fit beside the gradients (64 MB in float32)."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors packed into one buffer, so that one collective moves many of them.
+    """Tensors that are packed into one buffer, so that one collective transfers all of them.
 
-    Their rows are divided among `ranks`: ⌈rows / ranks⌉ to each, the last ones fewer or none. The buffer is [ranks,
-    width]; row r holds what rank r keeps, filled up with zeros.
+    shapes: name → shape. Each of `ranks` keeps ⌈rows / ranks⌉ rows of a tensor, the last ones fewer or none. The buffer
+    is [ranks, width]; its row r holds the shard of rank r, padded with zeros.
     """
 
     shapes: Mapping[str, Sequence[int]]
     ranks: int
 
     def rows(self, name: str, rank: int) -> tuple[int, int]:
-        """The first row that a rank keeps, and how many."""
+        """Return the first row that a rank keeps, and their number."""
         n_rows = self.shapes[name][0]
         rows_per_rank = -(-n_rows // self.ranks)
         first = min(rows_per_rank * rank, n_rows)
         return first, min(rows_per_rank, n_rows - first)
 
     def pack(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """Copy whole tensors into the buffer; a missing one is zeros. like: has the buffer's dtype and device."""
+        """Return a buffer with whole tensors, zeros for missing ones. like: has the buffer's dtype and device."""
         buffer = like.new_empty(self.ranks, self.width)
         for name, start, size in self._columns:
             if name not in tensors:
@@ -61,14 +61,14 @@ class Bucket:
         return buffer
 
     def pack_shard(self, blocks: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The rows that this rank keeps → its row of the buffer [width]."""
+        """Return this rank's row of the buffer [width] from the rows that it keeps."""
         row = like.new_empty(self.width)
         for name, start, size in self._columns:
             _fill(row[start : start + size], blocks[name])
         return row
 
     def unpack(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """The buffer → whole tensors, in place."""
+        """Copy the buffer into whole tensors, in place."""
         for name, start, size in self._columns:
             rows = tensors[name].view(self.shapes[name][0], -1)
             for rank in range(self.ranks):
@@ -77,7 +77,7 @@ class Bucket:
                 part.copy_(buffer[rank, start : start + size][: part.numel()].view_as(part))
 
     def unpack_shard(self, row: Tensor, rank: int) -> dict[str, Tensor]:
-        """Row [width] of a rank → views of the rows that it keeps."""
+        """Return views of the rows that a rank keeps in its row [width] of the buffer."""
         blocks = {}
         for name, start, _ in self._columns:
             shape = (self.rows(name, rank)[1], *self.shapes[name][1:])
@@ -86,12 +86,12 @@ class Bucket:
 
     @property
     def width(self) -> int:
-        """Elements of each rank in the buffer, with padding."""
+        """Elements of a rank's row of the buffer, with padding."""
         return sum(size for _, _, size in self._columns)
 
     @cached_property
     def _columns(self) -> list[tuple[str, int, int]]:
-        """Name, start and size of what each tensor takes in a row of the buffer."""
+        """Name, start and size of each tensor's part of a row of the buffer."""
         columns, start = [], 0
         for name in self.shapes:
             size = self.rows(name, 0)[1] * torch.Size(self.shapes[name][1:]).numel()
@@ -101,43 +101,44 @@ class Bucket:
 
 
 def _fill(buffer: Tensor, part: Tensor) -> None:
-    """Copy a part to the beginning of a buffer, and zeros after it. Usually none are needed, and zeroing the buffer
-    first would take half as long again."""
+    """Copy a part to the beginning of a buffer, and pad it with zeros. Zeroing the whole buffer first would take half
+    as long again, and usually no padding is needed."""
     buffer[: part.numel()] = part.reshape(-1)
     if part.numel() < buffer.numel():
         buffer[part.numel() :] = 0
 
 
 def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, max_elements: int) -> Iterator[Bucket]:
-    """Buckets of neighbouring tensors, each of at most `max_elements` elements or of one tensor."""
+    """Yield buckets of neighbouring tensors, each of at most `max_elements` elements or of a single tensor."""
     bucket: dict[str, Sequence[int]] = {}
-    filled = 0
+    n_elements = 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel()
-        if bucket and filled + size > max_elements:
+        if bucket and n_elements + size > max_elements:
             yield Bucket(bucket, ranks)
-            bucket, filled = {}, 0
+            bucket, n_elements = {}, 0
         bucket[name] = shape
-        filled += size
+        n_elements += size
     if bucket:
         yield Bucket(bucket, ranks)
 
 
 def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """[ranks, width] → [width], this rank's row of the sum over the ranks, and what to wait for before it is used."""
+    """[ranks, width] → this rank's row [width] of the sum over ranks, and the work to wait for."""
     row = buffer.new_empty(buffer.shape[1])
     return row, group._reduce_scatter_base(row, buffer.view(-1), dist.ReduceScatterOptions())
 
 
 def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """[width] of each rank → [ranks, width], and what to wait for before it is used."""
+    """[width] on each rank → [ranks, width], and the work to wait for."""
     buffer = row.new_empty(ranks, row.numel())
     return buffer, group._allgather_base(buffer.view(-1), row)
 
 
 class Replicated:
-    """Stage 0 keeps everything on every rank. Stage 1 scatters the summed gradients over dp_shard; a rank moves its own
-    rows, in the stored precision, and the weights are gathered after each change."""
+    """Whole weights on every rank. Stage 0 also keeps whole gradients and optimizer state on each. Stage 1
+    reduce-scatters gradients over dp_shard; a rank updates its rows in the stored precision, and weights are gathered
+    after each change."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Replicated:
         layout: ModelLayout,
         mesh: Mesh,
         *,
-        sharing: ZeroOptions,
+        zero_options: ZeroOptions,
         precision: Precision,
         device: torch.device,
     ) -> None:
@@ -154,8 +155,10 @@ class Replicated:
             cast_inputs(model, precision.compute_dtype)
         self._mesh, self._precision = mesh, precision
         self._parameters = dict(model.named_parameters())
-        self.sharded = sharing.zero == 1
-        self._buffer_like = torch.empty(0, dtype=sharing.reduce_dtype or precision.param_dtype, device=device)
+        self.sharded = zero_options.zero == 1
+        self._buffer_like = torch.empty(
+            0, dtype=zero_options.reduce_dtype or precision.param_dtype, device=device
+        )
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p for name, p in self._parameters.items() if name not in trained}
         assigned = self._assign(trained, layout)
@@ -163,32 +166,32 @@ class Replicated:
         self._frozen = self._assign(frozen, layout)
         self._gradients: dict[str, Tensor] = {}
         self._pending_gradients: dict[int, tuple[Tensor, Work]] = {}
-        self._awaited: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
+        self._awaited: list[set[nn.Parameter]] = []  # by bucket: gradients to come in the last backward pass
         self._unreached: set[str] = set()  # parameters that no pass of the step has reached
-        axes = {axis for placement in layout.values() for axis in placement.data_axes.all}
-        self._sums = any(mesh.size(axis) > 1 for axis in axes)
-        if self._sums:
+        axes = {axis for tensor_layout in layout.values() for axis in tensor_layout.data_axes.all}
+        self._needs_all_reduce = any(mesh.size(axis) > 1 for axis in axes)
+        if self._needs_all_reduce:
             self._register_gradient_hooks()
         self._pending_parameters: dict[int, tuple[Tensor, Work]] = {}
         if self.sharded:
             self._register_parameter_waits(model)
         self.local: dict[str, Tensor] = {}
-        self.boxes: dict[str, Chunk] = {}
+        self.chunks: dict[str, Chunk] = {}
         for bucket, data in (*assigned, *self._frozen):
             for name, shape in bucket.shapes.items():
-                first, count = bucket.rows(name, self._rank(bucket, data))
+                first, count = bucket.rows(name, self._shard_index(bucket, data))
                 rows = self._parameters[name].detach()[first : first + count]
-                # Without a precision of its own, what the optimizer moves are the model's weights themselves; of a cut,
-                # rows that don't begin where memory does are moved in a copy, from which weights are gathered too.
+                # The optimizer updates the model's weights themselves, or a copy if the stored precision differs or if
+                # the rows of a shard are not aligned in memory; weights are then gathered from this copy.
                 stored = rows.to(precision.param_dtype)
                 self.local[name] = aligned(stored) if bucket.ranks > 1 else stored
                 offsets = (first, *[0] * (len(shape) - 1))
-                self.boxes[name] = layout[name].subregion(offsets, (count, *shape[1:]))
+                self.chunks[name] = layout[name].subregion(offsets, (count, *shape[1:]))
 
     def _assign(
         self, parameters: Mapping[str, nn.Parameter], layout: ModelLayout
     ) -> list[tuple[Bucket, DataAxes]]:
-        """Buckets of parameters with the same data axes, and these axes."""
+        """Assign parameters with the same data axes to buckets; returns each with these axes."""
         by_axes: dict[DataAxes, dict[str, torch.Size]] = {}
         for name, parameter in parameters.items():
             by_axes.setdefault(layout[name].data_axes, {})[name] = parameter.shape
@@ -200,63 +203,62 @@ class Replicated:
             )
         ]
 
-    def _rank(self, bucket: Bucket, data: DataAxes) -> int:
+    def _shard_index(self, bucket: Bucket, data: DataAxes) -> int:
         """Return the index of this rank's rows in a bucket."""
         return self._mesh.rank(data.shard) if bucket.ranks > 1 else 0
 
-    def begin(self, is_last: bool) -> None:
-        """In the last pass, every bucket misses the gradients of all of its parameters."""
+    def start_microbatch(self, is_last: bool) -> None:
+        """Before the last pass, let every bucket await the gradients of all of its parameters."""
         self._awaited = (
             [{self._parameters[name] for name in b.shapes} for b in self._buckets] if is_last else []
         )
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
-        """No pass is known to be the last."""
+        """Await nothing: no pass is known to be the last."""
         self._awaited = []
 
     def reduce(self) -> None:
         self._awaited = []
-        if not self._sums:  # nothing to sum, so nothing to pack
+        if not self._needs_all_reduce:
             gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             self._gradients = align_all(gradients)
             return
         while len(self._pending_gradients) < len(self._buckets):
             self._start_next_reduction()
-        for place, (row, work) in self._pending_gradients.items():
+        for index, (row, work) in self._pending_gradients.items():
             work.wait()
-            bucket, data = self._buckets[place], self._bucket_axes[place]
+            bucket, data = self._buckets[index], self._bucket_axes[index]
             if bucket.ranks > 1:
                 self._mesh.all_reduce_(row, data.replicate_axes)
             row = row.to(self._precision.param_dtype)
-            self._gradients |= align_all(bucket.unpack_shard(row, self._rank(bucket, data)))
+            self._gradients |= align_all(bucket.unpack_shard(row, self._shard_index(bucket, data)))
         for name in self._unreached:
             del self._gradients[name]
         self._pending_gradients, self._unreached = {}, set()
 
     def _register_gradient_hooks(self) -> None:
-        places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
-        # Hooks lie where Python's collector sees no cycle: they would keep it alive.
+        # A weak reference: Python's garbage collector doesn't see cycles through these hooks.
         weak_self = weakref.ref(self)
 
-        def complete(place: int, parameter: Tensor) -> None:
-            if engine := weak_self():
-                engine._on_gradient_ready(place, parameter)
+        def hook(index: int, parameter: Tensor) -> None:
+            if replicated := weak_self():
+                replicated._on_gradient_ready(index, parameter)
 
-        for name in places:
-            parameter = self._parameters[name]
-            parameter.register_post_accumulate_grad_hook(partial(complete, places[name]))
+        for index, bucket in enumerate(self._buckets):
+            for name in bucket.shapes:
+                self._parameters[name].register_post_accumulate_grad_hook(partial(hook, index))
 
     def _register_parameter_waits(self, model: nn.Module) -> None:
-        """Have a block wait for its weights before it runs, and the model for those in no block. A compiled block can't
-        wait by itself: the model does. Any other module that runs alone, as a head may, waits for its own."""
-        places = {
-            self._parameters[name]: p for p, bucket in enumerate(self._buckets) for name in bucket.shapes
+        """Let a block wait for its weights before it runs, and the model for those in no block and in compiled blocks,
+        which can't wait. Any other module waits for its direct parameters, as a head may run alone."""
+        bucket_index = {
+            self._parameters[name]: i for i, bucket in enumerate(self._buckets) for name in bucket.shapes
         }
         weak_self = weakref.ref(self)
 
-        def arrive(indices: frozenset[int], *_: Any) -> None:
-            if engine := weak_self():
-                engine._finish_parameter_sync(indices)
+        def wait(indices: frozenset[int], *_: Any) -> None:
+            if replicated := weak_self():
+                replicated._finish_parameter_sync(indices)
 
         in_blocks: set[nn.Parameter] = set()
         compiled: set[nn.Module] = set()
@@ -265,62 +267,61 @@ class Replicated:
                 compiled.update(block.modules())
             else:
                 in_blocks.update(block.parameters())
-                awaited = frozenset(places[p] for p in block.parameters() if p in places)
-                block.register_forward_pre_hook(partial(arrive, awaited))
-        outside_blocks = frozenset(
-            places[p] for p in model.parameters() if p in places and p not in in_blocks
-        )
-        model.register_forward_pre_hook(partial(arrive, outside_blocks))
+                awaited = frozenset(bucket_index[p] for p in block.parameters() if p in bucket_index)
+                block.register_forward_pre_hook(partial(wait, awaited))
+        outside_blocks = frozenset(i for p, i in bucket_index.items() if p not in in_blocks)
+        model.register_forward_pre_hook(partial(wait, outside_blocks))
         for module in model.modules():
-            awaited = frozenset(places[p] for p in module.parameters(recurse=False) if p in places)
+            direct = module.parameters(recurse=False)
+            awaited = frozenset(bucket_index[p] for p in direct if p in bucket_index)
             if awaited and module not in compiled:
-                module.register_forward_pre_hook(partial(arrive, awaited))
+                module.register_forward_pre_hook(partial(wait, awaited))
 
     def wait_for_weights(self) -> None:
         self._finish_parameter_sync(range(len(self._buckets)))
 
     @torch.no_grad()
-    def _finish_parameter_sync(self, places: Collection[int]) -> None:
-        """Wait for the buckets of weights in transfer, and unpack them."""
-        for place in [place for place in self._pending_parameters if place in places]:
-            buffer, work = self._pending_parameters.pop(place)
+    def _finish_parameter_sync(self, indices: Collection[int]) -> None:
+        """Wait for buckets of weights that are in transfer, and unpack them."""
+        for index in [i for i in self._pending_parameters if i in indices]:
+            buffer, work = self._pending_parameters.pop(index)
             work.wait()
-            self._buckets[place].unpack(buffer, self._parameters)
+            self._buckets[index].unpack(buffer, self._parameters)
 
-    def _on_gradient_ready(self, place: int, parameter: Tensor) -> None:
-        """A gradient has arrived. Buckets go in one order, the same on all ranks: the one of the last layers first."""
+    def _on_gradient_ready(self, index: int, parameter: Tensor) -> None:
+        """Start the reduction of complete buckets, in the same order on all ranks: that of the last layers first."""
         if not self._awaited:
             return
-        if place in self._pending_gradients:
-            names = [name for name in self._buckets[place].shapes if self._parameters[name] is parameter]
+        if index in self._pending_gradients:
+            names = [name for name in self._buckets[index].shapes if self._parameters[name] is parameter]
             raise RuntimeError(
                 f"the gradient of {names[0]} arrived after its bucket was reduced: call backward once per micro-batch"
             )
-        self._awaited[place].discard(parameter)
-        while len(self._pending_gradients) < len(self._buckets) and not self._awaited[self._next]:
+        self._awaited[index].discard(parameter)
+        while len(self._pending_gradients) < len(self._buckets) and not self._awaited[self._next_bucket]:
             self._start_next_reduction()
 
     @property
-    def _next(self) -> int:
+    def _next_bucket(self) -> int:
         return len(self._buckets) - 1 - len(self._pending_gradients)
 
     @torch.no_grad()
     def _start_next_reduction(self) -> None:
-        place, bucket = self._next, self._buckets[self._next]
+        index, bucket = self._next_bucket, self._buckets[self._next_bucket]
         parameters = {name: self._parameters[name] for name in bucket.shapes}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self._unreached |= parameters.keys() - gradients.keys()
         buffer = bucket.pack(gradients, self._buffer_like)
         del gradients
-        for parameter in parameters.values():  # at once, so that no two whole copies are held
+        for parameter in parameters.values():  # now, so that no bucket is held twice
             parameter.grad = None
-        data = self._bucket_axes[place]
+        data = self._bucket_axes[index]
         if bucket.ranks > 1:
-            self._pending_gradients[place] = reduce_scatter(buffer, self._mesh.group(data.shard))
+            self._pending_gradients[index] = reduce_scatter(buffer, self._mesh.group(data.shard))
         else:
             row = buffer[0]
             group = self._mesh.flat_group(data.all)
-            self._pending_gradients[place] = row, dist.all_reduce(row, group=group, async_op=True)
+            self._pending_gradients[index] = row, dist.all_reduce(row, group=group, async_op=True)
 
     def gradients(self) -> dict[str, Tensor]:
         return dict(self._gradients)
@@ -333,18 +334,19 @@ class Replicated:
     @torch.no_grad()
     def weights_changed(self, frozen: bool = False) -> None:
         for _, work in self._pending_parameters.values():
-            work.wait()  # overtaken: the parameters may hold newer weights already
+            work.wait()  # dropped: newer weights follow
         self._pending_parameters = {}
         changed = [*zip(self._buckets, self._bucket_axes, strict=True), *(self._frozen if frozen else [])]
-        for place, (bucket, data) in enumerate(changed):
+        for index, (bucket, data) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_shard(self.local, next(iter(self._parameters.values())))
-                gathered_rows = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
+                gathered = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
                 if not frozen:
-                    self._pending_parameters[place] = gathered_rows
+                    self._pending_parameters[index] = gathered
                     continue
-                gathered_rows[1].wait()
-                bucket.unpack(gathered_rows[0], self._parameters)
+                buffer, work = gathered
+                work.wait()
+                bucket.unpack(buffer, self._parameters)
             elif self._precision.is_mixed:
                 parameters: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
                 torch._foreach_copy_(parameters, [self.local[name] for name in bucket.shapes])

@@ -1,15 +1,15 @@
-"""ZeRO: how weights, gradients and optimizer state are sharded over data ranks (Rajbhandari et al. 2020), and memory.
+"""ZeRO (Rajbhandari et al. 2020): sharding of weights, gradients and optimizer state over data ranks, and memory.
 
-| Stage | Cut over dp_shard | File |
+| Stage | Sharded over dp_shard | File |
 |---|---|---|
 | 0 | nothing | replicated.py |
-| 1 | optimizer state and the weights that it moves | replicated.py |
+| 1 | optimizer state and the weights that it updates | replicated.py |
 | 2 | + gradients | fully_sharded.py |
 | 3 | + the weights that the model computes with | fully_sharded.py |
 
-A single data rank takes stage 0 whatever was asked for. dp_replicate always replicates what
-dp_shard leaves. A cut is along dim 0, in equal parts of ⌈rows / ranks⌉ but for the last ones; stages 2 and 3 cut
-experts along dim 1 where their number can't be divided. A checkpoint of any stage opens in any other.
+A single data rank uses stage 0, whatever is configured. dp_replicate always replicates the shards of dp_shard. Tensors
+are sharded along dim 0: ⌈rows / ranks⌉ rows on each rank, fewer on the last ones. Stages 2 and 3 shard experts along
+dim 1 if their number is not divisible. A checkpoint of any stage can be loaded with any other.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,11 +34,11 @@ from megatfm.parallel.pipeline_stages import Pipeline
 class ZeroOptions:
     """Settings of ZeRO.
 
-    zero: the stage. accumulate: gradients of a step's micro-batches, "unsharded": each rank adds up whole ones, reduced
-    once; "sharded": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
-    reduce_dtype: the dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: number of
-    blocks whose weights stages 2 and 3 prefetch; 0: as FSDP2 does by itself; None: see `prefetch_depth`.
-    use_group_allocator: the process group allocates their buffers.
+    zero: the stage. accumulate: gradients of a step's micro-batches; "unsharded": each rank accumulates full gradients,
+    reduced once; "sharded": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
+    reduce_dtype: dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: number of
+    blocks whose weights stages 2 and 3 prefetch; 0: FSDP2's own prefetching; None: see `prefetch_depth`.
+    use_group_allocator: the process group allocates communication buffers (stages 2 and 3).
     """
 
     zero: Literal[0, 1, 2, 3] = 3
@@ -49,7 +49,7 @@ class ZeroOptions:
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Self:
-        """Settings of a config."""
+        """Return the settings of a config."""
         reduce_dtype = torch.bfloat16 if parallel.reduce_dtype == "bf16" else None
         return cls(
             parallel.zero,
@@ -60,55 +60,55 @@ class ZeroOptions:
         )
 
     def prefetch_depth(self, device_type: str) -> int:
-        """`prefetch`, or its default: 0 on CPUs, where gathering competes with compute for cores, and 1 on GPUs."""
+        """Return `prefetch`, or its default: 1 on GPUs, 0 on CPUs, where gathering competes with compute for cores."""
         return int(device_type != "cpu") if self.prefetch is None else self.prefetch
 
 
 class DataParallel(GradientSync, Protocol):
-    """One way to shard. Every method is called by all data ranks together, in the same order."""
+    """Sharding of a model over data ranks. Every method is a collective of all data ranks."""
 
     local: dict[str, Tensor]
-    """The blocks of the weights that the optimizer moves here, in the stored precision."""
-    boxes: dict[str, Chunk]
-    """Their offsets in the global tensors."""
+    """Blocks of the weights that this rank's optimizer updates, in the stored precision."""
+    chunks: dict[str, Chunk]
+    """Offsets and sizes of these blocks in the global tensors."""
     sharded: bool
-    """Whether the blocks on the ranks of a parameter's shard axis are different ones, or copies."""
+    """Whether ranks along dp_shard hold different blocks of a parameter; otherwise copies."""
 
     def reduce(self) -> None:
-        """After the last backward pass: sum gradients over the data axes, as far as it has not been done in it."""
+        """Finish summing gradients over the data axes, after the last backward pass."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """The blocks of the gradients that go with `local`; after `reduce`, complete over the data axes."""
+        """Return the gradients of the blocks in `local`; after `reduce`, complete over the data axes."""
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
 
     def weights_changed(self, frozen: bool = False) -> None:
-        """Have the weights that the model computes with follow `local`; with `frozen` also those that no step moves."""
+        """Update the weights that the model computes with from `local`. frozen: frozen weights too."""
 
     def wait_for_weights(self) -> None:
-        """Wait for all weights that the model's own modules would wait for when they run."""
+        """Wait for weights in transfer, for which modules otherwise wait when they run."""
 
 
 def state_size_ratio(groups: Iterable[OptimizerGroup], weights: Mapping[str, ShardedTensor]) -> float:
-    """Size of a moment in its group's dtype relative to its weight, in the mean over this rank's trained weights."""
+    """Return the size of optimizer state relative to its weight, on average over this rank's trained weights."""
     bytes_of = {
         name: weights[name].tensor.nbytes for group in groups for name in group.names if name in weights
     }
-    short = sum(
+    saved_bytes = sum(
         bytes_of[name] * (1 - group.state_dtype.itemsize / weights[name].tensor.itemsize)
         for group in groups
         for name in group.names
         if group.state_dtype and name in weights
     )
-    return 1 - short / max(sum(bytes_of.values()), 1)
+    return 1 - saved_bytes / max(sum(bytes_of.values()), 1)
 
 
 def memory_needed(
     model: nn.Module,
     weights: Iterable[ShardedTensor],
     precision: Precision,
-    sharing: ZeroOptions,
+    zero_options: ZeroOptions,
     mesh: Mesh,
     pipeline: Pipeline | None,
     *,
@@ -116,17 +116,17 @@ def memory_needed(
     microbatches: int,
     block_input: int,
 ) -> MemoryNeeds:
-    """Memory that a step takes of a rank at least, besides the weights that it holds already.
+    """Return a lower bound of the memory that a step needs on a rank, besides the weights that it holds already.
 
-    | ZeRO | Gradients | Moments | Gathered weights |
+    | ZeRO | Gradients | Optimizer state | Gathered weights |
     |---|---|---|---|
     | 0 | all | all | – |
     | 1 | all | shard | – |
-    | 2 | shard; all where micro-batches add up | shard | all |
-    | 3 | likewise | shard | a block, those prefetched, and what is in no block; all in pipelines that split backward |
+    | 2 | shard; all if micro-batches accumulate unsharded | shard | all |
+    | 3 | as 2 | shard | a block, those prefetched, and weights in no block; all in pipelines that split backward |
 
-    "All" is what this rank's stages hold of the model, cut by tensor parallelism. Of activations only what every
-    recompute mode keeps is counted: the input of each block, for as many micro-batches as a rank holds at a time.
+    "All" means the weights of this rank's stages, sharded by tensor parallelism. Only the activations that every
+    recompute mode keeps are counted: the input of each block, for the micro-batches that a rank holds at a time.
 
     weights: this rank's blocks. state_size: see `state_size_ratio`. block_input: bytes of a micro-batch between two
     blocks.
@@ -134,20 +134,22 @@ def memory_needed(
     sizes = [sum(p.numel() for p in block.parameters()) for block in transformer_blocks(model)]
     total, in_blocks = sum(p.numel() for p in model.parameters()), sum(sizes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    local = sum(box.tensor.nbytes for box in weights) * trained // max(total, 1)
-    adds_up = pipeline is not None or (microbatches > 1 and sharing.accumulate == "unsharded")
-    splits = pipeline is not None and pipeline.schedule in SPLITS_BACKWARD
+    local = sum(block.tensor.nbytes for block in weights) * trained // max(total, 1)
+    is_unsharded = pipeline is not None or (microbatches > 1 and zero_options.accumulate == "unsharded")
+    splits_backward = pipeline is not None and pipeline.schedule in SPLITS_BACKWARD
     gathered = 0
-    if sharing.zero == 2 or (sharing.zero == 3 and splits):
+    if zero_options.zero == 2 or (zero_options.zero == 3 and splits_backward):
         gathered = total * precision.compute_dtype.itemsize
-    elif sharing.zero == 3:
-        ahead = sharing.prefetch_depth(mesh.device_mesh.device_type)
-        together = sum(sorted(sizes)[-1 - ahead :])  # the block that runs, and those prefetched
-        gathered = (total - in_blocks + together) * precision.compute_dtype.itemsize
+    elif zero_options.zero == 3:
+        depth = zero_options.prefetch_depth(mesh.device_mesh.device_type)
+        gathered_blocks = sum(sorted(sizes)[-1 - depth :])  # the block that runs, and those prefetched
+        gathered = (total - in_blocks + gathered_blocks) * precision.compute_dtype.itemsize
     if mesh.size(SHARD) == 1 and not precision.is_mixed:
-        gathered = 0  # the weights themselves
+        gathered = 0  # the stored weights themselves
     return MemoryNeeds(
-        gradients=trained * precision.param_dtype.itemsize if sharing.zero < 2 or adds_up else local,
+        gradients=trained * precision.param_dtype.itemsize
+        if zero_options.zero < 2 or is_unsharded
+        else local,
         optimizer_state=int(MOMENTS * local * state_size),
         gathered=gathered,
         block_inputs=max_block_inputs(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,

@@ -23,7 +23,7 @@ from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.reference import attend_in_chunks, probabilities, unless_blind
+from megatfm.ops.attention.reference import attend_in_chunks, probabilities, zero_blind_queries
 
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions or buckets of them
 
@@ -158,7 +158,7 @@ class DisentangledCore(nn.Module):
             chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
             mask_B1TS = sequence.mask(self.pattern, rows=rows)
             probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, chunk_keys)
-            return unless_blind(probabilities_BNTS @ v_BNSH, mask_B1TS)
+            return zero_blind_queries(probabilities_BNTS @ v_BNSH, mask_B1TS)
 
         return attend_in_chunks(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
 

@@ -150,7 +150,7 @@ class CompressedKeyMask:
     def translation_invariant_blocks(self, size: int) -> None:
         return None
 
-    def starts(self) -> Tensor:
+    def cu_seqlens(self) -> Tensor:
         """Raises NotImplementedError: this mask has no window."""
         raise NotImplementedError
 

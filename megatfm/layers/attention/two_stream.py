@@ -18,7 +18,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.reference import attend_in_chunks, probabilities, unless_blind
+from megatfm.ops.attention.reference import attend_in_chunks, probabilities, zero_blind_queries
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
 
@@ -172,7 +172,7 @@ class TwoStreamAttention(nn.Module):
             scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], content, stream.pairs(rows))
             chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
             probabilities_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
-            return unless_blind(probabilities_BNQS @ content.values, mask_B1QS)
+            return zero_blind_queries(probabilities_BNQS @ content.values, mask_B1QS)
 
         heads_BNQH = attend_in_chunks(attend, q_BNQH, content.keys.shape[2], "two-stream")
         return self.wo(heads_BNQH.transpose(1, 2).flatten(2))

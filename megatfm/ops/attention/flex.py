@@ -1,6 +1,6 @@
-"""Attention by torch's FlexAttention (He et al. 2024), which visits only blocks of keys that are seen, on a GPU.
+"""Attention by torch's FlexAttention (He et al. 2024), which computes only blocks of keys that are seen, on a GPU.
 
-It is imported where it runs: with it come a second of torch's compiler and sympy.
+FlexAttention is imported on use, as the import takes a second (torch's compiler and sympy).
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SIZE = 128
 """Tokens of a block."""
 
-NARROW = 16
-"""Channels of the values where a kernel's output is not looked at: the fewest that it takes."""
+MIN_VALUE_WIDTH = 16
+"""Smallest width of values that the kernel supports, for passes whose output is not used."""
 
 
 def flex(
@@ -37,10 +37,10 @@ def flex(
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute `attention_reference` with biases by distance only.
+    """Compute `attention_reference`; only biases by distance are supported.
 
-    Probabilities are dropped inside the kernel, by the keys: with scores of −∞ at what is dropped it gives the mean of
-    the values that are left, and the logarithm of the sum over these. A second pass gives that over all of them.
+    Dropout sets scores to −∞ inside the kernel, which then returns the mean of the kept values, and the log-sum-exp
+    over these. A second pass computes the log-sum-exp over all of them, by which the mean is rescaled.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -53,30 +53,30 @@ def flex(
         "enable_gqa": q_BNTH.shape[1] != k_BKSH.shape[1],
         "return_aux": AuxRequest(lse=sinks_N is not None or rng_keys_BNT is not None),
     }
-    changed = _capped(variant.softcap) if variant.softcap else None
+    score_mod = _cap_scores(variant.softcap) if variant.softcap else None
     if bias is not None:
-        changed = _biased(bias.to(q_BNTH.dtype), q_BNTH.shape[2], changed)
+        score_mod = _add_bias(bias.to(q_BNTH.dtype), q_BNTH.shape[2], score_mod)
     if rng_keys_BNT is None:
-        out_BNTV, aux = run(q_BNTH, k_BKSH, v_BKSV, score_mod=changed, **options)
+        out_BNTV, aux = run(q_BNTH, k_BKSH, v_BKSV, score_mod=score_mod, **options)
         if sinks_N is None:
             return out_BNTV
-        shares_BNT = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
-        return out_BNTV * shares_BNT[..., None].to(out_BNTV.dtype)
+        factor_BNT = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
+        return out_BNTV * factor_BNT[..., None].to(out_BNTV.dtype)
     threshold = round(variant.dropout * RATE_STEPS)
     out_BNTV, kept_aux = run(
-        q_BNTH, k_BKSH, v_BKSV, score_mod=_dropped(rng_keys_BNT, threshold, changed), **options
+        q_BNTH, k_BKSH, v_BKSV, score_mod=_drop_scores(rng_keys_BNT, threshold, score_mod), **options
     )
-    _, aux = run(q_BNTH, k_BKSH, v_BKSV[..., :NARROW], score_mod=changed, **options)
-    whole_BNT = aux.lse
+    _, aux = run(q_BNTH, k_BKSH, v_BKSV[..., :MIN_VALUE_WIDTH], score_mod=score_mod, **options)
+    lse_BNT = aux.lse
     if sinks_N is not None:
-        whole_BNT = torch.logaddexp(whole_BNT, sinks_N.to(whole_BNT.dtype)[:, None])
-    whole_BNT = whole_BNT.masked_fill(whole_BNT == -torch.inf, 0)  # of a query that sees no key
-    shares_BNT = (kept_aux.lse - whole_BNT).exp() * (RATE_STEPS / (RATE_STEPS - threshold))
-    return out_BNTV * shares_BNT[..., None].to(out_BNTV.dtype)
+        lse_BNT = torch.logaddexp(lse_BNT, sinks_N.to(lse_BNT.dtype)[:, None])
+    lse_BNT = lse_BNT.masked_fill(lse_BNT == -torch.inf, 0)  # queries that see no key
+    factor_BNT = (kept_aux.lse - lse_BNT).exp() * (RATE_STEPS / (RATE_STEPS - threshold))
+    return out_BNTV * factor_BNT[..., None].to(out_BNTV.dtype)
 
 
 def block_mask(mask: AttentionMask, queries: int, keys: int) -> "BlockMask":
-    """The blocks that are visited, from the table of blocks: torch's own way asks for all pairs first."""
+    """Return torch's block mask, from the table of blocks: `create_block_mask` would examine all pairs."""
     from torch.nn.attention.flex_attention import BlockMask
 
     table_BnQJ, full_BnQJ = mask.block_mask(SIZE), mask.full_block_mask(SIZE)
@@ -87,40 +87,45 @@ def block_mask(mask: AttentionMask, queries: int, keys: int) -> "BlockMask":
     full_BnQJ = full_BnQJ & table_BnQJ
     partial = table_BnQJ & ~full_BnQJ
 
-    def pair(b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask.mask_mod(b, n, q, k)
 
     return BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(full_BnQJ), BLOCK_SIZE=SIZE, mask_mod=pair, seq_lengths=(queries, keys)
+        *_kv_blocks(partial),
+        *_kv_blocks(full_BnQJ),
+        BLOCK_SIZE=SIZE,
+        mask_mod=mask_mod,
+        seq_lengths=(queries, keys),
     )
 
 
-def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of key blocks that each query block sees, int32 [B, n, Q], and their indices, first in [B, n, Q, J]."""
+def _kv_blocks(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of key blocks that each query block sees, int32 [B, n, Q], and [B, n, Q, J], which begins with
+    their indices."""
     order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return table.sum(-1, dtype=torch.int32).contiguous(), order.to(torch.int32).contiguous()
 
 
-def _capped(most: float) -> Callable[..., Tensor]:
+def _cap_scores(softcap: float) -> Callable[..., Tensor]:
     def cap(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return most * torch.tanh(score / most)
+        return softcap * torch.tanh(score / softcap)
 
     return cap
 
 
-def _biased(bias_NL: Tensor, total: int, changed: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _add_bias(bias_NL: Tensor, total: int, score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     def add(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        score = score if changed is None else changed(score, b, n, q, k)
+        score = score if score_mod is None else score_mod(score, b, n, q, k)
         return score + bias_NL[n, k - q + (total - 1)]
 
     return add
 
 
-def _dropped(
-    keys_BNT: Tensor, threshold: int, changed: Callable[..., Tensor] | None
+def _drop_scores(
+    keys_BNT: Tensor, threshold: int, score_mod: Callable[..., Tensor] | None
 ) -> Callable[..., Tensor]:
     def drop(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        score = score if changed is None else changed(score, b, n, q, k)
+        score = score if score_mod is None else score_mod(score, b, n, q, k)
         return torch.where(keep_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf)
 
     return drop

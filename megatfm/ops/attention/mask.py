@@ -1,4 +1,4 @@
-"""The interface of masks: what kernels ask of them, bands as one of their forms, and masks given as tensors."""
+"""Masks of attention: the interface that kernels use, bands of tiles, and dense masks."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,19 @@ from torch import Tensor
 
 # B batch, N query heads, T queries, S keys
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 BuiltinMask = Literal["all", "causal"]
-"""Words that kernels have: all keys, or those up to the query itself, where the last query is also the last key."""
+"""Masks that kernels have built in: all keys, or the keys up to the query, with the last query at the last key."""
 
 
 @dataclass(frozen=True)
 class BandLimits:
-    """A query sees all of its document from `left` tokens before it to `right` after it; None: from the first, to the
-    last. chunk: and of these, those of its chunk of so many tokens, counted from the document's first. global_tokens:
-    places of a document that see all of it, and are seen by all of it; ascending."""
+    """Band of keys that a query sees in its document: from `left` tokens before it to `right` after it; None: no limit.
+
+    chunk: only keys in the query's chunk of so many tokens, counted from the document's start. global_tokens: positions
+    in a document, ascending, that see all of it and are seen by all of it.
+    """
 
     left: int | None
     right: int | None
@@ -28,17 +30,16 @@ class BandLimits:
 
 @dataclass(frozen=True)
 class Band:
-    """Tiles in one row of the batch, or in all (None), each `step` tokens after the one before: the first has `queries`
-    from the place `first` on and `keys` from `start` on.
+    """Equal tiles of pairs, each `step` tokens after the previous one, in one row of the batch (None: in all rows).
 
-    partial_columns: by their first columns, what of the keys is not seen by all queries, boolean [b, ·]. causal: a
-    single tile, whose i-th query sees keys up to the i-th. accumulates: of keys beside those that others have looked at
-    for its queries.
+    The first tile has `queries` from `first_query` on and `keys` from `first_key` on; there are `count` tiles.
+    partial_columns: (first column, boolean mask [b, ·]) of keys that not all queries of a tile see. causal: a single
+    tile, whose i-th query sees keys up to the i-th. accumulates: other bands have visited other keys for its queries.
     """
 
     row: int | None
-    first: int
-    start: int
+    first_query: int
+    first_key: int
     queries: int
     keys: int
     count: int = 1
@@ -47,78 +48,77 @@ class Band:
     causal: bool = False
     accumulates: bool = False
 
-    def part(self, at: int, count: int) -> tuple[int, int, int]:
-        """Return the first query and the first key of the tiles from number `at` on, and the number of tiles."""
-        return self.first + at * self.step, self.start + at * self.step, min(count, self.count - at)
+    def tile_range(self, index: int, count: int) -> tuple[int, int, int]:
+        """Return first query, first key and number of at most `count` tiles from the tile `index` on."""
+        offset = index * self.step
+        return self.first_query + offset, self.first_key + offset, min(count, self.count - index)
 
 
 class AttentionMask(Protocol):
-    """Pairs that attention sees. Each form is computed when a kernel asks for it: most need no mask of T × S."""
+    """Query-key pairs that attention sees. Each form is computed on use: most kernels need no mask of T × S."""
 
     @property
     def builtin_mask(self) -> BuiltinMask | None:
-        """The word that says all of it, where there is one."""
+        """The built-in mask that is equal to this one; None if there is none."""
 
     @property
-    def grain(self) -> int | None:
-        """Tokens of the blocks that it is made of, where it is."""
+    def block_size(self) -> int | None:
+        """Tokens of the blocks that the mask consists of; None if it has no blocks."""
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """Keys before and after its place that a query sees of its sequence, −1: all; None: no window says it all."""
+        """Number of keys before and after a query that it sees of its document, −1: all; None if no window is equal."""
 
-    def starts(self) -> Tensor:
-        """With a window: where sequences begin in all rows laid end to end, int32 [C + 1]; at last where they end."""
+    def cu_seqlens(self) -> Tensor:
+        """Cumulative lengths of documents in all rows laid end to end, int32 [C + 1]. Only for masks with a window."""
 
     def mask(self) -> Tensor | None:
-        """Boolean [B or 1, N or 1, T, S], true where a query sees a key; None if `builtin_mask` says it all."""
+        """Boolean [B or 1, N or 1, T, S], true where a query sees a key; None if `builtin_mask` is equal."""
 
     def block_mask(self, size: int) -> Tensor:
         """Boolean [B or 1, N or 1, ⌈T/size⌉, ⌈S/size⌉], true where a block of queries may see a key of a block."""
 
     def full_block_mask(self, size: int) -> Tensor:
-        """Boolean, of the shape of `block_mask`, true if all queries of a block surely see all keys of a block."""
+        """Boolean, of the shape of `block_mask`, true only if all queries of a block see all keys of a block."""
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Booleans for single pairs: int64 numbers of rows, heads, queries and keys that broadcast to one another."""
+        """Booleans of single pairs. b, n, q, k: int64 indices of rows, heads, queries and keys, which broadcast."""
 
     def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
-        """Blocks of queries [B or 1, ⌈T/size⌉] and of keys [B or 1, ⌈S/size⌉] such that what one of the first sees of
-        some of the second depends on no more than how far from one another they are; None: there are none."""
+        """Booleans of query blocks [B or 1, ⌈T/size⌉] and key blocks [B or 1, ⌈S/size⌉] for which the mask of a pair
+        depends only on their distance; None: there are none."""
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
-        """All of it in tiles of neighbouring queries and keys; None: it is not of that form.
+        """The whole mask as bands of tiles; None if it is no band. fused: see `block_plan.bands`."""
 
-        fused: see `bands.bands`."""
-
-    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what all layers with this mask share; `make` is called the first time for each key."""
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return a value that all layers with this mask share; `make` is called once for each key."""
 
 
 @dataclass(frozen=True)
 class DenseMask:
-    """A mask given by a word, a tensor, or a window and begins of documents."""
+    """A mask from a built-in one, a boolean tensor [B or 1, N or 1, T, S], or a window and documents' cumulative
+    lengths."""
 
     builtin_mask: BuiltinMask | None = None
     dense: Tensor | None = None
-    grain: int | None = None
+    block_size: int | None = None
     window: tuple[int, int] | None = None
-    documents: Tensor | None = None
+    document_starts: Tensor | None = None
 
-    def starts(self) -> Tensor:
-        """The begins that were passed."""
-        assert self.documents is not None
-        return self.documents
+    def cu_seqlens(self) -> Tensor:
+        """Cumulative lengths as passed."""
+        assert self.document_starts is not None
+        return self.document_starts
 
     def mask(self) -> Tensor | None:
         return self.dense
 
     def block_mask(self, size: int) -> Tensor:
-        """From the tensor."""
-        return self._by_blocks(size, missing=False).any(5).any(3)
+        return self._to_blocks(size, fill=False).any(5).any(3)
 
     def full_block_mask(self, size: int) -> Tensor:
-        return self._by_blocks(size, missing=True).all(5).all(3)
+        return self._to_blocks(size, fill=True).all(5).all(3)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert self.dense is not None
@@ -130,13 +130,13 @@ class DenseMask:
     def bands(self, *, fused: bool) -> None:
         return None
 
-    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return make()
 
-    def _by_blocks(self, size: int, *, missing: bool) -> Tensor:
+    def _to_blocks(self, size: int, *, fill: bool) -> Tensor:
         assert self.dense is not None
         padded = self.dense.new_full(
-            (*self.dense.shape[:2], *(-(-length // size) * size for length in self.dense.shape[2:])), missing
+            (*self.dense.shape[:2], *(-(-length // size) * size for length in self.dense.shape[2:])), fill
         )
         padded[..., : self.dense.shape[2], : self.dense.shape[3]] = self.dense
         return padded.unflatten(3, (-1, size)).unflatten(2, (-1, size))

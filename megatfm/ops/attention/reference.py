@@ -1,4 +1,5 @@
-"""Attention written out in matrix products (Vaswani et al. 2017; Ainslie et al. 2023): the reference, and in chunks."""
+"""Attention written out in matmuls (Vaswani et al. 2017; Ainslie et al. 2023): the reference, and in chunks of
+queries."""
 
 import logging
 from collections.abc import Callable
@@ -21,7 +22,7 @@ class AttentionOptions:
     """Options of attention.
 
     scale: of the scores; None: H^−1/2. softcap: scores s become c·tanh(s/c). dropout: rate of dropped probabilities,
-    which needs keys int64 [B, N, T].
+    which needs random keys int64 [B, N, T].
     """
 
     scale: float | None = None
@@ -39,11 +40,10 @@ def attention_reference(
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ · scale + bias) v over visible keys, written out; [B, N, T, V].
+    """Return softmax(q kᵀ · scale + bias) v over visible keys, [B, N, T, V]; 0 for a query that sees no key.
 
-    bias broadcasts to [B, N, T, S], or has a number for each distance (`megatfm.ops.attention.relative_bias`); it is
-    added after the soft cap. sinks: a score for each head that takes part in the softmax, but has no key (Agarwal et
-    al. 2025, gpt-oss). A query that sees no key gets 0.
+    bias: broadcasts to [B, N, T, S], or is relative (`megatfm.ops.attention.relative_bias`); added after the soft cap.
+    sinks_N: a score for each head that takes part in the softmax without a key (Agarwal et al. 2025, gpt-oss).
     """
     if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
@@ -58,8 +58,8 @@ def attention_reference(
     if mask.builtin_mask == "causal":
         queries, keys = scores_BNTS.shape[-2:]
         mask_B1TS = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
-    shares_BNTS = probabilities(scores_BNTS, mask_B1TS, variant.dropout, rng_keys_BNT, sinks_N)
-    return unless_blind(shares_BNTS @ v_BKSV, mask_B1TS, mask)
+    probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, variant.dropout, rng_keys_BNT, sinks_N)
+    return zero_blind_queries(probabilities_BNTS @ v_BKSV, mask_B1TS, mask)
 
 
 def probabilities(
@@ -69,19 +69,18 @@ def probabilities(
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten.
+    """Return the softmax of scores under a mask, with dropout if there are random keys; may overwrite the scores.
 
-    Of a query that sees no key it is the same for all keys: what is made of that goes through `unless_blind`."""
+    A query that sees no key has equal probabilities for all keys: pass the output through `zero_blind_queries`.
+    """
     if mask_B1TS is not None:
-        # The lowest number and not −∞: a row that sees nothing, as padding may, must not turn into NaN.
+        # The lowest finite number, not −∞, so that queries that see no key, such as padding, don't become NaN.
         lowest = torch.finfo(scores_BNTS.dtype).min
-        if scores_BNTS.dtype == torch.float16:  # of which the lowest and a score would be −∞
+        if scores_BNTS.dtype == torch.float16:  # where lowest + score would be −∞
             scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, lowest)
-        else:  # added it costs half, and nothing in the backward pass (docs/LOG.md, 2026-11-22)
-            hidden_B1TS = torch.full_like(mask_B1TS, lowest, dtype=scores_BNTS.dtype).masked_fill_(
-                mask_B1TS, 0
-            )
-            scores_BNTS = scores_BNTS.add_(hidden_B1TS)
+        else:  # adding costs half of filling, and nothing in the backward pass (docs/LOG.md, 2026-11-22)
+            mask_bias_B1TS = torch.full_like(mask_B1TS, lowest, dtype=scores_BNTS.dtype)
+            scores_BNTS = scores_BNTS.add_(mask_bias_B1TS.masked_fill_(mask_B1TS, 0))
     if sinks_N is None:
         probabilities_BNTS = scores_BNTS.softmax(-1)
     else:
@@ -90,44 +89,50 @@ def probabilities(
     return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)
 
 
-def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None, mask: AttentionMask = FULL_MASK) -> Tensor:
-    """Attention's output with 0 where a query sees no key, and nothing that goes back from there.
+def zero_blind_queries(
+    heads_BNTV: Tensor, mask_B1TS: Tensor | None, mask: AttentionMask = FULL_MASK
+) -> Tensor:
+    """Set the output of queries that see no key to 0, which also stops their gradients.
 
-    seen: whose mask it is; layers that see the same then share which queries these are."""
+    mask: the one that `mask_B1TS` belongs to; layers with the same mask share which queries these are.
+    """
     if mask_B1TS is None:
         return heads_BNTV
-    blind_B1T1 = mask.cached("blind", lambda: ~mask_B1TS.any(-1, keepdim=True))
-    return heads_BNTV.masked_fill(blind_B1T1, 0)
+    is_blind_B1T1 = mask.cached("blind", lambda: ~mask_B1TS.any(-1, keepdim=True))
+    return heads_BNTV.masked_fill(is_blind_B1T1, 0)
 
 
 MAX_SCORES = 2**26
-"""Number of scores held at once; those of more are computed again in the backward pass."""
+"""Number of scores held at once; if there are more, the backward pass recomputes them in chunks."""
 
 log = logging.getLogger("megatfm")
 
 
 def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: int, kind: str) -> Tensor:
-    """[B, N, T, V] of `attend`, which gives it for some of the queries. keys: of a row. kind: as the log calls it."""
+    """Return attention's output [B, N, T, V], in chunks of queries if there are many scores.
+
+    attend: slice of queries → their output. keys: number per row. kind: name for the log.
+    """
     queries = q_BNTH.shape[2]
-    step = max(1, MAX_SCORES // (q_BNTH.shape[:2].numel() * keys))
-    at_once = step >= queries or torch.compiler.is_compiling()
-    log_once(kind, at_once, q_BNTH.device.type, q_BNTH.dtype)
-    if at_once:
+    chunk_size = max(1, MAX_SCORES // (q_BNTH.shape[:2].numel() * keys))
+    is_single = chunk_size >= queries or torch.compiler.is_compiling()
+    log_once(kind, is_single, q_BNTH.device.type, q_BNTH.dtype)
+    if is_single:
         return attend(slice(0, queries))
-    parts = [slice(at, min(at + step, queries)) for at in range(0, queries, step)]
+    chunks = [slice(start, min(start + chunk_size, queries)) for start in range(0, queries, chunk_size)]
     if not torch.is_grad_enabled():
-        return torch.cat([attend(rows) for rows in parts], 2)
-    outputs = [checkpoint(attend, rows, use_reentrant=False, preserve_rng_state=False) for rows in parts]
+        return torch.cat([attend(chunk) for chunk in chunks], 2)
+    outputs = [checkpoint(attend, chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return torch.cat(outputs, 2)
 
 
 @constant_when_compiled
-def log_once(kind: str, at_once: bool, device: str, dtype: torch.dtype) -> None:
+def log_once(kind: str, is_single: bool, device: str, dtype: torch.dtype) -> None:
     """Log once how attention of a kind is computed."""
-    if (entry := (kind, at_once, device, dtype)) not in _LOGGED:
+    if (entry := (kind, is_single, device, dtype)) not in _LOGGED:
         _LOGGED.add(entry)
         strategy = (
-            "all queries at once" if at_once else "some queries at a time, and again in the backward pass"
+            "all queries at once" if is_single else "some queries at a time, and again in the backward pass"
         )
         log.info("attention %s, on %s in %s: kernel products, %s", kind, device, str(dtype)[6:], strategy)
 

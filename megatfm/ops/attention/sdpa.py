@@ -1,7 +1,7 @@
 """Attention by torch's fused kernels, through `scaled_dot_product_attention`."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatfm.ops.attention.mask import AttentionMask
-from megatfm.ops.attention.reference import AttentionOptions, unless_blind
+from megatfm.ops.attention.reference import AttentionOptions, zero_blind_queries
 from megatfm.ops.attention.relative_bias import expand
 from megatfm.ops.log_once import constant_when_compiled
 
@@ -18,17 +18,18 @@ from megatfm.ops.log_once import constant_when_compiled
 log = logging.getLogger("megatfm")
 
 LONG = 1024
-"""Number of queries on a CPU from which on heads of two widths are padded to one."""
+"""Number of queries above which a CPU pads heads of two widths to one."""
 
-FLASH_WIDEST = 256
-"""Channels of the widest heads that FlashAttention takes."""
+FLASH_MAX_WIDTH = 256
+"""Largest head width of FlashAttention."""
 
-PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-MASKED = [SDPBackend.EFFICIENT_ATTENTION]
-"""FlashAttention takes no mask, and cuDNN's backward pass under one gives NaN on Hopper GPUs (pytorch issue 196678)."""
+UNMASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION]
+"""FlashAttention supports no mask, and cuDNN's backward pass under one gives NaN on Hopper GPUs (pytorch issue
+196678)."""
 
 
-def fused(
+def sdpa_attention(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSV: Tensor,
@@ -38,24 +39,28 @@ def fused(
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute `attention_reference` without soft cap, dropped probabilities and sinks; causal only where T = S."""
+    """Compute `attention_reference` without soft cap, dropout and sinks; causal only if T = S."""
     causal, mask_tensor = mask.builtin_mask == "causal", mask.mask()
-    masked_by_bias = None if bias is None else mask_tensor
+    mask_in_bias = None if bias is None else mask_tensor
     if bias is not None:
         mask_tensor = _masked_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
-    if allowed and groups > 1 and not _by_flash(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None):
-        # Only FlashAttention takes keys that heads share; torch would find no other of these kernels.
+    if (
+        allowed
+        and groups > 1
+        and not _supports_flash(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
+    ):
+        # Only FlashAttention supports key heads shared by query heads; torch would choose no other kernel.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
     width, v_width = q_BNTH.shape[-1], v_BKSV.shape[-1]
     scale = width**-0.5 if variant.scale is None else variant.scale
     if q_BNTH.device.type == "cpu" and width != v_width and q_BNTH.shape[2] >= LONG:
-        # The fused kernel of a CPU takes heads of one width; torch would hold all scores at once instead.
-        widest = max(width, v_width)
-        q_BNTH, k_BKSH = (F.pad(x, (0, widest - width)) for x in (q_BNTH, k_BKSH))
-        v_BKSV = F.pad(v_BKSV, (0, widest - v_width))
-    with _only(allowed):
+        # The fused CPU kernel needs equal head widths; torch would hold all scores at once instead.
+        max_width = max(width, v_width)
+        q_BNTH, k_BKSH = (F.pad(x, (0, max_width - width)) for x in (q_BNTH, k_BKSH))
+        v_BKSV = F.pad(v_BKSV, (0, max_width - v_width))
+    with sdpa_kernel(allowed) if allowed else nullcontext():
         out_BNTV = F.scaled_dot_product_attention(
             q_BNTH,
             k_BKSH,
@@ -65,35 +70,33 @@ def fused(
             scale=scale,
             enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
         )
-    # Under a mask of booleans torch gives 0 by itself, under one of numbers the mean of all values.
-    return unless_blind(out_BNTV[..., :v_width], masked_by_bias)
+    # For queries that see no key, torch returns 0 with a boolean mask, but the mean of all values with a bias.
+    return zero_blind_queries(out_BNTV[..., :v_width], mask_in_bias)
 
 
 def backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBackend]:
-    """The kernels of a GPU that may serve; none: torch takes what it likes, since they don't compute in this type, or
-    with heads of these widths, which is logged."""
+    """Return the kernels that torch may choose from on a GPU; empty: any.
+
+    Empty on a CPU, and if no fused kernel supports the dtype or the head widths, which is logged.
+    """
     if q_BNTH.device.type != "cuda":
         return []
     widths = q_BNTH.shape[-1], v_width
     if q_BNTH.dtype == torch.float64 or any(width % 8 for width in widths):
         log_once(str(q_BNTH.dtype)[6:], *widths)
         return []
-    return MASKED if masked else PLAIN
+    return MASKED_BACKENDS if masked else UNMASKED_BACKENDS
 
 
-def _by_flash(q_BNTH: Tensor, v_width: int, *, masked: bool) -> bool:
-    """Whether FlashAttention serves it on a GPU."""
+def _supports_flash(q_BNTH: Tensor, v_width: int, *, masked: bool) -> bool:
+    """Return whether FlashAttention supports a call on a GPU."""
     width, is_half = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
-    return not masked and is_half and width == v_width <= FLASH_WIDEST
-
-
-def _only(allowed: list[SDPBackend]) -> AbstractContextManager[None]:
-    return sdpa_kernel(allowed) if allowed else nullcontext()
+    return not masked and is_half and width == v_width <= FLASH_MAX_WIDTH
 
 
 @constant_when_compiled
 def log_once(dtype: str, k_width: int, v_width: int) -> None:
-    """Warn, once for each kind of heads, that no fused kernel takes them."""
+    """Warn, once for each kind of heads, that no fused kernel supports them."""
     kind = dtype, k_width, v_width
     if kind not in _LOGGED:
         _LOGGED.add(kind)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.checkpoint import ShardedTensor
-from megatfm.checkpoint.planner import PlannedGroup, WritePlan, group_shards, merge_plans, share_out
+from megatfm.checkpoint.planner import PlannedGroup, WritePlan, assign_evenly, group_shards, merge_plans
 from megatfm.checkpoint.sharded_tensor import check_cover
 from megatfm.errors import MegatfmError
 
@@ -208,6 +208,6 @@ def test_units_are_shared_out_as_one_by_one_to_the_emptiest(
     for _ in range(units):
         expected[expected.index(min(expected))] += size
     loads = list(loads_before)
-    shares = share_out(loads, range(len(loads)), units, size)
+    shares = assign_evenly(loads, range(len(loads)), units, size)
     assert sum(count for _, count in shares) == units
     assert sorted(loads) == sorted(expected)

@@ -317,7 +317,7 @@ def flips(genuine: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_disk_that_garbles_is_found_by_reading_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Saver(tmp_path, read_back=True, keep=1) as saving:
+    with Saver(tmp_path, verify_after_write=True, keep=1) as saving:
         saving.save(1, tensors(1), {})
         assert saving.wait_for_save() == saving.verified
         with monkeypatch.context() as patch:
@@ -337,7 +337,7 @@ def test_the_last_verified_one_and_every_nth_are_kept(tmp_path: Path) -> None:
             if step == 3:
                 saving.verified = tmp_path / "step-00000003"
         assert steps(tmp_path) == [3, 4, 6]
-    with Saver(tmp_path, keep=2, read_back=True) as saving:
+    with Saver(tmp_path, keep=2, verify_after_write=True) as saving:
         for step in (7, 8):
             saving.save(step, tensors(step), {})
             saving.wait_for_save()

@@ -302,8 +302,8 @@ def test_importing_megatfm_and_training_natively_never_imports_it() -> None:
 def test_a_missing_installation_is_one_line() -> None:
     code = (
         "import sys, torch; sys.modules['deepspeed'] = None\n"
-        "from megatfm.engines.deepspeed.library import load\n"
-        "try: load(torch.device('cpu'))\n"
+        "from megatfm.engines.deepspeed.library import import_deepspeed\n"
+        "try: import_deepspeed(torch.device('cpu'))\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     stdout = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

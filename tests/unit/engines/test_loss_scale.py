@@ -6,7 +6,7 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
-from megatfm.engines.interface import LossScale
+from megatfm.engines.losses import LossScale
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
@@ -16,7 +16,7 @@ from tests.support.workers import Workers
 
 def test_the_rule_is_torch_s() -> None:
     """GradScaler's own update, over a series with overflows."""
-    loss_scale, expected = LossScale(first=8.0, patience=3), torch.full((), 8.0)
+    loss_scale, expected = LossScale(initial=8.0, growth_interval=3), torch.full((), 8.0)
     growth = torch.zeros((), dtype=torch.int32)
     for overflow in [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]:
         loss_scale.update(not overflow)

@@ -102,7 +102,7 @@ def kept_and_repeated(how: str) -> tuple[int, int, int]:
         return model(tokens, targets=tokens).losses["causal"]
 
     forward()  # a budget measures in the first
-    loss, kept = activation_checkpointing.measured(model, forward)
+    loss, kept = activation_checkpointing.measure_saved_bytes(model, forward)
     with Products() as products:
         loss.backward()
     return kept, products.counted, products.everything
@@ -149,7 +149,7 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
         activation_checkpointing.recompute(stage, list(stage), "500 kB")
         x = torch.randn(32, 32, requires_grad=True)
         stage(x)  # measures
-        _, kept = activation_checkpointing.measured(stage, partial(stage, x))
+        _, kept = activation_checkpointing.measure_saved_bytes(stage, partial(stage, x))
         assert kept < 500_000, "two of the small ones fit, and none of the wide"
         with Products() as products:
             stage(x).sum().backward()
@@ -160,7 +160,7 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])
 def test_recompute_sizes_are_parsed(text: str, size: int) -> None:
-    assert activation_checkpointing.size_of(text) == size
+    assert activation_checkpointing.parse_size(text) == size
 
 
 def test_without_gradients_nothing_is_kept_for_later() -> None:
@@ -198,7 +198,7 @@ def test_under_compile_a_share_says_how_much_is_kept(monkeypatch: pytest.MonkeyP
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-            output, kept[how] = activation_checkpointing.measured(
+            output, kept[how] = activation_checkpointing.measure_saved_bytes(
                 block, partial(block, x.clone().requires_grad_())
             )
         output.square().sum().backward()

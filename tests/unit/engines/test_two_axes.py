@@ -152,7 +152,7 @@ def make_engine(parallel: ParallelConfig) -> NativeEngine:
         precision="fp64",
         seed=7,
         optimizers=[adamw],
-        sharing=ZeroOptions(parallel.zero, parallel.grad_accumulation),
+        zero_options=ZeroOptions(parallel.zero, parallel.grad_accumulation),
     )
 
 

@@ -150,8 +150,8 @@ def kind_of(family: str, name: str) -> dict[str, Any]:
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (block_sparse, "SCORES"),
-        (tile, "HELD"),
-        (block_plan, "MASKED"),
+        (tile, "MAX_TILE_SCORES"),
+        (block_plan, "MAX_MASK_PAIRS"),
         (reference, "MAX_SCORES"),
     ):
         monkeypatch.setattr(module, name, AT_ONCE)

@@ -98,7 +98,7 @@ def test_values_of_another_width_than_keys(
     v = torch.randn(B, 6, T, of_values, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with Watched():
-        fused = sdpa.fused(*inputs, DenseMask(word), None, AttentionOptions(), None)
+        fused = sdpa.sdpa_attention(*inputs, DenseMask(word), None, AttentionOptions(), None)
     assert any(flash)
     expected = attention_reference(*inputs, DenseMask(word))
     y = torch.randn(fused.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

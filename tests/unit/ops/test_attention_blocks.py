@@ -43,14 +43,14 @@ PATTERNS = [
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and tiles that T is no multiple of, several chunks of each, and masks made in several parts."""
-    monkeypatch.setattr(block_plan, "TILES", (4, 8, 16))
-    monkeypatch.setattr(block_plan, "ALIGNED", 4)
-    monkeypatch.setattr(block_plan, "SHORTEST", 1)
-    monkeypatch.setattr(block_plan, "LONGEST", 45)
-    monkeypatch.setattr(tile, "HELD", 3 * B * N * 16)
+    monkeypatch.setattr(block_plan, "TILE_SIZES", (4, 8, 16))
+    monkeypatch.setattr(block_plan, "KEY_ALIGNMENT", 4)
+    monkeypatch.setattr(block_plan, "MIN_MEAN_LENGTH", 1)
+    monkeypatch.setattr(block_plan, "MAX_CAUSAL_TILE", 45)
+    monkeypatch.setattr(tile, "MAX_TILE_SCORES", 3 * B * N * 16)
     monkeypatch.setattr(block_sparse, "SIZE", SIZE)
-    monkeypatch.setattr(block_sparse, "SCORES", 3 * N * SIZE * SIZE)
-    monkeypatch.setattr(block_plan, "MASKED", 3 * SIZE * SIZE)
+    monkeypatch.setattr(block_sparse, "MAX_SCORES", 3 * N * SIZE * SIZE)
+    monkeypatch.setattr(block_plan, "MAX_MASK_PAIRS", 3 * SIZE * SIZE)
 
 
 def layouts(rows: int = B) -> Iterator[SequenceMetadata]:
@@ -80,7 +80,7 @@ def compare(
     variant: AttentionOptions = PLAIN,
     keys: Tensor | None = None,
     bias: Tensor | None = None,
-    function: Callable[..., Tensor] = block_sparse.blocked,
+    function: Callable[..., Tensor] = block_sparse.block_sparse_attention,
 ) -> float:
     """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
     actual, expected = (
@@ -112,7 +112,7 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
     seen = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
-    visits, *_ = block_sparse._visits(seen, tensors[0], tensors[1], drops=False, fused=True)
+    visits, *_ = block_sparse._plan_visits(seen, tensors[0], tensors[1], drops=False, fused=True)
     wide = [visit for visit in visits if isinstance(visit, block_plan.Band)]
     assert sorted((band.row, band.first, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
@@ -158,7 +158,7 @@ def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
         [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
     )
     assert torch.equal(relative_bias.expand(bias, keys), expected)
-    assert torch.equal(relative_bias.for_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
+    assert torch.equal(relative_bias.tile_bias(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
 
 
 KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
@@ -204,7 +204,7 @@ def test_a_part_of_the_heads() -> None:
     layout = next(layouts())
     q, k, v = inputs()
     full, second = (
-        block_sparse.blocked(
+        block_sparse.block_sparse_attention(
             *(x[:, part] for x in (q, k, v)), PatternMask(Chunks(3), layout, first, n), None, PLAIN, None
         )
         for part, first, n in ((slice(0, 4), 0, 4), (slice(2, 4), 2, 2))
@@ -233,7 +233,7 @@ def test_in_lower_precision(dtype: torch.dtype) -> None:
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(result, expected, strict=True)]
 
     for blocked_error, reference in zip(
-        errors(block_sparse.blocked), errors(attention_reference), strict=True
+        errors(block_sparse.block_sparse_attention), errors(attention_reference), strict=True
     ):
         assert blocked_error < 2 * reference + 1e-6
 
@@ -270,7 +270,7 @@ def copy_of(layout: SequenceMetadata) -> SequenceMetadata:
 )
 def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
-    monkeypatch.setattr(block_plan, "SHORTEST", T)
+    monkeypatch.setattr(block_plan, "MIN_MEAN_LENGTH", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
     seen, broken = (
@@ -288,12 +288,14 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
     heads = N - 1 if fault.startswith("the random") else N
     q, k, v = (x[:, :heads] for x in inputs())
     right = (
-        block_sparse.blocked(q, k, v, seen, None, PLAIN, None)
+        block_sparse.block_sparse_attention(q, k, v, seen, None, PLAIN, None)
         if heads == N
-        else block_sparse.blocked(q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None)
+        else block_sparse.block_sparse_attention(
+            q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None
+        )
     )
     torch.testing.assert_close(right, attention_reference(q, k, v, PatternMask(pattern, layout, 0, heads)))
-    wrong = block_sparse.blocked(q, k, v, broken, None, PLAIN, None)
+    wrong = block_sparse.block_sparse_attention(q, k, v, broken, None, PLAIN, None)
     assert ((wrong - right).norm() / right.norm()) > 1e-3
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megatfm.config import load_config
-from megatfm.engines.losses import with_starts
+from megatfm.engines.losses import with_cu_seqlens
 from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Full, Window
@@ -108,7 +108,7 @@ def test_there_is_room_for_a_fixed_number_of_documents() -> None:
     assert (
         len(cu_seqlens_from_documents(few))
         == len(cu_seqlens_from_documents(many))
-        == 2 + 2048 // varlen.ROOM + 1
+        == 2 + 2048 // varlen.MIN_DOCUMENT_LENGTH + 1
     )
     assert cu_seqlens_from_documents(few)[:3].tolist() == [0, 1024, 2048]
     assert cu_seqlens_from_documents(many)[-1] == 2048
@@ -151,7 +151,9 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen.parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
         monkeypatch.setattr(
-            varlen, "parameters", lambda removed=missing: {*varlen.NEEDED, "enable_gqa"} - {removed}
+            varlen,
+            "parameters",
+            lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed},
         )
         assert choose(case(PatternMask(causal, packed))).name == "flex"
 
@@ -171,7 +173,7 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
         return type("Varlen", (), {"name": "varlen", "run": staticmethod(noted)})
 
     def noted(*args: Any) -> Tensor:
-        inputs.append(args[3].starts())
+        inputs.append(args[3].cu_seqlens())
         return real(*args)
 
     small = [
@@ -186,7 +188,7 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     arrays = {"tokens": np.arange(B * T).reshape(B, T), "documents": DOCUMENTS.numpy()}
-    batch = {name: torch.as_tensor(values) for name, values in with_starts(arrays).items()}
+    batch = {name: torch.as_tensor(values) for name, values in with_cu_seqlens(arrays).items()}
     expected = model(batch["tokens"], documents=batch["documents"]).logits
     monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", serve)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-10, atol=1e-12)
@@ -239,7 +241,9 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         yield
 
     monkeypatch.setattr(sdpa, "_only", only)
-    monkeypatch.setattr(sdpa, "backends", lambda q, width, masked: sdpa.MASKED if masked else sdpa.PLAIN)
+    monkeypatch.setattr(
+        sdpa, "backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
+    )
     seen, inputs = PatternMask(Full(causal=True), sequence()), heads()
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
@@ -248,9 +252,9 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "scaled_dot_product_attention",
         lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
     )
-    fused = sdpa.fused(*inputs, seen, None, AttentionOptions(), None)
+    fused = sdpa.sdpa_attention(*inputs, seen, None, AttentionOptions(), None)
     torch.testing.assert_close(fused, attention_reference(*inputs, seen))
-    assert allowed == [sdpa.MASKED]
+    assert allowed == [sdpa.MASKED_BACKENDS]
     assert taken == [False]
 
 
@@ -270,7 +274,9 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
     """The other kernels of the list take no keys that heads share, so that torch would find none at all."""
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
-    monkeypatch.setattr(sdpa, "backends", lambda q, width, masked: sdpa.MASKED if masked else sdpa.PLAIN)
+    monkeypatch.setattr(
+        sdpa, "backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
+    )
     monkeypatch.setattr(sdpa, "_only", lambda allowed: nullcontext())
 
     def watched(*inputs: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
@@ -283,7 +289,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
         torch.randn(1, n, 5, w, generator=random).to(dtype)
         for n, w in ((4, width), (2, width), (2, of_values))
     )
-    fused = sdpa.fused(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
+    fused = sdpa.sdpa_attention(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
     expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     torch.testing.assert_close(fused.double(), expected, rtol=2e-2, atol=2e-2)
     assert taken == [shares]
@@ -296,7 +302,7 @@ def test_dropped_probabilities_in_two_passes(
 ) -> None:
     """Values and gradients, with FlexAttention's contract written out: on a CPU it has no backward pass."""
     monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_by_products)
-    monkeypatch.setattr("megatfm.ops.attention.flex.NARROW", 2)
+    monkeypatch.setattr("megatfm.ops.attention.flex.MIN_VALUE_WIDTH", 2)
     inputs, variant = heads(), AttentionOptions(softcap=2.0, dropout=rate)
     keys = torch.randint(-(2**62), 2**62, (B, N, T), generator=torch.Generator().manual_seed(2))
     score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None

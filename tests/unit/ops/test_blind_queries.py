@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.block_sparse import blocked
+from megatfm.ops.attention.block_sparse import block_sparse_attention
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.ops.attention.sdpa import fused
+from megatfm.ops.attention.sdpa import sdpa_attention
 
 B, N, T, S, H = 2, 4, 10, 12, 16
 BLIND = 3, 7
@@ -18,12 +18,12 @@ CASES: dict[str, tuple[Any, str, bool]] = {
     "written out": (attention_reference, "", False),
     "written out, a bias": (attention_reference, "pairs", False),
     "written out, dropout": (attention_reference, "", True),
-    "layer_types": (blocked, "", False),
-    "blocks, a bias": (blocked, "distances", False),
-    "blocks, dropout": (blocked, "", True),
-    "fused": (fused, "", False),
-    "fused, a bias": (fused, "pairs", False),
-    "fused, a bias by distance": (fused, "distances", False),
+    "blocks": (block_sparse_attention, "", False),
+    "blocks, a bias": (block_sparse_attention, "distances", False),
+    "blocks, dropout": (block_sparse_attention, "", True),
+    "fused": (sdpa_attention, "", False),
+    "fused, a bias": (sdpa_attention, "pairs", False),
+    "fused, a bias by distance": (sdpa_attention, "distances", False),
     "flex": (flex, "", False),
     "flex, dropout": (flex, "", True),
 }
@@ -66,7 +66,7 @@ def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
     )  # flex has no gradients on a CPU
     out = run(
         *inputs,
-        DenseMask(dense=mask[:, None], grain=4),
+        DenseMask(dense=mask[:, None], block_size=4),
         bias,
         AttentionOptions(dropout=0.25 if drops else 0.0),
         rng_keys,

@@ -74,7 +74,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
-    return block_sparse.blocked(q, k, v, seen, None, AttentionOptions(), None)
+    return block_sparse.block_sparse_attention(q, k, v, seen, None, AttentionOptions(), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

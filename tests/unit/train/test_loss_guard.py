@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import LossScale, LossTotals
+from megatfm.engines.interface import LossTotals
+from megatfm.engines.losses import LossScale
 from megatfm.errors import MegatfmError
 from megatfm.train.resilience import DECISIONS, DecisionLog, LossGuard
 
@@ -64,7 +65,7 @@ def test_what_is_not_finite_leaves_the_weights_and_is_counted(
 def test_float16_may_halve_its_scale_as_often_as_it_takes_to_settle(tmp_path: Path) -> None:
     """From 2²⁴ down to 1 it takes 24 steps; at 1, an overflow is one of the gradients themselves, and so counts."""
     kept, engine = guard(tmp_path, max_skipped=2), Engine()
-    engine.loss_scale = LossScale(first=2.0**24)
+    engine.loss_scale = LossScale(initial=2.0**24)
     genuine = engine.step
 
     def step(lr: float, clip: float, *, skip: bool) -> float:

@@ -92,7 +92,9 @@ def weights_are_multiplied():
 
 def nothing_is_banded():
     from megatfm.ops.attention import mask, tile
-    tile.BlockAttentionPlan.is_banded = property(lambda how: all(isinstance(visit, mask.Band) for visit in how.steps))
+    tile.BlockAttentionPlan.is_banded = property(
+        lambda plan: all(isinstance(visit, mask.Band) for visit in plan.visits), lambda plan, value: None
+    )
 
 def on_rank_1(act):
     original = native.NativeEngine.forward_backward

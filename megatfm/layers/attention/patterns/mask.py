@@ -31,7 +31,7 @@ class PatternMask:
         return self._pattern.builtin_mask if self._pattern.is_builtin(self._sequence) else None
 
     @property
-    def grain(self) -> int | None:
+    def block_size(self) -> int | None:
         return self._pattern.block_size
 
     @property
@@ -45,7 +45,7 @@ class PatternMask:
             else None
         )
 
-    def starts(self) -> Tensor:
+    def cu_seqlens(self) -> Tensor:
         return self._sequence.uniform_cu_seqlens()
 
     def mask(self) -> Tensor | None:

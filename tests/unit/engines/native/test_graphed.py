@@ -144,7 +144,7 @@ def test_a_recorded_step_is_the_step(workers: Workers) -> None:
 def record_too_many() -> str:
     """What the line says at the third shape, where two are kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatfm.engines.native.cuda_graphs.SHAPES", 2)
+        patch.setattr("megatfm.engines.native.cuda_graphs.MAX_SHAPES", 2)
         engine = graphed(UNTIED_MODEL, "fp32", Taped())
         for length in (8, 12, 8, 12):
             engine.forward_backward(microbatches(engine, global_batch(seed=0, length=length)), CAUSAL)

@@ -60,7 +60,7 @@ def test_overlapping_leaves_gradients_equal_to_the_bit(workers: Workers) -> None
 def two_backward_passes() -> None:
     engine = build_engine(TIED_MODEL, LAYOUTS[0], ADAMW)
     parameter = engine.model.get_parameter("decoder.norm.weight")
-    engine.data.begin(is_last=True)
+    engine.data.start_microbatch(is_last=True)
     for other in engine.model.parameters():
         other.square().sum().backward()
     with pytest.raises(RuntimeError, match="arrived after its bucket was reduced"):
