@@ -14,8 +14,10 @@ class LoRAConfig(Section):
     """The product's factor is alpha / rank."""
     dropout: DropProbability = 0.0
     """Dropout of A's input."""
-    targets: list[str] = Field(default_factory=list, examples=[["wq", "wv"], ["decoder.layers.*.ffn.w_*"]])
+    targets: list[str] = Field(
+        default_factory=list, examples=[["wq", "wv"], ["decoder.layers.*.ffn.experts.w_*"]]
+    )
     """Patterns over names of the matrices that get adapters, or over the ends of these names; left out, all linear
-    layers of the blocks."""
+    layers of the blocks, to which the matrices of experts don't belong."""
     trained: list[str] = Field(default_factory=list, examples=[["head.*"]])
     """Patterns over names of other weights that are trained, too; `megatfm finetune` adds the task's head."""

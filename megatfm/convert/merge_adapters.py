@@ -11,7 +11,7 @@ from megatfm.checkpoint import file_io
 from megatfm.config import Config, to_toml
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, read_config
-from megatfm.layers.lora import FACTORS, merge_lora
+from megatfm.layers.lora import factor_names, merge_lora
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
 from megatfm.version import __version__
@@ -35,9 +35,9 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
     def tensors() -> Iterator[tuple[str, Tensor]]:
         stored = checkpoint.names(path)
         for name in shapes:
-            ends = [f"model.{name.removesuffix('.weight')}{end}" for end in FACTORS]
+            factors = [f"model.{factor}" for factor in factor_names(name)]
             read = checkpoint.read_tensors(
-                path, only={f"model.{name}", *(end for end in ends if end in stored)}
+                path, only={f"model.{name}", *(factor for factor in factors if factor in stored)}
             )
             yield f"model.{name}", merge_lora(read, scale)[f"model.{name}"]
 
