@@ -31,7 +31,7 @@ from megatfm.convert.hf_checkpoint import (
 from megatfm.convert.starting_config import starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors
-from megatfm.layers.lora import FACTORS, merge_lora
+from megatfm.layers.lora import factor_names, is_factor, merge_lora
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
@@ -119,7 +119,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         if key.startswith("model.")
     }
     _check_names(path, tensors, config.model)
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written_names, summary, non_finite = set[str](), list[str](), list[str]()
     for part in parts:
@@ -293,7 +293,7 @@ class _CheckpointReader:
         size = self.tensors[batch[0]].nbytes
         while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
-        adapters = [name.removesuffix(".weight") + end for name in batch for end in FACTORS if self.scale]
+        adapters = [factor for name in batch for factor in factor_names(name) if self.scale]
         stored = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
         merged = merge_lora(stored, self.scale)
         self._pending |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}

@@ -1,10 +1,11 @@
-"""Low-rank adapters beside linear layers (Hu et al. 2022, "LoRA"): which get one, what it computes, merging it.
+"""Low-rank adapters beside matrices (Hu et al. 2022, "LoRA"): which get one, what it computes, merging it.
 
-The layer stays what it is, under its name; its adapter is the module `lora` in it, with the matrices `lora.a.weight`
-[rank, d_in] and `lora.b.weight` [d_out, rank].
+A matrix stays what it is, under its name. The adapter of a linear layer is the module `lora` in it, with the matrices
+`lora.a.weight` [rank, d_in] and `lora.b.weight` [d_out, rank]. Those of experts, whose matrices are stacked as `w_up`
+and so on, are `w_up_lora_a` [experts, rank, d_in] and `w_up_lora_b` [experts, d_out, rank].
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -15,11 +16,22 @@ from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Constant, Uniform
 from megatfm.layers.linear import Linear
+from megatfm.layers.moe.experts import Experts
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import did_you_mean
 
-FACTORS = (".lora.a.weight", ".lora.b.weight")
-"""Ends of the names of an adapter's matrices; before them stands the linear layer's path."""
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's A or B."""
+    return name.endswith((".lora.a.weight", ".lora.b.weight", "_lora_a", "_lora_b"))
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """Return the names of A and B beside a weight; for a weight that can have none, names that no parameter has."""
+    if weight.endswith(".weight"):
+        path = weight.removesuffix(".weight")
+        return f"{path}.lora.a.weight", f"{path}.lora.b.weight"
+    return f"{weight}_lora_a", f"{weight}_lora_b"
 
 
 class LoRA(nn.Module):
@@ -55,13 +67,16 @@ class InputDropout(Dropout):
 
 
 def add_lora(model: nn.Module, options: LoRAConfig) -> None:
-    """Give the chosen linear layers of a model their adapters, and freeze all but these and `options.trained`.
+    """Give the chosen matrices of a model their adapters, and freeze all but these and `options.trained`.
 
     Raises UsageError for a pattern that matches nothing, or something that can't have an adapter.
     """
     chosen = lora_targets(model, options.targets)
-    for path, linear in chosen.items():
-        linear.lora = LoRA(linear, options, path)
+    for path, module in chosen.items():
+        if isinstance(module, Experts):
+            module.add_lora(path.rpartition(".")[2], options.rank, options.alpha / options.rank)
+        else:
+            module.lora = LoRA(module, options, path)
     if options.dropout:
         _prepare_dropout(model, chosen)
     names = [name for name, _ in model.named_parameters()]
@@ -73,86 +88,90 @@ def add_lora(model: nn.Module, options: LoRAConfig) -> None:
             )
     for name, parameter in model.named_parameters():
         is_trained = any(fnmatchcase(name, pattern) for pattern in options.trained)
-        parameter.requires_grad_(is_trained or name.endswith(FACTORS))
+        parameter.requires_grad_(is_trained or is_factor(name))
 
 
-def lora_targets(model: nn.Module, patterns: list[str]) -> dict[str, Linear]:
-    """Return the linear layers that patterns choose, by path; without patterns, all in blocks.
+def lora_targets(model: nn.Module, patterns: Sequence[str]) -> dict[str, Linear | Experts]:
+    """Return the matrices that patterns choose, by path; without patterns, the linear layers of all blocks.
 
+    The values are the modules: a linear layer, or the experts in which the path's last part names stacked matrices.
     Raises UsageError as `add_lora` does.
     """
-    modules = dict(model.named_modules())
-    in_blocks = {
-        path: module
-        for path, module in modules.items()
-        if isinstance(module, Linear) and ".layers." in f".{path}."
-    }
+    matrices = adaptable_matrices(model)
+    in_blocks = {path: module for path, module in matrices.items() if ".layers." in f".{path}."}
     if not patterns:
-        if not in_blocks:
+        linears = {path: module for path, module in in_blocks.items() if isinstance(module, Linear)}
+        if not linears:
             raise UsageError(
                 "model.lora: the model's blocks have no linear layer, so adapters have no place: leave it out"
             )
-        return in_blocks
-    chosen: dict[str, Linear] = {}
+        return {**linears}
+    chosen = set[str]()
     for pattern in patterns:
-        matched = {
-            path: module
-            for path, module in modules.items()
-            if fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
-        }
-        linears = {path: module for path, module in matched.items() if isinstance(module, Linear)}
-        if not linears:
-            raise UsageError(_no_target(pattern, matched, model, list(in_blocks)))
-        chosen |= linears
-    return {path: module for path, module in modules.items() if path in chosen and isinstance(module, Linear)}
+        matched = {path for path in matrices if _matches(path, pattern)}
+        if not matched:
+            raise UsageError(_no_target(pattern, model, list(in_blocks)))
+        chosen |= matched
+    return {path: module for path, module in matrices.items() if path in chosen}
 
 
-def _no_target(pattern: str, matched: Mapping[str, nn.Module], model: nn.Module, linears: list[str]) -> str:
-    """Say why a pattern chooses no linear layer."""
-    ends = sorted({path.rpartition(".")[2] for path in linears})
-    weights = [
-        name
-        for name, parameter in model.named_parameters()
-        if (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")) and parameter.dim() > 2
-    ]
-    if weights:
-        return (
-            f"model.lora.targets: {weights[0]} holds the matrices of several experts, for which there are no adapters: "
-            f"name linear layers, such as {', '.join(ends[:4])}, or train it by model.lora.trained"
-        )
-    if matched:
-        path, module = next(iter(matched.items()))
-        return (
-            f"model.lora.targets: {pattern!r} is {path}, a {type(module).__name__}, and adapters go beside linear "
-            f"layers: name some of these, such as {', '.join(ends[:4])}"
-        )
+def adaptable_matrices(model: nn.Module) -> dict[str, Linear | Experts]:
+    """Return the modules of all matrices that an adapter can go beside, by the matrix's path; see `lora_targets`."""
+    matrices: dict[str, Linear | Experts] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            matrices[path] = module
+        elif isinstance(module, Experts):
+            matrices |= {f"{path}.{key}": module for key in module.matrix_names}
+    return matrices
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
+
+
+def _no_target(pattern: str, model: nn.Module, matrices: Sequence[str]) -> str:
+    """Say why a pattern chooses no matrix."""
+    ends = sorted({path.rpartition(".")[2] for path in matrices})
+    for path, module in model.named_modules():
+        if _matches(path, pattern):
+            return (
+                f"model.lora.targets: {pattern!r} is {path}, a {type(module).__name__}, and adapters go beside linear "
+                f"layers and experts' matrices: name some of these, such as {', '.join(ends[:4])}"
+            )
     return (
         f"model.lora.targets: {pattern!r} matches no linear layer of the model{did_you_mean(pattern, ends)}; there are "
         f"{', '.join(ends)}"
     )
 
 
-def _prepare_dropout(model: nn.Module, chosen: Mapping[str, Linear]) -> None:
-    """Have each block hand its sequence to the adapters in it. Raises UsageError for one in none, or on a memory."""
+def _prepare_dropout(model: nn.Module, chosen: Mapping[str, Linear | Experts]) -> None:
+    """Have each block hand its sequence to the adapters in it.
+
+    Raises UsageError for a layer in no block or on a memory, and for experts.
+    """
     blocks = {path: module for path, module in model.named_modules() if hasattr(module, "input_dropouts")}
-    for path, linear in chosen.items():
+    for path, module in chosen.items():
+        if isinstance(module, Experts):
+            raise UsageError(
+                f"model.lora.dropout: {path} holds the matrices of several experts, whose inputs can't be dropped: "
+                "leave it out of model.lora.targets, or set dropout = 0"
+            )
         block = next((block for place, block in blocks.items() if path.startswith(f"{place}.")), None)
         if block is None or ".cross." in path:
             raise UsageError(
                 f"model.lora.dropout: {path} lies in no block, or reads another sequence than its block: leave it out "
                 "of model.lora.targets, or set dropout = 0"
             )
-        block.input_dropouts.append(linear.lora.dropout)
+        block.input_dropouts.append(module.lora.dropout)
 
 
 @torch.no_grad()
 def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Return a model's tensors by name with W + scale · B A in place of W, A and B; the product in float64."""
-    merged = {name: tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
-    for name, a in tensors.items():
-        if name.endswith(FACTORS[0]):
-            path = name.removesuffix(FACTORS[0])
-            product = tensors[path + FACTORS[1]].double() @ a.double() * scale
-            weight = merged[f"{path}.weight"]
-            merged[f"{path}.weight"] = (weight.double() + product).to(weight.dtype)
+    merged = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
+    for name, weight in merged.items():
+        a, b = (tensors.get(factor) for factor in factor_names(name))
+        if a is not None and b is not None:
+            merged[name] = (weight.double() + b.double() @ a.double() * scale).to(weight.dtype)
     return merged

@@ -140,7 +140,9 @@ FOLDED_EXPERTS = ParallelStyle(
 )
 EXPERTS_BY_CHANNEL = replace(
     FOLDED_EXPERTS,
-    dims={"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2},
+    dims={"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2}
+    # A of `w_down` reads a rank's channels, and B of the others writes them; the adapter's other matrix is replicated.
+    | {"w_gate_lora_b": 1, "w_up_lora_b": 1, "w_down_lora_a": 2},
     gradient="partial",
     apply=_by_channel,
 )

@@ -15,7 +15,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint.metadata import METADATA_FILENAME
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
-from megatfm.layers.lora import FACTORS
+from megatfm.layers.lora import is_factor
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.registry import did_you_mean
 
@@ -98,7 +98,7 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
     """
     _check_adapters(expected, stored, source)
     # Adapters that the run adds need not be in the checkpoint.
-    required = {name: s for name, s in expected.items() if name in stored or not name.endswith(FACTORS)}
+    required = {name: s for name, s in expected.items() if name in stored or not is_factor(name)}
     selected = {name for name in required if not only or any(fnmatchcase(name, pattern) for pattern in only)}
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in expected):
@@ -154,7 +154,7 @@ def _mismatch_advice(expected: Shapes, stored: Shapes, patterns: Sequence[str], 
 
 def _check_adapters(expected: Shapes, stored: Shapes, source: Path) -> None:
     """Raise UsageError if the checkpoint has adapters that the model lacks."""
-    ignored = sorted(name for name in stored if name.endswith(FACTORS) and name not in expected)
+    ignored = sorted(name for name in stored if is_factor(name) and name not in expected)
     if ignored:
         raise UsageError(
             f"train.init_from = {source}: has an adapter, {ignored[0]}, without which it would be another model: merge "

@@ -11,7 +11,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
-from megatfm.layers.lora import FACTORS
+from megatfm.layers.lora import is_factor
 from megatfm.layers.output_head import LMHead, RowLossRecorder
 from megatfm.models import build
 from megatfm.ops.cross_entropy import IGNORE
@@ -81,7 +81,7 @@ class ReferenceModel:
         if self._model is not None:
             return self._model
         stored = checkpoint.read_tensors(self._source, "model.")
-        has_adapters = any(name.endswith(FACTORS) for name in stored)
+        has_adapters = any(map(is_factor, stored))
         model_config = self._config.model
         model = build(model_config if has_adapters else model_config.model_copy(update={"lora": None}))
         initialise_buffers(model)

@@ -73,7 +73,10 @@ STYLE_CUTS: Mapping[str, ModuleCut] = {
 }
 """Style name in a `tp_plan` → cut."""
 
-BY_CHANNELS = {"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2}
+BY_CHANNELS = {
+    **{"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2},
+    **{"w_gate_lora_b": 1, "w_up_lora_b": 1, "w_down_lora_a": 2},
+}
 EXPERT_TP_CUTS: Mapping[tuple[str, str], ModuleCut] = {
     ("expert_parallel", "by_channel"): ModuleCut(dims=BY_CHANNELS, gradient="partial", are_experts=True),
     ("expert_parallel", "folded"): ModuleCut(are_experts=True),

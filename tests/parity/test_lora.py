@@ -4,7 +4,14 @@ import pytest
 
 from megatfm.config import ModelConfig, ParallelConfig
 from tests.support.grids import cells_by_ranks
-from tests.support.lora_parity import adapted_config, lora_errors
+from tests.support.lora_parity import (
+    DIVISIBLE,
+    EXPERT_TARGETS,
+    EXPERTS,
+    LORA,
+    adapted_config,
+    lora_errors,
+)
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -33,6 +40,71 @@ MODELS = {
 }
 
 
+ODD_LAYOUTS = {
+    3: {
+        "zero1": ParallelConfig(dp_shard=3, zero=1),
+        "zero2": ParallelConfig(dp_shard=3, zero=2),
+        "zero3": ParallelConfig(dp_shard=3),
+        "tp3": ParallelConfig(tp=3),
+        "cp3": ParallelConfig(cp=3),
+    },
+    5: {
+        "zero1": ParallelConfig(dp_shard=5, zero=1),
+        "zero3": ParallelConfig(dp_shard=5),
+        "tp5": ParallelConfig(tp=5, sequence_parallel=False),
+    },
+}
+ODD_MODELS = {
+    "divisible": DIVISIBLE.with_changes({"lora": LORA}),
+    "divisible, dropout": DIVISIBLE.with_changes({"lora": {**LORA, "dropout": 0.3}}),
+}
+EXPERT_LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)},
+        **{f"ep2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, zero=zero) for zero in (0, 1, 2, 3)},
+        "tp2": ParallelConfig(tp=2),
+        "tp2 by channels": ParallelConfig(tp=2, expert_tp="by_channel"),
+        "ep2 of tp2": ParallelConfig(tp=2, ep=2, expert_tp="folded"),
+        "pp2": ParallelConfig(pp=2),
+        "cp2": ParallelConfig(cp=2),
+    },
+    3: {
+        "zero1": ParallelConfig(dp_shard=3, zero=1),
+        "zero3": ParallelConfig(dp_shard=3, zero=3),
+        "ep3, zero0": ParallelConfig(dp_shard=3, ep=3, zero=0),
+        "ep3, zero3": ParallelConfig(dp_shard=3, ep=3),
+        "tp3": ParallelConfig(tp=3),
+        "tp3 by channels": ParallelConfig(tp=3, expert_tp="by_channel"),
+        "ep3 of tp3": ParallelConfig(tp=3, ep=3, expert_tp="folded"),
+    },
+    4: {
+        "zero3, within experts": ParallelConfig(dp_shard=4),
+        "ep2 of 4, zero1": ParallelConfig(dp_shard=4, ep=2, zero=1),
+        "ep2 of 4, zero3": ParallelConfig(dp_shard=4, ep=2),
+        "ep2 × tp2 without sequence parallel": ParallelConfig(
+            dp_shard=2, ep=2, tp=2, sequence_parallel=False
+        ),
+        "ep2 × tp2 by channels": ParallelConfig(dp_shard=2, ep=2, tp=2, expert_tp="by_channel"),
+        "ep2 of 2 × tp2, zero2": ParallelConfig(dp_shard=2, ep=2, tp=2, zero=2, expert_tp="folded"),
+        "ep2 × pp2": ParallelConfig(dp_shard=2, ep=2, pp=2),
+    },
+    5: {
+        "zero3": ParallelConfig(dp_shard=5),
+        "ep5, zero1": ParallelConfig(dp_shard=5, ep=5, zero=1),
+        "ep5, zero3": ParallelConfig(dp_shard=5, ep=5),
+        "tp5 by channels": ParallelConfig(tp=5, expert_tp="by_channel", sequence_parallel=False),
+    },
+}
+EXPERT_MODELS = {
+    "experts": EXPERTS.with_changes({"lora": {**LORA, "targets": EXPERT_TARGETS}}),
+    "shared and biased experts": EXPERTS.with_changes({
+        "ffn.bias": True, "ffn.activation": "gelu", "ffn.n_shared_experts": 1,
+        "lora": {"rank": 10, "alpha": 5.0, "targets": ["ffn.*", "wq"], "trained": ["*.router.weight"]},
+    }),
+}  # fmt: skip
+
+
 def compare(config: ModelConfig, layouts: dict[str, ParallelConfig]) -> list[str]:
     for layout, parallel in layouts.items():
         assert not (actual := lora_errors(config, parallel)), f"{layout}: {sorted(actual)}"
@@ -45,3 +117,17 @@ def test_adapters_are_trained_as_on_one_device(
 ) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, MODELS[name], tried, timeout=240.0)[0] == layouts
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(ODD_MODELS, ODD_LAYOUTS))
+def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    tried = {layout: ODD_LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare, ranks, ODD_MODELS[name], tried, timeout=240.0)[0] == layouts
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(EXPERT_MODELS, EXPERT_LAYOUTS))
+def test_experts_are_adapted_as_on_one_device(
+    workers: Workers, name: str, layouts: list[str], ranks: int
+) -> None:
+    tried = {layout: EXPERT_LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare, ranks, EXPERT_MODELS[name], tried, timeout=300.0)[0] == layouts

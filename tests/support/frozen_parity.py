@@ -62,7 +62,7 @@ def errors_of_two_steps(
     trained = {n: p for n, p in named.items() if p.requires_grad}
     plain = torch.optim.AdamW(
         [
-            {"params": [p for n, p in trained.items() if p.dim() == 2 and n not in undecayed]},
+            {"params": [p for n, p in trained.items() if p.dim() > 1 and n not in undecayed]},
             {
                 "params": [p for n, p in trained.items() if p.dim() == 1 or n in undecayed],
                 "weight_decay": 0.0,

@@ -101,18 +101,16 @@ def build_engine(
 
 
 def rank_rows(engine: NativeEngine, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This data rank's rows of a batch of ROWS."""
-    rows = ROWS // engine.mesh.data_ranks
-    return {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
+    """This data rank's rows of a batch of ROWS; some ranks have more where their number doesn't divide it."""
+    rank, ranks = engine.mesh.data_rank, engine.mesh.data_ranks
+    return {key: value[ROWS * rank // ranks : ROWS * (rank + 1) // ranks] for key, value in batch.items()}
 
 
 def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """This data rank's rows in micro-batches of two, or of one where it has one."""
+    """This data rank's rows in micro-batches of two, as many on all ranks; the last may have one, or three."""
     rows = rank_rows(engine, batch)
-    return [
-        {key: value[i : i + 2] for key, value in rows.items()}
-        for i in range(0, ROWS // engine.mesh.data_ranks, 2)
-    ]
+    bounds = [*range(0, ROWS // engine.mesh.data_ranks, 2), ROWS]
+    return [{key: value[a:b] for key, value in rows.items()} for a, b in pairwise(bounds)]
 
 
 def uneven_microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:

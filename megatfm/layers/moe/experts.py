@@ -13,13 +13,14 @@ from megatfm.config import ModelConfig, require_variant
 from megatfm.config.ffn import MoEConfig
 from megatfm.cost import Cost, TokenCounts
 from megatfm.layers.feed_forward import ACTIVATIONS
-from megatfm.layers.initialisation import Constant, Initialiser
+from megatfm.layers.initialisation import Constant, Initialiser, Uniform
 from megatfm.layers.moe.routers import RowSeam
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.grouped_mm import grouped_linear, kernel_for
 from megatfm.ops.torch_private import is_fake
 
 # B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R choices of local experts, D model width
+# In grouped products: E experts, I input width, O output width, r rank of an adapter
 
 
 def expert_capacity(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
@@ -180,10 +181,25 @@ class Experts(nn.Module):
                 self.initial[name] = Constant(0.0)
         self.roles = {name: "vector" if name in biases else "matrices" for name in self.initial}
         self.down_bias_scale = 1.0  # below 1 if several tensor-parallel ranks add the bias
+        self.lora_scale = 1.0
         # Expert and tensor parallelism gather tokens, drop masks and outputs here.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
         # Ranks that share a row gather its choices, and take their part of the result, here.
         self.gather_row, self.split_row = RowSeam(), RowSeam()
+
+    def add_lora(self, key: str, rank: int, scale: float) -> None:
+        """Give each expert a low-rank adapter beside its matrix in the stack `key`: Wₑ x + scale · Bₑ Aₑ x.
+
+        Adds the parameters `{key}_lora_a` [experts, rank, d_in] and `{key}_lora_b` [experts, d_out, rank]. They are not
+        in a module of their own, because engines gather and divide the tensors of experts together.
+        """
+        n, d_out, d_in = self.get_parameter(key).shape
+        a, b = f"{key}_lora_a", f"{key}_lora_b"
+        self.register_parameter(a, nn.Parameter(torch.empty(n, rank, d_in)))
+        self.register_parameter(b, nn.Parameter(torch.empty(n, d_out, rank)))
+        self.initial |= {a: Uniform(d_in**-0.5), b: Constant(0.0)}
+        self.roles |= {a: "matrices", b: "matrices"}
+        self.lora_scale = scale
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of `top_k` experts for each token."""
@@ -194,6 +210,11 @@ class Experts(nn.Module):
             vector_macs=self.top_k * (n_expert_parameters - matrices) * tokens.n,
             inactive_parameters=(self.n_experts - self.top_k) * n_expert_parameters,
         )
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """Names of the stacked matrices, which adapters may go beside."""
+        return [key for key in ("w_gate", "w_up", "w_down") if getattr(self, key) is not None]
 
     @property
     def has_capacity(self) -> bool:
@@ -247,24 +268,24 @@ class Experts(nn.Module):
     def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:
         """Apply FFNₑ to rows sorted by expert. offs_E: end of each expert's rows; later rows are undefined."""
         log_once(kernel_for(rows_MD, self.w_up), rows_MD.device.type, rows_MD.dtype)
-        inner_MF = self._grouped_linear(rows_MD, self.w_up, self.b_up, offs_E)
+        inner_MF = self._grouped_linear(rows_MD, "w_up", self.b_up, offs_E)
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)
         else:
-            inner_MF = self.activation(
-                self._grouped_linear(rows_MD, self.w_gate, self.b_gate, offs_E), inner_MF
-            )
+            inner_MF = self.activation(self._grouped_linear(rows_MD, "w_gate", self.b_gate, offs_E), inner_MF)
         b_down = (
             self.b_down
             if self.b_down is None or self.down_bias_scale == 1
             else self.b_down * self.down_bias_scale
         )
-        return self._grouped_linear(inner_MF, self.w_down, b_down, offs_E)
+        return self._grouped_linear(inner_MF, "w_down", b_down, offs_E)
 
-    def _grouped_linear(
-        self, rows_MI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, offs_E: Tensor
-    ) -> Tensor:
-        outputs_MO = grouped_linear(rows_MI, weight_EOI, offs_E)
+    def _grouped_linear(self, rows_MI: Tensor, key: str, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
+        outputs_MO = grouped_linear(rows_MI, getattr(self, key), offs_E)
+        if (a_ErI := getattr(self, f"{key}_lora_a", None)) is not None:
+            low_rank_Mr = grouped_linear(rows_MI, a_ErI, offs_E)
+            update_MO = grouped_linear(low_rank_Mr, getattr(self, f"{key}_lora_b"), offs_E)
+            outputs_MO = outputs_MO + update_MO * self.lora_scale
         if bias_EO is None:
             return outputs_MO
         sorted_position_M = torch.arange(len(rows_MI), device=rows_MI.device, dtype=offs_E.dtype)

@@ -1,4 +1,7 @@
-"""Low-rank adapters: the model with them is the merged one, whatever layers it has; and what can't have any."""
+"""Low-rank adapters: the model with them is the merged one, whatever layers it has; and what can't have any.
+
+Experts with adapters are compared with a loop over tokens, in which each expert's matrix is W + scale · B A.
+"""
 
 from typing import Any
 
@@ -9,13 +12,24 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.linear import Linear
-from megatfm.layers.lora import FACTORS, merge_lora
+from megatfm.layers.lora import factor_names, is_factor, merge_lora
+from megatfm.layers.moe.experts import Experts
 from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch
 from tests.support.lora_parity import LORA, build_adapted
 from tests.support.models import FAMILY_MODELS, UNTIED_MODEL
+from tests.support.moe_layers import build_moe, moe_inputs, moe_sequence
 
+EXPERTS = ["experts.w_*"]
 MOE = UNTIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 16}})
+PLAIN_MODELS = FAMILY_MODELS | {
+    "experts": MOE,
+    "experts with biases": MOE.with_changes({"ffn.bias": True, "ffn.activation": "gelu"}),
+    "shared experts": MOE.with_changes({"ffn.n_shared_experts": 1}),
+    "soft experts": FAMILY_MODELS["bert"].with_changes(
+        {"ffn": {"name": "soft_moe", "n_experts": 3, "d_ff": 16, "dropout": 0.0}}
+    ),
+}
 
 
 def losses(model: torch.nn.Module, config: ModelConfig) -> dict[str, float]:
@@ -23,17 +37,18 @@ def losses(model: torch.nn.Module, config: ModelConfig) -> dict[str, float]:
     return {name: float(term.detach()) for name, term in terms.items()}
 
 
-@pytest.mark.parametrize("name", FAMILY_MODELS)
+@pytest.mark.parametrize("name", PLAIN_MODELS)
 def test_a_merged_model_computes_the_same(name: str) -> None:
-    plain = FAMILY_MODELS[name]
-    adapted = build_adapted(plain.with_changes({"lora": LORA})).double().eval()
+    plain = PLAIN_MODELS[name]
+    targets = EXPERTS if "experts" in name else []
+    adapted = build_adapted(plain.with_changes({"lora": {**LORA, "targets": targets}})).double().eval()
     initialise(adapted, 7)
     merged = build(plain).double().eval()
     initialise(merged, 7)  # buffers that are not stored, too
     expected = losses(adapted, plain)
     assert losses(merged, plain) != pytest.approx(expected, rel=1e-5), "adapters do something"
     merged.load_state_dict(merge_lora(dict(adapted.state_dict()), LORA["alpha"] / LORA["rank"]))
-    assert losses(merged, plain) == pytest.approx(expected, rel=1e-11)
+    assert losses(merged, plain) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_model_starts_as_it_was() -> None:
@@ -43,7 +58,7 @@ def test_a_model_starts_as_it_was() -> None:
     assert losses(adapted, UNTIED_MODEL) == losses(plain, UNTIED_MODEL)
     names = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert len(names) == 2 * 2 * 7
-    assert all(name.endswith(FACTORS) for name in names)
+    assert all(map(is_factor, names))
 
 
 def test_targets_and_other_trained_weights() -> None:
@@ -54,9 +69,67 @@ def test_targets_and_other_trained_weights() -> None:
     assert adapted == {
         "decoder.layers.0.attn.wq", "decoder.layers.1.attn.wq", f"{block}.w_gate", f"{block}.w_up", f"{block}.w_down",
     }  # fmt: skip
-    trained = {name for name, p in model.named_parameters() if p.requires_grad and not name.endswith(FACTORS)}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and not is_factor(name)}
     assert {"head.weight", "decoder.norm.weight"} < trained
     assert all(name == "head.weight" or ".norm." in name for name in trained)
+
+
+def test_experts_have_adapters_where_they_are_named() -> None:
+    model = build(MOE.with_changes({"lora": {"rank": 2}}))
+    assert not any("experts" in name for name, p in model.named_parameters() if p.requires_grad)
+    model = build(MOE.with_changes({"lora": {"rank": 2, "targets": ["layers.1.ffn.experts.w_[gu]*", "wq"]}}))
+    trained = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    experts = "decoder.layers.1.ffn.experts"
+    assert {name: shape for name, shape in trained.items() if "experts" in name} == {
+        f"{experts}.w_gate_lora_a": [4, 2, 32], f"{experts}.w_gate_lora_b": [4, 16, 2],
+        f"{experts}.w_up_lora_a": [4, 2, 32], f"{experts}.w_up_lora_b": [4, 16, 2],
+    }  # fmt: skip
+    assert len(trained) == 4 + 2 * 2
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_each_expert_is_that_of_its_merged_matrix(activation: str) -> None:
+    """Output and all gradients, against a loop over tokens; expert 5 has none."""
+    mixture, scale = build_moe(n_experts=6, activation=activation, top_k=2), 0.75
+    experts, x_BTD = mixture.experts, moe_inputs()
+    for key in experts.matrix_names:
+        experts.add_lora(key, 3, scale)
+        for name in factor_names(key):
+            parameter = experts.get_parameter(name)
+            generator = torch.Generator().manual_seed(len(name))
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4
+    choices_BTK = torch.randint(0, 5, (*x_BTD.shape[:2], 2), generator=torch.Generator().manual_seed(3))
+    weights_BTK = torch.rand(choices_BTK.shape, generator=torch.Generator().manual_seed(4)).double()
+    actual, _ = experts(x_BTD, weights_BTK, choices_BTK, moe_sequence())
+    expected = torch.stack([
+        torch.stack([
+            sum(weight * expert_of_merged(experts, int(e), x_D, scale) for weight, e in zip(w_K, c_K, strict=True))
+            for x_D, w_K, c_K in zip(x_TD, w_TK, c_TK, strict=True)
+        ])
+        for x_TD, w_TK, c_TK in zip(x_BTD, weights_BTK, choices_BTK, strict=True)
+    ])  # fmt: skip
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    inputs = {"x": x_BTD, **dict(experts.named_parameters())}
+    gradients, wanted = (
+        torch.autograd.grad(torch.tanh(y).sum(), inputs.values(), retain_graph=True)
+        for y in (actual, expected)
+    )
+    for name, gradient, gradient_of_loop in zip(inputs, gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, gradient_of_loop, rtol=1e-11, atol=1e-11, msg=name)
+        assert gradient.any(), name
+
+
+def expert_of_merged(experts: Experts, e: int, x_D: torch.Tensor, scale: float) -> torch.Tensor:
+    """The output of one expert for one token, by the matrices W + scale · B A."""
+    matrices = {
+        key: experts.get_parameter(key)[e] + scale * experts.get_parameter(b)[e] @ experts.get_parameter(a)[e]
+        for key in experts.matrix_names
+        for a, b in [factor_names(key)]
+    }
+    inner = matrices["w_up"] @ x_D
+    if "w_gate" in matrices:
+        return matrices["w_down"] @ (torch.nn.functional.silu(matrices["w_gate"] @ x_D) * inner)
+    return matrices["w_down"] @ torch.nn.functional.gelu(inner)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +137,8 @@ def test_targets_and_other_trained_weights() -> None:
     [
         (UNTIED_MODEL, {"targets": ["q_proj"]}, "'q_proj' matches no linear layer.*there are w_down, w_gate"),
         (UNTIED_MODEL, {"targets": ["tokens"]}, "'tokens' is decoder.embedding.tokens, a Embedding"),
-        (MOE, {"targets": ["experts.w_up"]}, "layers.0.ffn.experts.w_up holds the matrices of several experts"),
+        (MOE, {"targets": ["experts.w_up"], "dropout": 0.1}, "experts.w_up holds the matrices of several experts"),
+        (MOE, {"targets": ["router"]}, "'router' is decoder.layers.0.ffn.router, a TopKRouter, and adapters go"),
         (UNTIED_MODEL, {"trained": ["haed.*"]}, "model.lora.trained: 'haed.*' matches no weight"),
         (FAMILY_MODELS["t5"], {"targets": ["cross.wk"], "dropout": 0.1}, "reads another sequence than its block"),
         (UNTIED_MODEL, {"rank": 0}, "greater than or equal to 1|greater than 0"),
