@@ -73,6 +73,7 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
             tokenizer_files.bos_prefix_ids(source, tokenizers.tokenizer_files(tokenizer_file), tokenizer)
         ),
         "knows_objective": False,
+        "tokenizer_file": tokenizer_file,
         "eos_token_id": tuple(tokenizer_files.eos_token_id_of(source, folder.json, tokenizer)),
     }
 

@@ -1,9 +1,10 @@
 """Texts after many prompts, several at a time, each up to the first of some texts at which it stops."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatfm.errors import UsageError
@@ -19,12 +20,32 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A prompt, how many tokens may follow it, and the texts before the first of which the continuation ends."""
+    """A prompt, how many tokens may follow it, and the texts before the first of which the continuation ends.
 
-    prompt: str
+    prompt: a text, which is framed as in training, or token ids, which are read as they are.
+    """
+
+    prompt: str | Sequence[int]
     max_tokens: int
     stop: tuple[str, ...] = ()
     sampling: Sampling = GREEDY
+
+
+@dataclass(frozen=True)
+class NumberedPrompts:
+    """A request with its number among all, by which its draws are told apart, and its prompt as tokens."""
+
+    number: int
+    request: TextRequest
+    prompts: Prompts
+
+    @property
+    def shape(self) -> Hashable:
+        """What requests of one block have in common: padded lengths and options."""
+        request, encoder = self.request, self.prompts.encoder
+        n_encoder = padded_length(len(encoder[0])) if encoder else 0
+        n_tokens = padded_length(len(self.prompts.tokens[0]))
+        return n_tokens, n_encoder, request.max_tokens, request.stop, str(request.sampling)
 
 
 def generate_texts(
@@ -36,35 +57,36 @@ def generate_texts(
 ) -> list[str]:
     """Return the continuation of each prompt, in their order, without the text at which it stops.
 
-    Blocks hold prompts of about one length and equal options. A collective where there is a process group: all ranks
-    bring the same requests, and each makes its share. cut_prompts: cut prompts at their start as far as the model's
-    positions ask for it, which is said; else a UsageError is raised for one that can't be continued so far.
+    Blocks hold prompts of about one length and equal options, and draws follow from a request's number. A collective
+    where there is a process group: all ranks bring the same requests, and each makes its share. cut_prompts: cut
+    prompts at their start as far as the model's positions ask for it, which is said; else a UsageError is raised for
+    one that can't be continued so far.
     """
     if batch_size < 1:
         raise UsageError(f"batch = {batch_size}: choose 1 or more prompts at a time, e.g. {BATCH_SIZE}")
     device = next(loaded.model.parameters()).device
-    framed = [
-        (request, build_prompts(loaded, request.prompt, sentinel="never").to(device)) for request in requests
-    ]
-    limit = loaded.config.model.position.limit
-    if cut_prompts and limit is not None:
-        fitting = [(request, _fit(prompts, limit + 1 - request.max_tokens)) for request, prompts in framed]
-        if n_cut := sum(cut is not prompts for (_, cut), (_, prompts) in zip(fitting, framed, strict=True)):
-            log.warning(
-                "%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(framed), limit
-            )
-        framed = fitting
+    limit, n_cut = loaded.config.model.position.limit, 0
+    items = []
+    for number, request in enumerate(requests):
+        prompts = _prompts(loaded, request.prompt).to(device)
+        if cut_prompts and limit is not None:
+            room = limit + 1 - request.max_tokens
+            n_cut += len(prompts.tokens[0]) > room
+            prompts = _fit(prompts, room)
+        items.append(NumberedPrompts(number, request, prompts))
+    if n_cut:
+        log.warning(
+            "%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(items), limit
+        )
     return map_blocks(
-        framed,
-        lambda item: (
-            padded_length(len(item[1].tokens[0])),
-            item[0].max_tokens,
-            item[0].stop,
-            str(item[0].sampling),
-        ),
-        lambda block: _generate_block(loaded, block),
-        batch_size,
+        items, lambda item: item.shape, lambda block: _generate_block(loaded, block), batch_size
     )
+
+
+def _prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
+    if isinstance(prompt, str):
+        return build_prompts(loaded, prompt, sentinel="never")
+    return Prompts([torch.tensor(prompt)])
 
 
 def _fit(prompts: Prompts, room: int) -> Prompts:
@@ -74,16 +96,15 @@ def _fit(prompts: Prompts, room: int) -> Prompts:
     return replace(prompts, tokens=[prompts.tokens[0][-max(room, 1) :]])
 
 
-def _generate_block(loaded: TextModel, block: Sequence[tuple[TextRequest, Prompts]]) -> list[str]:
+def _generate_block(loaded: TextModel, block: Sequence[NumberedPrompts]) -> list[str]:
     """Continue prompts together until the last of them is done."""
-    request = block[0][0]
-    rows = [TextRow(loaded, prompts.tokens[0], request.stop) for _, prompts in block]
-    encoder = None if block[0][1].encoder is None else [(p.encoder or ())[0] for _, p in block]
-    prompts = Prompts([prompts.tokens[0] for _, prompts in block], encoder, block[0][1].prefix)
+    request, first = block[0].request, block[0].prompts
+    rows = [TextRow(loaded, item.prompts.tokens[0], request.stop) for item in block]
+    encoder = None if first.encoder is None else [(item.prompts.encoder or ())[0] for item in block]
     steps = stream(
         loaded.model,
-        prompts,
-        request.sampling,
+        Prompts([item.prompts.tokens[0] for item in block], encoder, first.prefix),
+        replace(request.sampling, row_numbers=tuple(item.number for item in block)),
         max_tokens=request.max_tokens,
         stop_token=loaded.eos_token_id,
     )

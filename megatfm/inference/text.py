@@ -38,7 +38,7 @@ class TextModel:
 
     prompt_prefix_ids: what stood before texts in the training of a model from elsewhere; None: `bos`, as here.
     eos_token_id: the ids of which each ends a text. knows_objective: whether `config.objective` is what it was trained
-    for, not a guess from its kind.
+    for, not a guess from its kind. tokenizer_file: beside which a chat template lies.
     """
 
     model: nn.Module
@@ -49,6 +49,7 @@ class TextModel:
     prompt_prefix_ids: tuple[int, ...] | None = None
     eos_token_id: tuple[int, ...] = ()
     knows_objective: bool = True
+    tokenizer_file: Path | None = None
 
 
 def load(
@@ -104,6 +105,7 @@ def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
         if isinstance(stop, list)
         else (stop if isinstance(stop, int) else tokenizer.eos,),
         knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
+        tokenizer_file=Path(where),
     )
 
 

@@ -62,6 +62,18 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from None
 
+    def render_unfinished(self, messages: Sequence[Message]) -> str:
+        """Render messages up to the end of the last one's words, which then go on, as transformers'
+        `continue_final_message`. Raises UsageError where the template leaves these words out."""
+        text, words = self.render(messages), messages[-1]["content"]
+        begin = text.rfind(words.strip())
+        if begin < 0:
+            raise UsageError(
+                "the chat template leaves out the last message, which the answer is to go on from"
+            )
+        has_spaces = text.startswith(words.lstrip(), begin)
+        return text[: begin + len(words.lstrip() if has_spaces else words.strip())]
+
     def answer_spans(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and begin and end of each answer in it.
 
@@ -88,8 +100,13 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def load_chat_template(tokenizer_file: str | Path, tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
-    """Return the template in the file `given`, or that beside a tokenizer. Raises UsageError if there is none."""
+def load_chat_template(
+    tokenizer_file: str | Path, tokenizer: Tokenizer, given: str | None, *, name: str = "default"
+) -> ChatTemplate:
+    """Return the template in the file `given`, or that beside a tokenizer. Raises UsageError if there is none.
+
+    name: of the template, where the tokenizer has several.
+    """
     folder = Path(tokenizer_file)
     folder = folder if folder.is_dir() else folder.parent
     about = _read_json(folder / CONFIG_FILE)
@@ -103,7 +120,12 @@ def load_chat_template(tokenizer_file: str | Path, tokenizer: Tokenizer, given: 
     else:
         source = about.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = next((each["template"] for each in source if each.get("name") == "default"), None)
+        templates = {str(entry.get("name")): entry.get("template") for entry in source}
+        if name not in templates:
+            raise UsageError(
+                f"{folder}: the tokenizer has no chat template {name!r}: choose one of {', '.join(templates)}"
+            )
+        source = templates[name]
     if not isinstance(source, str):
         raise UsageError(
             f"{folder}: the tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}): give "
