@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TASK_OPTIONS = {"batch": None, "limit": 0, "dtype": "float32", "device": "auto", "out": None}
 """Options that need --task or --harness → default."""
-HARNESS_OPTIONS = {"harness_path": None, "shots": None}
+HARNESS_OPTIONS = {"harness_path": None, "shots": None, "chat_template": False}
 """Options that need --harness → default."""
 
 
@@ -73,6 +73,11 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="with --harness: number of solved examples before each question (the task's own)",
+    )
+    tasks.add_argument(
+        "--chat-template",
+        action="store_true",
+        help="with --harness: render questions by the model's chat template, solved examples as earlier turns",
     )
     tasks.add_argument("--batch", type=int, metavar="N", help="rows per batch (16)")
     tasks.add_argument(
@@ -150,7 +155,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     evaluated = evaluate_task_files(
         open_model,
         named_task_files(args.task),
-        HarnessTasks(args.harness, args.harness_path, args.shots),
+        HarnessTasks(args.harness, args.harness_path, args.shots, args.chat_template),
         batch_size=BATCH_SIZE if args.batch is None else args.batch,
         limit=args.limit,
         device=args.device,

@@ -17,7 +17,7 @@ class LoRAConfig(Section):
     targets: list[str] = Field(
         default_factory=list, examples=[["wq", "wv"], ["decoder.layers.*.ffn.experts.w_*"]]
     )
-    """Patterns of the names, or ends of names, of the matrices with adapters; left out, all linear layers of the blocks,
-    to which the matrices of experts don't belong."""
+    """Patterns of the names, or ends of names, of the matrices with adapters; left out, all linear layers of the
+    blocks, to which the matrices of experts don't belong."""
     trained: list[str] = Field(default_factory=list, examples=[["head.*"]])
     """Patterns of the names of further trained weights; `megatfm finetune` adds the task's head."""

@@ -72,6 +72,7 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
         "run_dir": None,
         "prompt_prefix_ids": tuple(tokenizer_files.bos_prefix_ids(source, files, tokenizer)),
         "knows_objective": False,
+        "tokenizer_file": tokenizer_file,
         "eos_token_id": tuple(tokenizer_files.eos_token_ids_of(source, folder.json, tokenizer)),
     }
 

@@ -1,9 +1,10 @@
 """Batched generation: continuations of many prompts, each up to its first stop text."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatfm.errors import UsageError
@@ -20,12 +21,33 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A prompt, the maximal number of new tokens, and stop texts: the continuation ends before the first of them."""
+    """A prompt, the maximal number of new tokens, and stop texts: the continuation ends before the first of them.
 
-    prompt: str
+
+    prompt: a text, which is framed as in training, or token ids, which are read as they are.
+    """
+
+    prompt: str | Sequence[int]
     max_tokens: int
     stop: tuple[str, ...] = ()
     sampling: Sampling = GREEDY
+
+
+@dataclass(frozen=True)
+class NumberedPrompts:
+    """A request with its number among all, by which its draws are told apart, and its prompt as tokens."""
+
+    number: int
+    request: TextRequest
+    prompts: Prompts
+
+    @property
+    def shape(self) -> Hashable:
+        """What requests of one block have in common: padded lengths and options."""
+        request, encoder = self.request, self.prompts.encoder
+        n_encoder = padded_length(len(encoder[0])) if encoder else 0
+        n_tokens = padded_length(len(self.prompts.tokens[0]))
+        return n_tokens, n_encoder, request.max_tokens, request.stop, str(request.sampling)
 
 
 def generate_texts(
@@ -37,40 +59,35 @@ def generate_texts(
 ) -> list[str]:
     """Return the continuation of each prompt, in their order, without the stop text.
 
-    A batch has prompts of about one length and equal options. Collective if there is a process group: all ranks pass
-    the same requests, and each computes a share. cut_prompts: cut prompts at their start to fit the model's positions,
-    with a warning; else raise UsageError for one that does not fit.
+    A batch has prompts of about one length and equal options, and draws follow from a request's number. Collective if
+    there is a process group: all ranks pass the same requests, and each computes a share. cut_prompts: cut prompts at
+    their start to fit the model's positions, with a warning; else raise UsageError for one that does not fit.
     """
     if batch_size < 1:
         raise UsageError(f"batch = {batch_size}: choose 1 or more prompts at a time, e.g. {BATCH_SIZE}")
     device = next(loaded.model.parameters()).device
-    items = [
-        (request, build_prompts(loaded, request.prompt, sentinel="never").to(device)) for request in requests
-    ]
-    limit = loaded.config.model.position.limit
-    if cut_prompts and limit is not None:
-        cut_items = [(request, _fit(before, limit + 1 - request.max_tokens)) for request, before in items]
-        if n_cut := sum(
-            after is not before for (_, after), (_, before) in zip(cut_items, items, strict=True)
-        ):
-            log.warning(
-                "%d of %d prompts are cut at their start, for positions end at %d",
-                n_cut,
-                len(items),
-                limit,
-            )
-        items = cut_items
+    limit, n_cut = loaded.config.model.position.limit, 0
+    items = []
+    for number, request in enumerate(requests):
+        prompts = _prompts(loaded, request.prompt).to(device)
+        if cut_prompts and limit is not None:
+            room = limit + 1 - request.max_tokens
+            n_cut += len(prompts.tokens[0]) > room
+            prompts = _fit(prompts, room)
+        items.append(NumberedPrompts(number, request, prompts))
+    if n_cut:
+        log.warning(
+            "%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(items), limit
+        )
     return map_blocks(
-        items,
-        lambda item: (
-            padded_length(len(item[1].tokens[0])),
-            item[0].max_tokens,
-            item[0].stop,
-            str(item[0].sampling),
-        ),
-        lambda block: _generate_block(loaded, block),
-        batch_size,
+        items, lambda item: item.shape, lambda block: _generate_block(loaded, block), batch_size
     )
+
+
+def _prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
+    if isinstance(prompt, str):
+        return build_prompts(loaded, prompt, sentinel="never")
+    return Prompts([torch.tensor(prompt)])
 
 
 def _fit(prompts: Prompts, room: int) -> Prompts:
@@ -80,16 +97,15 @@ def _fit(prompts: Prompts, room: int) -> Prompts:
     return replace(prompts, tokens=[prompts.tokens[0][-max(room, 1) :]])
 
 
-def _generate_block(loaded: TextModel, block: Sequence[tuple[TextRequest, Prompts]]) -> list[str]:
+def _generate_block(loaded: TextModel, block: Sequence[NumberedPrompts]) -> list[str]:
     """Continue prompts together until all are done."""
-    request = block[0][0]
-    rows = [TextRow(loaded, prompts.tokens[0], request.stop) for _, prompts in block]
-    encoder = None if block[0][1].encoder is None else [(p.encoder or ())[0] for _, p in block]
-    prompts = Prompts([prompts.tokens[0] for _, prompts in block], encoder, block[0][1].prefix)
+    request, first = block[0].request, block[0].prompts
+    rows = [TextRow(loaded, item.prompts.tokens[0], request.stop) for item in block]
+    encoder = None if first.encoder is None else [(item.prompts.encoder or ())[0] for item in block]
     steps = stream(
         loaded.model,
-        prompts,
-        request.sampling,
+        Prompts([item.prompts.tokens[0] for item in block], encoder, first.prefix),
+        replace(request.sampling, row_numbers=tuple(item.number for item in block)),
         max_tokens=request.max_tokens,
         stop_token=loaded.eos_token_id,
     )

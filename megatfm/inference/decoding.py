@@ -53,7 +53,8 @@ class Sampling:
 
     top_k: draw from this many likeliest tokens (0: all). top_p: from the fewest that hold this share of the probability
     left by top_k (Holtzman et al. 2020). vocab_size: only ids below it; a model may have more rows than its tokenizer
-    has ids. A draw depends only on (seed, row, position). Raises UsageError for values out of range.
+    has ids. A draw depends only on (seed, row, position). row_numbers: of the rows of a batch;
+    left out, they count from 0. Raises UsageError for values out of range.
     """
 
     temperature: float = 0.0
@@ -61,6 +62,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     vocab_size: int | None = None
+    row_numbers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -87,9 +89,10 @@ class Sampling:
         probabilities_BV = scaled_BV[:, : self.top_k or None].softmax(-1)
         mass_BV = probabilities_BV.cumsum(-1)
         kept_B1 = (mass_BV - probabilities_BV < self.top_p).sum(-1, keepdim=True)
+        numbers = range(len(positions)) if self.row_numbers is None else self.row_numbers
         uniform_B = [
-            float(rng.uniform(1, self.seed, "sample", row, position)[0])
-            for row, position in enumerate(positions)
+            float(rng.uniform(1, self.seed, "sample", number, position)[0])
+            for number, position in zip(numbers, positions, strict=True)
         ]
         point_B1 = mass_BV.gather(1, kept_B1 - 1) * mass_BV.new_tensor(uniform_B)[:, None]
         chosen_B1 = torch.searchsorted(mass_BV, point_B1, right=True).minimum(kept_B1 - 1)

@@ -39,11 +39,13 @@ class EvaluatedTask:
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks of lm-evaluation-harness by name. path: folder with YAML files of further ones. shots: None: the task's."""
+    """Tasks of lm-evaluation-harness by name. path: folder with YAML files of further ones. shots: None: the task's.
+    chat_template: whether questions are rendered by the model's chat template."""
 
     names: Sequence[str]
     path: str | None = None
     shots: int | None = None
+    chat_template: bool = False
 
 
 def evaluate_task_files(
@@ -95,6 +97,7 @@ def _run_harness(
         harness.names,
         include_path=harness.path,
         shots=harness.shots,
+        chat_template=harness.chat_template,
         limit=limit,
         batch_size=batch_size,
     )

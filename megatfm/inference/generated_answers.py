@@ -10,14 +10,12 @@ from torch import nn
 from megatfm.config import Config, TaskConfig
 from megatfm.errors import UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
-from megatfm.inference.decoding import Prompts, generate, has_encoder
+from megatfm.inference.decoding import Prompts, Sampling, has_encoder, stream
+from megatfm.inference.likelihood import BATCH_SIZE, blocks_of_shape, padded_length
 from megatfm.tasks.files import Row
 from megatfm.tasks.forms import row_text
 from megatfm.tasks.text_metrics import corpus_metric, metric_signature
 from megatfm.tokenizers import Tokenizer
-
-BATCH = 16
-"""Number of prompts in a batch, of about the same length."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +40,48 @@ class GeneratedAnswers:
 
 
 def answer_rows(
-    model: nn.Module, tokenizer: Tokenizer, config: Config, path: str, rows: Sequence[Row]
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    config: Config,
+    path: str,
+    rows: Sequence[Row],
+    *,
+    batch_size: int = BATCH_SIZE,
 ) -> GeneratedAnswers:
-    """Generate an answer to the text of each row, greedily or by beam search. Raises UsageError."""
+    """Generate an answer to the text of each row, greedily or by beam search. Raises UsageError.
+
+    Prompts of one padded length are answered together, so that neither the other rows nor the batch size changes an
+    answer. All ranks generate all answers, since a fully sharded model gathers its weights on every rank at once.
+    """
     task = config.task
     assert task is not None
     texts = [row_text(path, number, row, task.text) for number, row in enumerate(rows, start=1)]
     prompts = [encode_prompt(model, tokenizer, task, text) for text in texts]
-    room = config.data.target_length if has_encoder(model) else config.data.sequence_length
-    by_length = sorted(range(len(texts)), key=lambda index: (len(prompts[index]), index))
+    limits = [_longest_answer(model, config, f"{path}, row {n}", p) for n, p in enumerate(prompts, start=1)]
+    shapes = [(padded_length(len(prompt)), limit) for prompt, limit in zip(prompts, limits, strict=True)]
     answers = [""] * len(texts)
-    for begin in range(0, len(by_length), BATCH):
-        block = by_length[begin : begin + BATCH]
-        max_prompt = max(len(prompts[index]) for index in block)
-        max_new_tokens = min(
-            task.max_new_tokens, (room or task.max_new_tokens) - (0 if has_encoder(model) else max_prompt - 1)
-        )
-        if max_new_tokens < 1:
-            raise UsageError(
-                f"{path}, row {block[-1] + 1}: its prompt of {max_prompt} tokens leaves no room for an answer in "
-                f"data.sequence_length = {room}: shorten it, or train with longer rows"
-            )
-        for index, ids in zip(
-            block,
-            _continue(model, tokenizer, task, [prompts[index] for index in block], max_new_tokens),
-            strict=True,
+    for block in blocks_of_shape(shapes, batch_size):
+        limit = limits[block[0]]
+        for row, ids in zip(
+            block, _continue(model, tokenizer, task, [prompts[r] for r in block], limit), strict=True
         ):
-            answers[index] = tokenizer.decode(ids).strip()
+            answers[row] = tokenizer.decode(ids).strip()
     return GeneratedAnswers(task, answers)
+
+
+def _longest_answer(model: nn.Module, config: Config, place: str, prompt: torch.Tensor) -> int:
+    """Return how many tokens may follow a prompt. Raises UsageError that names its place where there is no room."""
+    task, data = config.task, config.data
+    assert task is not None
+    if has_encoder(model):
+        return min(task.max_new_tokens, data.target_length or task.max_new_tokens)
+    room = data.sequence_length - (len(prompt) - 1)
+    if room < 1:
+        raise UsageError(
+            f"{place}: its prompt of {len(prompt)} tokens leaves no room for an answer in data.sequence_length = "
+            f"{data.sequence_length}: shorten it, or train with longer rows"
+        )
+    return min(task.max_new_tokens, room)
 
 
 def encode_prompt(model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, text: str) -> torch.Tensor:
@@ -81,11 +93,7 @@ def encode_prompt(model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, text
 
 @torch.no_grad()
 def _continue(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    task: TaskConfig,
-    prompts: Sequence[torch.Tensor],
-    max_new_tokens: int,
+    model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, prompts: Sequence[torch.Tensor], limit: int
 ) -> list[list[int]]:
     """Return the ids of each answer, without EOS."""
     starts = [torch.tensor([tokenizer.pad])] * len(prompts)
@@ -94,13 +102,12 @@ def _continue(
     if task.beams > 1:
         penalty = gnmt_penalty(task.length_penalty)
         results = beam_search(
-            model, batch, beams=task.beams, max_tokens=max_new_tokens, stop_token=tokenizer.eos, penalty=penalty,
+            model, batch, beams=task.beams, max_tokens=limit, stop_token=tokenizer.eos, penalty=penalty,
             vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
         token_ids = [result.tokens.tolist() for result in results]
     else:
-        n_prompt = max(map(len, batch.tokens))
-        token_ids = generate(model, batch, max_tokens=max_new_tokens, stop_token=tokenizer.eos)[
-            :, n_prompt:
-        ].tolist()
+        greedy = Sampling(vocab_size=tokenizer.vocab_size)
+        steps = stream(model, batch, greedy, max_tokens=limit, stop_token=tokenizer.eos)
+        token_ids = torch.stack([*steps], dim=1).tolist()
     return [ids[: ids.index(tokenizer.eos)] if tokenizer.eos in ids else ids for ids in token_ids]

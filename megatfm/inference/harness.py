@@ -10,6 +10,8 @@ from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling, check_makes_text, has_encoder
 from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel
+from megatfm.tasks.chat import ChatTemplate, load_chat_template
+from megatfm.tokenizers import HuggingFaceTokenizer
 
 log = logging.getLogger("megatfm")
 
@@ -28,25 +30,102 @@ def harness_model(loaded: TextModel, *, batch_size: int = BATCH_SIZE) -> Any:
     except ImportError:
         raise MegatfmError("lm-evaluation-harness is not installed: `pip install megatfm[harness]`") from None
     check_makes_text(loaded.model)
-    requests = HarnessRequests(loaded, batch_size)
+    requests, chat = HarnessRequests(loaded, batch_size), ChatPrompts(loaded)
 
     class HarnessModel(LM):  # type: ignore[misc]
         """The harness's interface. It stays rank 0 of 1, since our ranks share the requests of each call."""
 
         def loglikelihood(self, instances: Sequence[Any]) -> list[tuple[float, bool]]:
-            return requests.loglikelihood([request.args for request in instances])
+            return requests.loglikelihood([request.args for request in instances], chat)
 
         def loglikelihood_rolling(self, instances: Sequence[Any]) -> list[float]:
             return requests.loglikelihood_rolling([request.args[0] for request in instances])
 
         def generate_until(self, instances: Sequence[Any]) -> list[str]:
-            return requests.generate_until([request.args for request in instances])
+            return requests.generate_until([request.args for request in instances], chat)
 
         @property
         def tokenizer_name(self) -> str:
             return loaded.tokenizer.hash
 
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            return chat.choose(chat_template)
+
+        def apply_chat_template(
+            self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            return chat.render(chat_history, asks=add_generation_prompt)
+
     return HarnessModel()
+
+
+class ChatPrompts:
+    """Conversations as a model's chat template renders them, and their tokens.
+
+    Special tokens that the template spells are read as such, and nothing is put before them, as in `task.form = "chat"`
+    and in transformers. Other texts are never read so.
+    """
+
+    def __init__(self, loaded: TextModel) -> None:
+        self._loaded = loaded
+        self._template: ChatTemplate | None = None
+        self._rendered: set[str] = set()
+
+    def choose(self, name: bool | str) -> str | None:
+        """Take the tokenizer's template, by its name where it has several; returns its source, None for no template.
+
+        Raises UsageError where the model has none, or is no decoder with a tokenizer.json.
+        """
+        if name is False:
+            return None
+        loaded, task = self._loaded, self._loaded.config.task
+        if has_encoder(loaded.model) or not isinstance(loaded.tokenizer, HuggingFaceTokenizer):
+            raise UsageError(
+                "a chat template needs a decoder with a tokenizer.json, in which special tokens are spelled: leave "
+                "--chat-template out"
+            )
+        assert loaded.tokenizer_file is not None
+        self._template = load_chat_template(
+            loaded.tokenizer_file,
+            loaded.tokenizer,
+            task.chat_template if task else None,
+            name="default" if name is True else name,
+        )
+        return self._template.source
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, asks: bool) -> str:
+        """Return a conversation as text; asks: with the words that begin an answer, else the last message goes on."""
+        if self._template is None:
+            self.choose(True)
+        assert self._template is not None
+        template = self._template
+        text = template.render(messages, asks=True) if asks else template.render_unfinished(messages)
+        self._rendered.add(text)
+        return text
+
+    def encode(self, prompt: str) -> list[int] | None:
+        """Return the tokens of a rendered conversation; None for another text."""
+        return self._tokens(prompt) if prompt in self._rendered else None
+
+    def split(self, prompt: str, answer: str) -> Continuation | None:
+        """Return a rendered conversation and the answer after it, tokenized as one text; None after another text.
+
+        Raises UsageError for an answer that makes no token.
+        """
+        if prompt not in self._rendered:
+            return None
+        context, joined = self._tokens(prompt), self._tokens(prompt + answer)
+        is_prefix = joined[: len(context)] == context and len(joined) > len(context)
+        targets = joined[len(context) :] if is_prefix else self._tokens(answer)
+        if not targets:
+            raise UsageError(f"the answer {answer!r:.60} makes no token: give one with text")
+        return Continuation(context, targets)
+
+    def _tokens(self, text: str) -> list[int]:
+        tokenizer = self._loaded.tokenizer
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        ids: list[int] = tokenizer.encode_with_offsets(text)[0].tolist()
+        return ids
 
 
 class HarnessRequests:
@@ -58,9 +137,11 @@ class HarnessRequests:
         self._limit: int | None = config.model.position.limit
         self._window = self._limit or config.data.sequence_length
 
-    def loglikelihood(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, pairs: Iterable[tuple[str, str]], chat: "ChatPrompts | None" = None
+    ) -> list[tuple[float, bool]]:
         """Return log p(continuation | context) in nats, and whether the continuation is greedy, of each pair."""
-        encoded = [encode_continuation(self._loaded, *pair) for pair in pairs]
+        encoded = [(chat and chat.split(*pair)) or encode_continuation(self._loaded, *pair) for pair in pairs]
         truncated = [self._fit(continuation) for continuation in encoded]
         n_cut = sum(
             len(after.tokens) < len(before.tokens) for after, before in zip(truncated, encoded, strict=True)
@@ -106,9 +187,14 @@ class HarnessRequests:
             start = end
         return windows
 
-    def generate_until(self, requests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    def generate_until(
+        self, requests: Iterable[tuple[str, Mapping[str, Any]]], chat: "ChatPrompts | None" = None
+    ) -> list[str]:
         """Return each prompt's continuation, up to the first of its stop texts."""
-        text_requests = [TextRequest(prompt, *_options(options)) for prompt, options in requests]
+        text_requests = [
+            TextRequest((chat and chat.encode(prompt)) or prompt, *_options(options))
+            for prompt, options in requests
+        ]
         return generate_texts(self._loaded, text_requests, batch_size=self._batch_size, cut_prompts=True)
 
 
@@ -138,10 +224,12 @@ def run_harness(
     shots: int | None = None,
     limit: int = 0,
     batch_size: int = BATCH_SIZE,
+    chat_template: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Evaluate a model on tasks of the harness; return task → metric → value.
 
-    include_path: folder with YAML files of further tasks. shots: number of solved examples; None: the task's. Raises
+    include_path: folder with YAML files of further tasks. shots: number of solved examples; None: the task's.
+    chat_template: render questions by the model's chat template, with solved examples as earlier turns. Raises
     MegatfmError without the package, UsageError for an unknown task.
     """
     model = harness_model(loaded, batch_size=batch_size)
@@ -156,7 +244,7 @@ def run_harness(
         )
     results = simple_evaluate(
         model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
-        log_samples=False, bootstrap_iters=0,
+        log_samples=False, bootstrap_iters=0, apply_chat_template=chat_template, fewshot_as_multiturn=True,
     )  # fmt: skip
     return {name: _metrics(values) for name, values in results["results"].items()}
 

@@ -34,6 +34,7 @@ class TextModel:
 
     prompt_prefix_ids: ids before texts in the training of a converted model; None: `bos`. eos_token_id: ids that end a
     text. knows_objective: whether the model was trained on `config.objective`; false if it is inferred from its family.
+    tokenizer_file: file beside which a chat template lies.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class TextModel:
     prompt_prefix_ids: tuple[int, ...] | None = None
     eos_token_id: tuple[int, ...] = ()
     knows_objective: bool = True
+    tokenizer_file: Path | None = None
 
 
 def load(
@@ -99,6 +101,7 @@ def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
         if isinstance(eos_ids, list)
         else (eos_ids if isinstance(eos_ids, int) else tokenizer.eos,),
         knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
+        tokenizer_file=Path(tokenizer_file),
     )
 
 

@@ -65,6 +65,18 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from None
 
+    def render_unfinished(self, messages: Sequence[Message]) -> str:
+        """Render messages up to the end of the last one's words, which then go on, as transformers'
+        `continue_final_message`. Raises UsageError where the template leaves these words out."""
+        text, words = self.render(messages), messages[-1]["content"]
+        begin = text.rfind(words.strip())
+        if begin < 0:
+            raise UsageError(
+                "the chat template leaves out the last message, which the answer is to go on from"
+            )
+        has_spaces = text.startswith(words.lstrip(), begin)
+        return text[: begin + len(words.lstrip() if has_spaces else words.strip())]
+
     def answer_spans(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and [begin, end) of each answer in characters.
 
@@ -92,9 +104,12 @@ def _raise_exception(message: str) -> None:
 
 
 def load_chat_template(
-    tokenizer_file: str | Path, tokenizer: Tokenizer, template_file: str | None
+    tokenizer_file: str | Path, tokenizer: Tokenizer, template_file: str | None, *, name: str = "default"
 ) -> ChatTemplate:
-    """Return the template in `template_file`, or the one beside the tokenizer. Raises UsageError if there is none."""
+    """Return the template in `template_file`, or the one beside the tokenizer. Raises UsageError if there is none.
+
+    name: of the template, where the tokenizer has several.
+    """
     folder = Path(tokenizer_file)
     folder = folder if folder.is_dir() else folder.parent
     tokenizer_config = _read_json(folder / CONFIG_FILE)
@@ -108,9 +123,12 @@ def load_chat_template(
     else:
         source = tokenizer_config.get("chat_template")
     if isinstance(source, list):  # named templates
-        source = next(
-            (template["template"] for template in source if template.get("name") == "default"), None
-        )
+        templates = {str(entry.get("name")): entry.get("template") for entry in source}
+        if name not in templates:
+            raise UsageError(
+                f"{folder}: the tokenizer has no chat template {name!r}: choose one of {', '.join(templates)}"
+            )
+        source = templates[name]
     if not isinstance(source, str):
         raise UsageError(
             f"{folder}: the tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}): give "

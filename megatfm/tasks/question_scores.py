@@ -1,11 +1,7 @@
 """Metrics of an evaluation task from a model's likelihoods and texts: by question, then over all questions."""
 
 import math
-import re
-import string
-import unicodedata
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +9,7 @@ import numpy as np
 
 from megatfm.tasks.metrics import bootstrap_interval
 from megatfm.tasks.questions import EvaluationTask, Question, TextPair, answer_bytes, question_pairs
+from megatfm.tasks.text_metrics import exact_match, token_f1
 
 MetricValues = dict[str, float]
 """Metric → its value for one question."""
@@ -88,10 +85,7 @@ def _code_length(right: Likelihood, n_bytes: int) -> MetricValues:
 
 def score_text(question: Question, text: str) -> QuestionResult:
     """exact_match, f1: the best over the accepted answers, as SQuAD 1.1 compares them (Rajpurkar et al. 2016)."""
-    values = {
-        metric: max(compare(accepted, text) for accepted in question.accepted)
-        for metric, compare in TEXT_METRICS.items()
-    }
+    values = {"exact_match": exact_match(text, question.accepted), "f1": token_f1(text, question.accepted)}
     return QuestionResult(values, {"row": question.number + 1, "text": text, **values})
 
 
@@ -106,32 +100,6 @@ def score_rank(question: Question, rank: int) -> QuestionResult:
         "reciprocal_rank": 1 / rank,
     }
     return QuestionResult(values, {"row": question.number + 1, "rank": rank})
-
-
-def normalise_answer(text: str) -> str:
-    """Lower-case text without punctuation, English articles and needless spaces; punctuation of all scripts."""
-    letters = "".join(
-        character
-        for character in text.lower()
-        if character not in string.punctuation and not unicodedata.category(character).startswith("P")
-    )
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
-
-
-def _exact_match(expected: str, text: str) -> float:
-    return float(normalise_answer(expected) == normalise_answer(text))
-
-
-def _word_f1(expected: str, text: str) -> float:
-    """F1 of the words that both texts have."""
-    words, text_words = normalise_answer(expected).split(), normalise_answer(text).split()
-    if not words or not text_words:
-        return float(words == text_words)
-    common = sum((Counter(words) & Counter(text_words)).values())
-    return 2 * common / (len(words) + len(text_words))
-
-
-TEXT_METRICS: Mapping[str, Callable[[str, str], float]] = {"exact_match": _exact_match, "f1": _word_f1}
 
 
 def score_questions(task: EvaluationTask, scored: Mapping[TextPair, Likelihood]) -> list[QuestionResult]:

@@ -70,9 +70,14 @@ def corpus_metric(
         low, high = np.quantile(means, [0.025, 0.975])
         return float(hits.mean()), (float(low), float(high))
     metric = _sacrebleu_metric(name)
-    result = metric.corpus_score(list(answers), [list(references)], n_bootstrap=BLEU_SAMPLES)
-    half = float(result._ci)
-    return float(result.score), (float(result._mean) - half, float(result._mean) + half)
+    from sacrebleu.significance import _bootstrap_resample
+
+    statistics = metric._extract_corpus_statistics(list(answers), [list(references)])
+    _, samples = _bootstrap_resample(statistics, metric, BLEU_SAMPLES)
+    scores = sorted(float(sample.score) for sample in samples)
+    outside = len(scores) // 40  # sacrebleu's bounds; its mean ± half of their distance may lie below 0
+    interval = scores[outside], scores[-1 - outside]
+    return float(metric._aggregate_and_compute(statistics).score), interval
 
 
 def metric_signature(name: str) -> str:

@@ -1,6 +1,5 @@
-"""Evaluation gives the same numbers on any number of ranks, in any batches and rows: decisions, and losses to 1e-12."""
+"""Tasks evaluated while a run trains, by the engine and in packed rows, against one padded row after another."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,28 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatfm.config import Config
 from megatfm.errors import UsageError
 from megatfm.inference.likelihood import Continuation, score
-from megatfm.layers.initialisation import draw
-from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tasks.question_scores import mean_metrics, score_questions
 from megatfm.tasks.questions import open_evaluation_task, scored_pairs, split_pair
 from megatfm.train.build import build_engine
-from megatfm.train.corpora import open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate_sets
+from megatfm.train.corpora import open_tokenizer
 from megatfm.train.evaluation_tasks import open_tasks
-from megatfm.train.finetuning import resolve_task
-from tests.support.evaluated_tasks import small_config, write_tasks
+from tests.support.evaluated_tasks import drawn_model, small_config, write_tasks
 from tests.support.workers import Workers
 
 Results = Mapping[str, Mapping[str, Any]]
 DECISIONS = ("accuracy", "f1", "exact_match", "matthews")
-
-# --- tasks while a run trains: by the engine, in packed rows, against one padded row after another ------------------
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +52,6 @@ def by_engine(folder: Path, cases: list[dict[str, Any]]) -> list[Results]:
         assert tasks is not None
         results.append(tasks.evaluate())
     return results
-
-
-def drawn_model(config: Config) -> nn.Module:
-    model = build(config.model).double().eval()
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            weight = getattr(module, key)
-            shape = weight.shape
-            weight.data = draw(initial, 5, f"{path}.{key}", shape, (0,) * weight.dim(), shape).double()
-    return model
 
 
 @cache
@@ -187,60 +169,3 @@ def test_what_can_t_be_evaluated_is_refused(
         changes = {"evaluate.tasks": {"text": str(folder / "text.toml")}}
     (reason,) = workers.run(refused, 1, folder, changes)
     assert re.search(message, reason)
-
-
-# --- metrics of fine-tuning ------------------------------------------------------------------------------------------
-
-WORDS = ["textwrap", "import", "größer", "東京", "def", "wrap", "x"]
-LABELS: dict[str, Any] = {
-    "classification": lambda n: "abc"[n * 5 % 3],
-    "multilabel": lambda n: [["a", "b"], [], ["c"], ["a"]][n % 4],
-    "regression": lambda n: (n * 37 % 11) / 7 - 0.5,
-    "tagging": lambda n: [["B-A", "I-A", "O", "B-B"][(n + place) % 4] for place in range(1 + n % 5)],
-    "generation": lambda n: WORDS[n % 7] * (1 + n % 3),
-}
-
-
-def finetuned(folder: Path, form: str) -> list[Results]:
-    """Evaluate an untrained model of a form in batches of 1, 7 and 32, in rows of 48 and of 100 tokens."""
-    torch.set_num_threads(1)
-    results = []
-    for micro_batch in (1, 7, 32):
-        for length in (48, 100):
-            config = small_config(folder).with_changes(
-                {
-                    "task": {"form": form, "train": str(folder / f"{form}.jsonl")},
-                    "data.sequence_length": length,
-                    "train.micro_batch": micro_batch,
-                    "train.global_batch": 32 * 7 * 6,
-                    "run_dir": str(folder / f"run-{dist.get_rank()}-of-{dist.get_world_size()}"),
-                }
-            )
-            config, _ = resolve_task(
-                config.with_changes({"task.validation": config.task.train if config.task else None})
-            )
-            config, tokenizer = open_tokenizer(config)
-            corpora = open_corpora(config, tokenizer)
-            mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
-            engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
-            result = evaluate_sets(engine, corpora, config, 0, lambda: None)["validation"]
-            results.append({"validation": {"loss": result["loss"], **result.get("metrics", {})}})
-    return results
-
-
-@pytest.mark.parametrize("form", LABELS)
-def test_metrics_of_fine_tuning_are_the_same(workers: Workers, tmp_path: Path, form: str) -> None:
-    """29 examples over 1, 2 and 3 ranks."""
-    write_tasks(tmp_path)
-    rows = [
-        {"text": " ".join(WORDS[(n + place) % 7] for place in range(1 + n % 5)), "label": LABELS[form](n)}
-        for n in range(29)
-    ]
-    (tmp_path / f"{form}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (alone,) = workers.run(finetuned, 1, tmp_path, form)
-    if form != "generation":
-        assert len(set(map(str, alone[0]["validation"].values()))) > 1
-    for ranks in (1, 2, 3):
-        for results in workers.run(finetuned, ranks, tmp_path, form) if ranks > 1 else [alone]:
-            for result in results:
-                check(result, alone[0])

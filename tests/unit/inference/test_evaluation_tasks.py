@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import megatfm
+from megatfm.config import EvaluationTaskConfig
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluation_tasks import evaluate_questions
@@ -58,7 +59,10 @@ def test_texts_of_many_prompts_are_those_of_each(tmp_path: Path, tokenizer_model
 
 
 def write_task(folder: Path, kind: str, answers: list[str], more: str = "") -> Path:
-    rows = [{"ask": prompt or "z", "answer": answer} for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    rows = [
+        {"ask": prompt or "z", "answer": answer, "key": number % 3}
+        for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True))
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "task.toml"
     path.write_text(f'kind = "{kind}"\ndata = "rows.jsonl"\nprompt = "{{{{ ask }}}}"\n{more}')
@@ -71,24 +75,56 @@ def evaluated(run: Path, task: Path) -> list[Any]:
     return [evaluate_questions(loaded, opened, batch_size=batch_size) for batch_size in (1, 7, 32)]
 
 
-@pytest.mark.parametrize("kind", ["generation", "retrieval", "cloze"])
+def test_a_text_is_drawn_the_same_in_any_batch(tmp_path: Path, tokenizer_model: bytes) -> None:
+    """A draw is numbered by the request, not by its place in a block."""
+    loaded = load(write_run(tmp_path, tokenizer_model), dtype="float64")
+    sampling = Sampling(temperature=1.0, seed=3, vocab_size=loaded.tokenizer.vocab_size)
+    requests = [TextRequest(prompt, 8, sampling=sampling) for prompt in (*PROMPTS, *PROMPTS[:3])]
+    alone = generate_texts(loaded, requests, batch_size=1)
+    assert alone[:3] != alone[-3:], "equal prompts have draws of their own"
+    for batch_size in (3, 32):
+        assert generate_texts(loaded, requests, batch_size=batch_size) == alone
+
+
+KINDS = get_args(EvaluationTaskConfig.model_fields["kind"].annotation)
+"""Every kind of task that the config knows."""
+OPTIONS = {
+    "choice": 'choices = ["{{ answer }}", "import os", "größer"]\nanswer = "key"\nunconditional_prompt = "z"\n',
+    "generation": 'max_tokens = 6\nstop = []\ndelimiter = ""\n',
+}
+METRICS = {
+    "choice": {"accuracy", "accuracy_per_token", "accuracy_per_byte", "accuracy_pmi", "bits_per_byte"},
+    "cloze": {"accuracy", "bits_per_byte", "perplexity"},
+    "generation": {"exact_match", "f1"},
+    "retrieval": {"recall_at_1", "recall_at_10", "reciprocal_rank"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shots"),
+    [(kind, shots) for kind in KINDS for shots in (0, 2) if (kind, shots) != ("retrieval", 2)],
+)
 def test_ranks_and_batches_change_no_decision(
-    workers: Workers, tmp_path: Path, tokenizer_model: bytes, kind: str
+    workers: Workers, tmp_path: Path, tokenizer_model: bytes, kind: str, shots: int
 ) -> None:
     run = write_run(tmp_path, tokenizer_model)
     loaded = load(run, dtype="float64")
     texts = generate_texts(loaded, [TextRequest(prompt or "z", 6) for prompt in PROMPTS])
     answers = [text.strip() or "none" for text in texts[:3]] + ["größer", "東京", "x y", "import"]
-    more = 'max_tokens = 6\nstop = []\ndelimiter = ""\n' if kind != "retrieval" else ""
-    task = write_task(tmp_path, kind, answers, more)
+    task = write_task(tmp_path, kind, answers, f"{OPTIONS.get(kind, '')}shots = {shots}\n")
     alone = evaluated(run, task)
     for ranks in (2, 3):
         for results in workers.run(evaluated, ranks, run, task):
             assert results == alone, "to the last bit at one batch size"
     first = alone[0].summary["metrics"]
+    assert first.keys() == METRICS[kind]
     for result in alone[1:]:
-        assert result.summary["metrics"] == pytest.approx(first, rel=1e-12, abs=0)
-    if kind == "generation":
+        for metric, value in first.items():
+            is_sum = metric in ("bits_per_byte", "perplexity")
+            assert result.summary["metrics"][metric] == (
+                pytest.approx(value, rel=1e-12, abs=0) if is_sum else value
+            )
+    if kind == "generation" and not shots:
         expected = [text == answer for text, answer in zip(texts, answers, strict=True)]
         assert first["exact_match"] >= sum(expected) / len(PROMPTS)
         assert [record["text"] for record in alone[0].records] == texts

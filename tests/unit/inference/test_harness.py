@@ -1,5 +1,6 @@
 """megatfm as a model of lm-evaluation-harness: against the harness's own model, and a computation here."""
 
+import importlib
 import json
 import math
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megatfm.convert.load import load_model as load_hf
 from megatfm.convert.load import text_generation_fields
@@ -17,10 +19,10 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.evaluation_tasks import evaluate_questions
 from megatfm.inference.harness import HarnessRequests, harness_model, run_harness
-from megatfm.inference.likelihood import encode_continuation, score
+from megatfm.inference.likelihood import Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel, load
 from megatfm.tasks.questions import open_evaluation_task
-from tests.support.hf_folders import write_gpt2
+from tests.support.hf_folders import perturbed, write_gpt2
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 
 ROWS = [
@@ -192,3 +194,135 @@ def test_likelihoods_and_texts_are_those_of_the_harness_s_model(tmp_path: Path) 
             assert actual == expected
             continue
         torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONVERSATION = [
+    {"role": "user", "content": "import größer <s>"},
+    {"role": "assistant", "content": " the end "},
+    {"role": "user", "content": "東京"},
+]
+
+
+def write_chat_model(folder: Path) -> Path:
+    """Write a GPT-2 whose tokenizer has ChatML's marks and template, and another template by name."""
+    write_gpt2(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=512,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    perturbed(transformers.GPT2LMHeadModel(config)).save_pretrained(folder)
+    return folder
+
+
+def open_chat_model(folder: Path) -> TextModel:
+    return TextModel(load_hf(folder), **text_generation_fields(folder))
+
+
+@pytest.fixture
+def fake_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["lm_eval.api.model"].LM = FakeLM  # type: ignore[attr-defined]
+
+
+def test_a_chat_template_renders_as_transformers_does(tmp_path: Path, fake_harness: None) -> None:
+    """Marks of the template are special tokens; a user's text that spells one stays text in other prompts."""
+    loaded = open_chat_model(write_chat_model(tmp_path / "chat"))
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "chat")
+    model = harness_model(loaded)
+    assert model.chat_template(False) is None
+    assert model.chat_template(True) == CHATML
+    for messages, asks in ((CONVERSATION, True), (CONVERSATION[:2], False), (CONVERSATION[:1], True)):
+        text = model.apply_chat_template(messages, add_generation_prompt=asks)
+        options = {"add_generation_prompt": asks, "continue_final_message": not asks}
+        assert text == reference.apply_chat_template(messages, tokenize=False, **options)
+        ids = reference(text, add_special_tokens=False)["input_ids"]
+        targets = reference(" größer", add_special_tokens=False)["input_ids"]
+        ((log_probability, _),) = model.loglikelihood(instances([(text, " größer")]))
+        (expected,) = score(loaded.model, [Continuation(ids, targets)])
+        assert log_probability == pytest.approx(expected.log_probability, rel=1e-5)
+        (generated,) = model.generate_until(instances([(text, {"until": ["t"], "max_gen_toks": 5})]))
+        assert generated == generate_texts(loaded, [TextRequest(ids, 5, ("t",))])[0]
+    spelled = [("<|im_start|>user", " größer")]
+    (expected,) = score(loaded.model, [encode_continuation(loaded, *spelled[0])])
+    assert model.loglikelihood(instances(spelled))[0][0] == pytest.approx(expected.log_probability)
+
+
+def test_a_model_without_a_chat_template_is_refused(
+    loaded: TextModel, tmp_path: Path, fake_harness: None
+) -> None:
+    with pytest.raises(UsageError, match=r"a chat template needs a decoder with a tokenizer.json"):
+        harness_model(loaded).chat_template(True)
+    with pytest.raises(UsageError, match=r"the tokenizer has no chat template \(chat_template.jinja"):
+        harness_model(open_chat_model(write_gpt2(tmp_path / "plain"))).chat_template(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shots", [0, 2])
+def test_chat_tasks_of_the_harness_give_what_its_own_model_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int
+) -> None:
+    """Choices and texts of two offline tasks, with solved examples as earlier turns: prompts and results alike."""
+    pytest.importorskip("accelerate")
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    lm_eval = pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = write_chat_model(tmp_path / "chat")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({**row, "ask": row["ask"][:9]}) + "\n" for row in ROWS)
+    )
+    (tmp_path / "tasks").mkdir()
+    choice = HARNESS_TASK.format(rows=tmp_path / "rows.jsonl")
+    generation = choice.replace("own_choice", "own_text").replace("multiple_choice", "generate_until")
+    generation = generation.partition("doc_to_choice")[0].replace(
+        "doc_to_target: key", 'doc_to_target: "{{a}}"'
+    )
+    generation += "gen_prefix: the\ngeneration_kwargs: {until: [t], max_gen_toks: 4}\n"
+    generation += "metric_list: [{metric: exact_match}]\n"
+    (tmp_path / "tasks/choice.yaml").write_text(choice)
+    (tmp_path / "tasks/text.yaml").write_text(generation)
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=str(tmp_path / "tasks"))
+
+    def evaluate(model: Any) -> Any:
+        return lm_eval.simple_evaluate(
+            model=model, tasks=["own_choice", "own_text"], num_fewshot=shots, task_manager=manager,
+            bootstrap_iters=0, apply_chat_template=True, fewshot_as_multiturn=True, log_samples=True,
+        )  # fmt: skip
+
+    ours = evaluate(harness_model(open_chat_model(folder), batch_size=3))
+    theirs = evaluate(harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32"))
+    assert ours["config"] is not None
+    for task in ("own_choice", "own_text"):
+        for sample, expected in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+            assert sample["arguments"] == expected["arguments"]
+            assert "<|im_start|>" in str(sample["arguments"])
+            if task == "own_text":
+                assert sample["filtered_resps"] == expected["filtered_resps"]
+                continue
+            actual, reference = (
+                torch.tensor([response[0] for response in result["filtered_resps"]])
+                for result in (sample, expected)
+            )
+            torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
+    results = run_harness(
+        open_chat_model(folder),
+        ["own_choice"],
+        include_path=str(tmp_path / "tasks"),
+        shots=shots,
+        chat_template=True,
+    )
+    assert results["own_choice"]["acc"] == pytest.approx(theirs["results"]["own_choice"]["acc,none"])

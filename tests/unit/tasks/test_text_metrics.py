@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 
 from megatfm.tasks.metrics import calibration_error
 from megatfm.tasks.text_metrics import corpus_metric, exact_match, metric_signature, token_f1
@@ -107,6 +109,24 @@ def test_exact_match_of_texts_has_an_interval() -> None:
     value, (low, high) = corpus_metric("exact_match", ["a", "b ", "c", "d"], ["a", "b", "x", "D"])
     assert value == 0.5
     assert 0 <= low < 0.5 < high <= 1
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf"])
+def test_texts_without_a_match_have_an_interval(name: str) -> None:
+    """Resamples without any match score 0.0, which sacrebleu's own mean can't add to its float32."""
+    value, (low, high) = corpus_metric(name, ["a b c d e", *["q"] * 7], ["a b c d e", *["x y z u v"] * 7])
+    assert 0 == low < value < high <= 100
+    assert corpus_metric(name, ["q"] * 8, ["x y z u v"] * 8) == (0.0, (0.0, 0.0))
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf"])
+def test_intervals_are_sacrebleu_s(name: str) -> None:
+    """The bounds have the distance from one another that sacrebleu gives for its own seed."""
+    answers, references = HYPOTHESES * 5, REFERENCES * 5
+    value, (low, high) = corpus_metric(name, answers, references)
+    result = {"bleu": BLEU, "chrf": CHRF}[name]().corpus_score(answers, [references], n_bootstrap=1000)
+    assert value == pytest.approx(float(result.score), abs=1e-9)
+    assert (high - low) / 2 == pytest.approx(float(result._ci), abs=1e-5)
 
 
 def test_signatures_name_the_settings() -> None:
