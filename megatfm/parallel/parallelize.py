@@ -14,6 +14,7 @@ any number of segments. Rows that match nothing are allowed, for submodules that
 | attention | attends with queries to keys and values | fetches keys, uses a ring, or Ulysses |
 | latent_attention | computes keys and values from narrower latents | the same, sending latents |
 | global_queries | attends with the few queries that see all keys | sends the queries to the keys |
+| pooling_attention | attends with one query to the tokens of each image | adds numerators and denominators over ranks |
 | gather_kv | passes keys and values to attention that needs the full row | gathers them |
 | span_boundary | looks up the tokens beside masked spans | fetches them |
 | all_reduce | sums over tokens, in its submodule `summed` | adds the sums over ranks |
@@ -43,7 +44,7 @@ from megatfm.parallel.context_attention import (
     make_gather_kv_forward,
     make_latent_forward,
 )
-from megatfm.parallel.context_global_attention import make_global_forward
+from megatfm.parallel.context_global_attention import make_global_forward, make_pooling_forward
 from megatfm.parallel.context_parallel import (
     ContextParallel,
     build_context_parallel,
@@ -287,6 +288,7 @@ FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] 
     "attention": make_attention_forward,
     "latent_attention": make_latent_forward,
     "global_queries": make_global_forward,
+    "pooling_attention": make_pooling_forward,
     "gather_kv": make_gather_kv_forward,
     "span_boundary": make_span_boundary_forward,
 }

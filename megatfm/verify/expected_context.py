@@ -340,6 +340,17 @@ class ContextShards:
             sums, n_bytes = sum(map(len, self._positions_by_rank[""])), self._compute_bytes
         ledger.all_reduce(CONTEXT, rows * sums * width * n_bytes, times=1 + call.has_gradient)
 
+    def _add_pooling(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """Add attention pooling: for each image and head the largest score, then sums of values and of weights."""
+        (heads, width), (rows, *_) = known_shapes(call.inputs[:2])
+        documents = self._rows(microbatch, self._side(call)).documents
+        images = 1 if documents is None else max(int(documents.max()) + 1, 1)
+        n_bytes = rows * images * heads * self._reduction_bytes
+        ledger.all_reduce(CONTEXT, n_bytes)
+        ledger.all_reduce(CONTEXT, n_bytes * (width + 1), times=1 + call.has_gradient)
+
     def _add_expert_capacity(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
@@ -402,6 +413,7 @@ class ContextShards:
         "GatherKV": _add_gathered_keys,
         "SpanBoundaryGather": _add_span_boundaries,
         "ImageMean": _add_row_sums,
+        "PoolingAttention": _add_pooling,
         "RowScores": _add_row_sums,
         "LinformerAttention": _add_linformer,
         "CompressedAttention": _add_compressed,
