@@ -17,6 +17,7 @@ any number of segments. Rows that match nothing are allowed, for submodules that
 | pooling_attention | attends with one query to the tokens of each image | adds numerators and denominators over ranks |
 | gather_kv | passes keys and values to attention that needs the full row | gathers them |
 | span_boundary | looks up the tokens beside masked spans | fetches them |
+| token_gather | looks up tokens of another row | fetches them |
 | all_reduce | sums over tokens, in its submodule `summed` | adds the sums over ranks |
 | moe | has capacity, expert choice or balance by full rows | gathers the values that these depend on |
 | soft_moe | computes slots as means over all tokens | adds means up, and divides slots among ranks |
@@ -49,6 +50,7 @@ from megatfm.parallel.context_parallel import (
     ContextParallel,
     build_context_parallel,
     make_span_boundary_forward,
+    make_token_gather_forward,
 )
 from megatfm.parallel.data_ring import install_data_ring
 from megatfm.parallel.expert_parallel import install_moe, install_soft_moe
@@ -291,6 +293,7 @@ FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] 
     "pooling_attention": make_pooling_forward,
     "gather_kv": make_gather_kv_forward,
     "span_boundary": make_span_boundary_forward,
+    "token_gather": make_token_gather_forward,
 }
 """`cp_plan` → function that makes a module's new `forward`."""
 

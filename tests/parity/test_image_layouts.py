@@ -31,7 +31,7 @@ LAYOUTS = {
     4: {"tp2 × cp2": ParallelConfig(tp=2, cp=2)},
     5: {"cp5": ParallelConfig(cp=5)},
 }
-WITHOUT_CONTEXT = ("mae", "simmim", "simmim swin")
+WITHOUT_CONTEXT = ("simmim swin",)
 """Models whose parts need whole rows."""
 
 
