@@ -164,12 +164,9 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     compare_cuts(batch, folded=zigzag_rule(model)(config.data.sequence_length))
 
 
-def test_rows_of_images_are_cut_token_by_token() -> None:
-    compare_cuts(image_model_batch("class"), folded=False)
-    with torch.device("meta"):
-        model = build(IMAGE_MODELS["mae"])
-    with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
-        check_context_plans(model)
+@pytest.mark.parametrize("model_name", ["class", "mae", "simmim"])
+def test_rows_of_images_are_cut_token_by_token(model_name: str) -> None:
+    compare_cuts(image_model_batch(model_name), folded=False)
 
 
 def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
