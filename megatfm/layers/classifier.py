@@ -55,6 +55,7 @@ class AttentionPool(nn.Module):
         self.wq, self.wk, self.wv = (
             Linear(d, d, initial(role, d, d), bias=True) for role in ("query", "key", "value")
         )
+        self.core = PoolingAttention()
         self.wo = Linear(d, d, initial("out", d, d), bias=True)
         self.norm = make_norm(config)
         self.w_up = Linear(d, d_ff, initial("ffn_in", d, d_ff), bias=True)
@@ -70,15 +71,29 @@ class AttentionPool(nn.Module):
         """[M, D] of the images with a token at `at_M`, counted over all rows."""
         q_NH = self.wq(self.query)[0].unflatten(-1, (self.n_heads, -1))
         k_BTNH, v_BTNH = (w(hidden_BTD).unflatten(-1, (self.n_heads, -1)) for w in (self.wk, self.wv))
-        precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
-        scores_BNT = torch.einsum("nh,btnh->bnt", q_NH, k_BTNH).to(precise) * q_NH.shape[-1] ** -0.5
-        seen_BIT = _members(sequence, sequence, with_special=True)
-        # The least number, not −∞: a row may have fewer images than another, and a softmax over none would be NaN.
-        seen_BINT = scores_BNT[:, None].masked_fill(~seen_BIT[:, :, None], torch.finfo(precise).min)
-        weights_BINT = seen_BINT.softmax(-1).to(v_BTNH.dtype)
-        heads_BIND = torch.einsum("bint,btnh->binh", weights_BINT, v_BTNH)
+        is_member_BIT = _members(sequence, sequence, with_special=True)
+        heads_BIND = self.core(q_NH, k_BTNH, v_BTNH, is_member_BIT)
         y_MD = self.wo(heads_BIND.flatten(-2).flatten(0, 1)[_image_index(sequence, at_M)])
         return y_MD + self.w_down(self.activation(self.w_up(self.norm(y_MD))))
+
+
+class PoolingAttention(nn.Module):
+    """softmax(q kᵀ / √H) v of one query over the tokens of each image."""
+
+    cp_plan = "pooling_attention"
+
+    def forward(self, q_NH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
+        """[B, I, N, H] by the tokens of each image, `is_member`; one without tokens gets numbers that no one uses."""
+        weights_BINT = self.scores(q_NH, k_BTNH, is_member_BIT).softmax(-1).to(v_BTNH.dtype)
+        return torch.einsum("bint,btnh->binh", weights_BINT, v_BTNH)
+
+    @staticmethod
+    def scores(q_NH: Tensor, k_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
+        """[B, I, N, T] in float32 at least; tokens of other images have the least number."""
+        precise = torch.promote_types(k_BTNH.dtype, torch.float32)
+        scores_BNT = torch.einsum("nh,btnh->bnt", q_NH, k_BTNH).to(precise) * q_NH.shape[-1] ** -0.5
+        # The least number, not −∞: a row may have fewer images than another, and a softmax over none would be NaN.
+        return scores_BNT[:, None].masked_fill(~is_member_BIT[:, :, None], torch.finfo(precise).min)
 
 
 def _members(
@@ -122,6 +137,7 @@ class ClassifierHead(nn.Module):
     predicts = True
     term = "classifier"
 
+    cp_plan = "local"
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated"))
 
     def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
@@ -139,16 +155,6 @@ class ClassifierHead(nn.Module):
         self.label_smoothing = float(section.label_smoothing)
         self.on_classes: OnClasses | None = None
         """Set while an evaluation collects predictions."""
-
-    @property
-    def cp_plan(self) -> str | None:
-        """None for attention, which needs an image's tokens at once."""
-        return None if isinstance(self.pool, AttentionPool) else "local"
-
-    @property
-    def full_rows_reason(self) -> str | None:
-        """Reason why `cp_plan` is None."""
-        return "attention pooling attends to all tokens of an image" if self.cp_plan is None else None
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of one token of each row, and of the pool's."""

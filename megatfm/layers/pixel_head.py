@@ -29,8 +29,7 @@ class PixelsHead(nn.Module):
     takes_sequence = True
     reads_first_map = True
     predicts = True
-    cp_plan = None
-    full_rows_reason = "predictions and targets are compared on an image's full map of patches"
+    cp_plan = "local"  # where a token stands for several patches, its family needs full rows
     term = "pixels"
 
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))

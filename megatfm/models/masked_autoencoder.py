@@ -20,6 +20,8 @@ from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.patch_embedding import normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
+from megatfm.layers.token_gather import TokenGather
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.ops.transfer import moved, to_host
@@ -33,12 +35,22 @@ VARIANCE_EPS = 1e-6
 
 
 class Visible(NamedTuple):
-    """Input of the decoder: the encoder's output, and the index in it of each decoder token (`source`)."""
+    """Input of the decoder: the encoder's output, and the index in it of each decoder token (`source`).
+
+    full_source: of full rows, where these tokens are some of them. sequence: metadata of the encoder's tokens.
+    """
 
     memory_BSD: Tensor
     source_BT: Tensor
+    full_source_BT: Tensor | None
     sequence: SequenceMetadata
-    """Metadata of the encoder's tokens."""
+
+    def memory_indices(self, sequence: SequenceMetadata) -> Tensor:
+        """Return the index in the encoder's row of each token of the decoder's full rows, −1 for masked patches."""
+        if self.full_source_BT is None:
+            return _memory_indices(self.source_BT, sequence, self.sequence)
+        host = (_full_sequence(side).on_host() for side in (sequence, self.sequence))
+        return moved(_memory_indices(to_host(self.full_source_BT), *host), self.source_BT.device)
 
 
 class VisibleTokens(nn.Module):
@@ -55,21 +67,28 @@ class VisibleTokens(nn.Module):
         self.initial, self.roles = {"mask_token": initial("embedding", 1, d)}, {"mask_token": "embedding"}
         position = POSITIONS.get(decoder.position.name).absolute
         self.positions = position(decoder, initial) if position else None
+        self.gather = TokenGather()
 
     def forward(
         self, visible: Visible, sequence: SequenceMetadata, segments_BT: Tensor | None = None
     ) -> Tensor:
         """Return [B, T, D]."""
         visible_BSD = self.projection(visible.memory_BSD)
-        starts_BI = _image_starts(visible.sequence)
-        documents_BT = (
-            torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
-        )
-        is_visible_BT = visible.source_BT >= 0
-        index_BT = starts_BI.gather(1, documents_BT.clamp(min=0)) + visible.source_BT
-        index_BT = index_BT.where(is_visible_BT, 0)[..., None].expand(-1, -1, visible_BSD.shape[-1])
-        x_BTD = torch.where(is_visible_BT[..., None], visible_BSD.gather(1, index_BT), self.mask_token)
+        at_BT = visible.memory_indices(sequence)
+        visible_BTD = self.gather(visible_BSD, at_BT, visible.sequence.length)
+        x_BTD = torch.where((visible.source_BT >= 0)[..., None], visible_BTD, self.mask_token)
         return x_BTD if self.positions is None else x_BTD + self.positions(sequence).to(x_BTD.dtype)
+
+
+def _full_sequence(sequence: SequenceMetadata) -> SequenceMetadata:
+    return sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
+
+
+def _memory_indices(source_BT: Tensor, sequence: SequenceMetadata, encoder: SequenceMetadata) -> Tensor:
+    """Return indices in rows [B, T], from indices among an image's visible tokens."""
+    documents_BT = torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
+    starts_BT = _image_starts(encoder).gather(1, documents_BT.clamp(min=0))
+    return (starts_BT + source_BT).where(source_BT >= 0, -1)
 
 
 def _image_starts(sequence: SequenceMetadata) -> Tensor:
@@ -91,6 +110,7 @@ class PixelHead(nn.Module):
     """Predicted pixels [B, T, K], or, given the patches, the sum over masked ones of their mean squared error."""
 
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
+    cp_plan = "local"
 
     def __init__(self, config: ModelConfig, decoder: ModelConfig) -> None:
         super().__init__()
@@ -112,7 +132,7 @@ class PixelHead(nn.Module):
             return self.prediction(hidden_BTD)
         is_masked = to_host(source_BT) < 0
         if sequence.documents is not None:
-            is_masked = is_masked & (to_host(sequence.documents) >= 0)
+            is_masked = is_masked & sequence.on_host().non_padding_mask
         at_M = moved(is_masked.flatten().nonzero()[:, 0], source_BT.device)
         predicted_MK = self.prediction(hidden_BTD.flatten(0, 1)[at_M])
         precise = torch.promote_types(predicted_MK.dtype, torch.float32)
@@ -123,7 +143,7 @@ class PixelHead(nn.Module):
         """Return the target pixels [M, K], normalised by patch if configured."""
         scale_K, shift_K = normalisation(self.options, patches_MK.device, dtype)
         pixels_MK = patches_MK * scale_K + shift_K
-        if not self.normalize:
+        if not self.normalize or not len(pixels_MK):
             return pixels_MK
         mean_M1, variance_M1 = pixels_MK.mean(-1, keepdim=True), pixels_MK.var(-1, keepdim=True)
         return (pixels_MK - mean_M1) / (variance_M1 + VARIANCE_EPS).sqrt()
@@ -134,8 +154,6 @@ class MaskedAutoencoder(Model):
     """Encoder, decoder and a head for pixels; the encoder's weights are those of the family "encoder"."""
 
     tp_plan = (("memory", "gather_output_for_tokens"),)
-    cp_plan = None  # type: ignore[assignment]
-    full_rows_reason = "the decoder puts an image's visible tokens back among its masked ones"
 
     encoder: Stack | None
     decoder: Stack | None
@@ -185,7 +203,8 @@ class MaskedAutoencoder(Model):
         if self.decoder is not None:
             visible = None
             if self.decoder.embedding is not None:
-                visible = Visible(self.memory(encoder_hidden), batch["source"], encoder_sequence)
+                memory_BSD, full_source_BT = self.memory(encoder_hidden), batch.get("full_row_source")
+                visible = Visible(memory_BSD, batch["source"], full_source_BT, encoder_sequence)
             x_BTD, decoder_losses = self.decoder(visible, sequence, hidden=hidden)
             losses = add_by_name(losses, decoder_losses)
         if self.runs_head:

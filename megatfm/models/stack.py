@@ -201,7 +201,9 @@ def make_sequence(
         full = SequenceMetadata(
             full_row.positions, full_row.documents, prefix=full_row.prefix, rng_keys=keys, grid=full_row.grid
         )
-        return _with_tokens(SequenceShard(full, full_row.token_indices, memory), inputs_BT)
+        shard = SequenceShard(full, full_row.token_indices, memory)
+        shard.masked = batch.get(f"{side}masked")
+        return _with_tokens(shard, inputs_BT)
     past = _length_of(cache) if cache else 0
     if positions_BT is None:
         rows, length = inputs_BT.shape[:2]

@@ -1,7 +1,8 @@
 """Global attention under context parallelism: queries that attend to all keys (Longformer, BigBird) go to the keys.
 
 All ranks receive the few global queries. Each rank computes their attention to its local keys, and the results are
-merged by their log-sum-exp (Dao et al. 2022, FlashAttention). The traffic does not grow with the row.
+merged by their log-sum-exp (Dao et al. 2022, FlashAttention). The traffic does not grow with the row. A learned query
+that pools each image is on every rank already, and is merged in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm.ops.attention import block_sparse
@@ -92,6 +94,23 @@ def make_global_forward(core: nn.Module, contexts: ContextParallel) -> Callable[
         if queries is not None:
             out = add_global_attention(core_, out, q_BNTH, k_BNTH, v_BNTV, None, sequence, queries, contexts)
         return out.where(is_global_BT[:, None, :, None], heads_BNTV)
+
+    return forward
+
+
+def make_pooling_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+    """Make the `forward` of attention by one query to each image's tokens: ranks add up numerators and denominators."""
+
+    def forward(q_NH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
+        scores_BINT: Tensor = core.scores(q_NH, k_BTNH, is_member_BIT)  # type: ignore[operator]
+        max_BIN1 = scores_BINT.detach().amax(-1, keepdim=True)
+        dist.all_reduce(max_BIN1, dist.ReduceOp.MAX, contexts.group)
+        weights_BINT = (scores_BINT - max_BIN1).exp()
+        sums_BINH = torch.einsum("bint,btnh->binh", weights_BINT, v_BTNH.to(weights_BINT.dtype))
+        packed = torch.cat([sums_BINH, weights_BINT.sum(-1, keepdim=True)], -1)
+        packed = copy_to_group(reduce_from_group(packed, contexts.group), contexts.group)
+        sums_BINH, totals_BIN1 = packed.split([v_BTNH.shape[-1], 1], -1)
+        return (sums_BINH / totals_BIN1).to(v_BTNH.dtype)
 
     return forward
 

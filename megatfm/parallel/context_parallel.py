@@ -118,6 +118,7 @@ FULL_ROW_FIELDS = (
     "examples",
     "parts",
     "answer_marks",
+    "source",
 )
 """Fields of which every rank keeps the full row, to know which tokens each rank needs."""
 
@@ -294,6 +295,27 @@ def make_span_boundary_forward(
         return x_BLD[rows, at_left], x_BLD[rows, at_right]
 
     return forward
+
+
+def make_token_gather_forward(_: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+    """Make the `forward` of a module that looks up tokens of another row, of which each rank fetches what it needs."""
+
+    def forward(x_BSD: Tensor, at_BT: Tensor, length: int) -> Tensor:
+        host_BT, indices_by_rank = to_host(at_BT), contexts.token_indices(at_BT.shape[1])
+        needed = [gathered_indices(host_BT[:, indices]) for indices in indices_by_rank]
+        plan = FetchPlan.of(contexts, contexts.token_indices(length), needed)
+        x_BLD = fetch(x_BSD[:, None], plan)[:, 0]
+        local, fetched = (moved(x, at_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices))
+        # searchsorted wants contiguous input; an index of −1 becomes 0.
+        at_BT = torch.searchsorted(fetched, at_BT[:, local].contiguous())
+        return x_BLD.gather(1, at_BT[..., None].expand(-1, -1, x_BSD.shape[-1]))
+
+    return forward
+
+
+def gathered_indices(at_BT: Tensor) -> Tensor:
+    """Return the sorted indices that tokens look up in any row, without −1."""
+    return at_BT[at_BT >= 0].unique()
 
 
 def span_boundary_indices(left_BS: Tensor, right_BS: Tensor, masked_at: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ any number of segments. Rows that match nothing are allowed, for submodules that
 | attention | attends with queries to keys and values | fetches keys, uses a ring, or Ulysses |
 | latent_attention | computes keys and values from narrower latents | the same, sending latents |
 | global_queries | attends with the few queries that see all keys | sends the queries to the keys |
+| pooling_attention | attends with one query to the tokens of each image | adds numerators and denominators over ranks |
 | gather_kv | passes keys and values to attention that needs the full row | gathers them |
 | span_boundary | looks up the tokens beside masked spans | fetches them |
+| token_gather | looks up tokens of another row | fetches them |
 | all_reduce | sums over tokens, in its submodule `summed` | adds the sums over ranks |
 | moe | has capacity, expert choice or balance by full rows | gathers the values that these depend on |
 | soft_moe | computes slots as means over all tokens | adds means up, and divides slots among ranks |
@@ -43,11 +45,12 @@ from megatfm.parallel.context_attention import (
     make_gather_kv_forward,
     make_latent_forward,
 )
-from megatfm.parallel.context_global_attention import make_global_forward
+from megatfm.parallel.context_global_attention import make_global_forward, make_pooling_forward
 from megatfm.parallel.context_parallel import (
     ContextParallel,
     build_context_parallel,
     make_span_boundary_forward,
+    make_token_gather_forward,
 )
 from megatfm.parallel.data_ring import install_data_ring
 from megatfm.parallel.expert_parallel import install_moe, install_soft_moe
@@ -287,8 +290,10 @@ FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] 
     "attention": make_attention_forward,
     "latent_attention": make_latent_forward,
     "global_queries": make_global_forward,
+    "pooling_attention": make_pooling_forward,
     "gather_kv": make_gather_kv_forward,
     "span_boundary": make_span_boundary_forward,
+    "token_gather": make_token_gather_forward,
 }
 """`cp_plan` → function that makes a module's new `forward`."""
 

@@ -34,6 +34,7 @@ from megatfm.verify.expected_keys import (
     pattern_of,
     sees_key_runs,
 )
+from megatfm.verify.expected_lookups import span_boundaries, visible_tokens
 from megatfm.verify.module_calls import Call, Shape, known_shapes, latent_qkv
 from megatfm.verify.module_cuts import is_a
 from megatfm.verify.shrink import Arrays
@@ -315,19 +316,20 @@ class ContextShards:
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
     ) -> None:
         """Add hidden states at the boundaries of masked spans that reach into another rank."""
-        count, by_rank = self._config.train.micro_batch, self._positions_by_rank[""]
-        first = microbatch * count
-        left, right = (self._batch[name][first : first + count] for name in ("span_left", "span_right"))
-        fetched = []
-        for local_positions in by_rank:
-            boundaries: set[int] = set()
-            for row in range(len(left)):
-                for token in local_positions.tolist():
-                    if left[row, token] > 0:
-                        boundaries |= {token - int(left[row, token]), token + int(right[row, token])}
-            fetched.append(np.array(sorted(boundaries), np.int64))
+        fields, by_rank = self._microbatch(microbatch), self._positions_by_rank[""]
+        fetched = span_boundaries(fields["span_left"], fields["span_right"], by_rank)
         (hidden,) = known_shapes(call.inputs[:1])
         self._add_point_to_point(ledger, rank, call, by_rank, fetched, hidden[0] * hidden[2])
+
+    def _add_token_gather(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """Add vectors of the encoder's row that tokens of another rank look up."""
+        fetched = visible_tokens(self._microbatch(microbatch), self._positions_by_rank[""])
+        (x,) = known_shapes(call.inputs[:1])
+        self._add_point_to_point(
+            ledger, rank, call, self._positions_by_rank["encoder_"], fetched, x[0] * x[2]
+        )
 
     def _add_row_sums(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -339,6 +341,17 @@ class ContextShards:
         if is_a(module, "RowScores"):
             sums, n_bytes = sum(map(len, self._positions_by_rank[""])), self._compute_bytes
         ledger.all_reduce(CONTEXT, rows * sums * width * n_bytes, times=1 + call.has_gradient)
+
+    def _add_pooling(
+        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """Add attention pooling: for each image and head the largest score, then sums of values and of weights."""
+        (heads, width), (rows, *_) = known_shapes(call.inputs[:2])
+        documents = self._rows(microbatch, self._side(call)).documents
+        images = 1 if documents is None else max(int(documents.max()) + 1, 1)
+        n_bytes = rows * images * heads * self._reduction_bytes
+        ledger.all_reduce(CONTEXT, n_bytes)
+        ledger.all_reduce(CONTEXT, n_bytes * (width + 1), times=1 + call.has_gradient)
 
     def _add_expert_capacity(
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
@@ -379,6 +392,11 @@ class ContextShards:
         is_in_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
         return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
 
+    def _microbatch(self, microbatch: int) -> Arrays:
+        """Return the fields of a micro-batch's full rows."""
+        count = self._config.train.micro_batch
+        return {name: field[microbatch * count :][:count] for name, field in self._batch.items()}
+
     def _rows(self, microbatch: int, side: str) -> MicroBatchRows:
         count = self._config.train.micro_batch
         return MicroBatchRows.of(self._batch, side, microbatch * count, count)
@@ -401,7 +419,9 @@ class ContextShards:
         "ShawCore": _add_attention,
         "GatherKV": _add_gathered_keys,
         "SpanBoundaryGather": _add_span_boundaries,
+        "TokenGather": _add_token_gather,
         "ImageMean": _add_row_sums,
+        "PoolingAttention": _add_pooling,
         "RowScores": _add_row_sums,
         "LinformerAttention": _add_linformer,
         "CompressedAttention": _add_compressed,

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
-from megatfm.parallel import parallelize, styles
+from megatfm.parallel import context_global_attention, context_parallel, parallelize, styles
 from tests.support.faults import EVERYTHING
 from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
 from tests.support.models import ADAMW
@@ -35,6 +37,19 @@ def a_mean_is_of_one_rank_s_patches(patch: Patch) -> None:
     patch.setattr(parallelize, "_summed", lambda x, group: x)
 
 
+def a_pool_attends_to_one_rank_s_tokens(patch: Patch) -> None:
+    patch.setattr(context_global_attention, "reduce_from_group", lambda x, group: x)
+
+
+def gradients_of_pooled_images_stay_on_their_rank(patch: Patch) -> None:
+    patch.setattr(context_global_attention, "copy_to_group", lambda x, group: x)
+
+
+def scores_are_shifted_by_each_rank_s_largest(patch: Patch) -> None:
+    without = SimpleNamespace(all_reduce=lambda *_: None, ReduceOp=torch.distributed.ReduceOp)
+    patch.setattr(context_global_attention, "dist", without)
+
+
 def gradients_of_patches_are_not_summed(patch: Patch) -> None:
     full = replace(styles.STYLES.get("split_output"), gradient="replicated")
     patch.setitem(styles.STYLES._parts, "split_output", full)
@@ -48,10 +63,29 @@ def gradients_of_copies_are_summed(patch: Patch) -> None:
     patch.setattr(MaskedAutoencoder, "tp_plan", (("memory", "gather_output"),))
 
 
+def gradients_of_looked_up_tokens_stay_on_their_rank(patch: Patch) -> None:
+    real = context_parallel.fetch
+
+    def fetch(x: Tensor, plan: context_parallel.FetchPlan) -> Tensor:
+        received = x.new_zeros(*x.shape[:2], len(plan.indices) - x.shape[2], x.shape[3])
+        without_values = torch.cat([x - x.detach(), received], 2)[:, :, plan.permutation]
+        return real(x.detach(), plan) + without_values
+
+    patch.setattr(context_parallel, "fetch", fetch)
+
+
 CP2, TP2 = ParallelConfig(cp=2), ParallelConfig(tp=2)
 FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
     a_rank_s_grid_begins_at_the_row_s_first_token: ("rotary", CP2, EVERYTHING),
     a_mean_is_of_one_rank_s_patches: ("mean", CP2, EVERYTHING),
+    a_pool_attends_to_one_rank_s_tokens: ("attention", CP2, EVERYTHING),
+    gradients_of_pooled_images_stay_on_their_rank: (
+        "attention",
+        CP2,
+        {"encoder.*", "classifier.pool.w[kv].*"},
+    ),
+    scores_are_shifted_by_each_rank_s_largest: ("attention", CP2, {"encoder.*", "classifier.*"}),
+    gradients_of_looked_up_tokens_stay_on_their_rank: ("mae", CP2, {"encoder.*", "decoder.*.projection.*"}),
     gradients_of_patches_are_not_summed: ("class", TP2, {"encoder.embedding.*.special"}),
     a_rank_s_part_of_the_gradient_is_taken_for_all: ("mae", ParallelConfig(tp=3), {"encoder.*"}),
     gradients_of_copies_are_summed: ("mae", ParallelConfig(tp=2, sequence_parallel=False), {"encoder.*"}),

@@ -29,8 +29,9 @@ LAYOUTS = {
         "cp3": ParallelConfig(cp=3),
     },
     4: {"tp2 × cp2": ParallelConfig(tp=2, cp=2)},
+    5: {"cp5": ParallelConfig(cp=5)},
 }
-WITHOUT_CONTEXT = ("attention", "mae", "simmim", "simmim swin")
+WITHOUT_CONTEXT = ("simmim swin",)
 """Models whose parts need whole rows."""
 
 

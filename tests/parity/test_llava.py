@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.clip import modeling_clip
 from transformers.models.llama import modeling_llama
 from transformers.models.llava import modeling_llava
+from transformers.models.siglip import modeling_siglip
 
 from megatfm.config import ModelConfig
 from tests.support.images import pixels, to_batch
@@ -29,11 +30,19 @@ LLAVA: dict[str, Any] = {
     },
     "connector": {"image_token_id": IMAGE_TOKEN},
 }  # fmt: skip
+SIGLIP: dict[str, Any] = LLAVA | {
+    "vision_tower": LLAVA["vision_tower"]
+    | {
+        "activation": "gelu_tanh", "norm_eps": 1e-6,
+        "embedding": {"name": "patches", "patch_size": SIDE, "n_class_tokens": 0, "mean": MEAN, "std": STD},
+    }
+}  # fmt: skip
+ENCODERS = {"clip": ModelConfig.from_dotted(LLAVA), "siglip": ModelConfig.from_dotted(SIGLIP)}
 N_PATCHES = GRID**2
 UNUSED = [f"model.vision_tower.post_layernorm.{part}" for part in ("weight", "bias")]
-"""The norm of CLIP's class token."""
+"""The norm of the vector that stands for an image: CLIP's class token, SigLIP's pool."""
 
-dtype = dtype_fixture(modeling_clip, modeling_llama, modeling_llava)
+dtype = dtype_fixture(modeling_clip, modeling_siglip, modeling_llama, modeling_llava)
 
 
 def texts() -> list[Tensor]:
@@ -54,9 +63,9 @@ def text_targets(tokens: Tensor) -> Tensor:
     return torch.where(following == IMAGE_TOKEN, -100, following)
 
 
-def packed(images: list[Tensor], rows: list[list[int]]) -> dict[str, Tensor]:
+def packed(images: list[Tensor], rows: list[list[int]], n_special: int = 1) -> dict[str, Tensor]:
     """A batch whose rows hold the samples of these numbers, on both sides."""
-    batch = {f"encoder_{field}": values for field, values in to_batch(images, SIDE, 1, rows).items()}
+    batch = {f"encoder_{field}": values for field, values in to_batch(images, SIDE, n_special, rows).items()}
     all_tokens = texts()
     length = max(sum(len(all_tokens[number]) for number in row) for row in rows) + 2
     batch |= {"tokens": torch.zeros(len(rows), length, dtype=torch.int64)}
@@ -82,12 +91,13 @@ def normalised(images: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack([(image.double() / 255 - mean) / std for image in images]).to(dtype)
 
 
+@pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("rows", [[[0], [1], [2]], [[0, 1], [2]], [[2, 0, 1]]], ids=str)
-def test_logits_and_gradients(rows: list[list[int]], dtype: torch.dtype) -> None:
-    config, figures = ModelConfig.from_dotted(LLAVA), Figures()
+def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.dtype) -> None:
+    config, figures = ENCODERS[encoder], Figures()
     both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
     images = [pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)]
-    batch, losses = packed(images, rows), []
+    batch, losses = packed(images, rows, n_special=int(encoder == "clip")), []
     flat = batch["documents"].flatten() >= 0
     targets = batch.pop("targets")
     logits = both.ours(**batch).logits.flatten(0, 1)[flat]
@@ -111,7 +121,7 @@ def test_logits_and_gradients(rows: list[list[int]], dtype: torch.dtype) -> None
 
 
 def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
-    config = ModelConfig.from_dotted(LLAVA)
+    config = ENCODERS["clip"]
     both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
     tokens = torch.arange(1, 9)[None]
     expected = both.theirs(input_ids=tokens).logits
@@ -119,7 +129,7 @@ def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
 
 
 def test_another_number_of_image_tokens_is_refused() -> None:
-    config = ModelConfig.from_dotted(LLAVA)
+    config = ENCODERS["clip"]
     model = pair(config, torch.float64, among=["LlavaForConditionalGeneration"], unused=UNUSED).ours
     batch = packed([pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)], [[0], [1, 2]])
     batch["tokens"][1, -3] = IMAGE_TOKEN

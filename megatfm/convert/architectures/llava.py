@@ -1,14 +1,26 @@
-"""LLaVA (Liu et al. 2023): LlavaForConditionalGeneration with CLIP's image encoder and a Llama."""
+"""LLaVA (Liu et al. 2023): LlavaForConditionalGeneration with the image encoder of CLIP or SigLIP, and a Llama."""
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatfm.config import ConnectorConfig, ModelConfig, VisionTowerConfig
 from megatfm.config.image_text import image_tower
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.image_towers import CLIP_KEYS, clip_rules, read_clip, write_clip
+from megatfm.convert.architectures.image_towers import (
+    CLIP_KEYS,
+    SIGLIP_KEYS,
+    TOWER,
+    clip_rules,
+    read_clip,
+    read_siglip,
+    write_clip,
+    write_siglip,
+)
 from megatfm.convert.architectures.llama import LLAMA_KEYS, llama_rules, read_llama, write_llama
+from megatfm.convert.architectures.vision import vision_rules
 from megatfm.convert.hf_config import COMMON, Json, Key, ignored, resolve_hf_config, supported_values, used
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear, with_prefix
 from megatfm.errors import UsageError
@@ -24,12 +36,11 @@ LLAVA_KEYS: dict[str, Key] = {
     "projector_hidden_act": supported_values("gelu"),
     "multimodal_projector_bias": used(True),
     "vision_feature_layer": used(-2, int, list),
-    "vision_feature_select_strategy": supported_values("default"),
+    "vision_feature_select_strategy": supported_values("default", "full"),
     "tie_word_embeddings": used(False),
     **ignored("ignore_index", "vocab_size", kinds=[int]),
 }
-VISION_KEYS = CLIP_KEYS | ignored("vocab_size", kinds=[int])
-VISION_DEFAULTS = {
+CLIP_SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 24,
@@ -37,7 +48,38 @@ VISION_DEFAULTS = {
     "image_size": 336,
     "patch_size": 14,
 }
-"""Sizes of the image encoder that config.json leaves out (CLIP's ViT-L/14 at 336 pixels)."""
+"""Sizes of an image encoder that config.json leaves out (CLIP's ViT-L/14 at 336 pixels)."""
+
+
+@dataclass(frozen=True)
+class ImageEncoder:
+    """Conversion of one kind of image encoder.
+
+    selected: `vision_feature_select_strategy` that passes on all patches and nothing else: "default" leaves out the
+    class token, "full" nothing. sizes: of an encoder that config.json does not give.
+    """
+
+    keys: Mapping[str, Key]
+    read: Callable[[Json], ModelConfig]
+    write: Callable[[ModelConfig], Json]
+    rules: Callable[[ModelConfig], list[WeightMapping]]
+    selected: str
+    sizes: Json = field(default_factory=dict)
+
+
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+ENCODERS = {
+    CLIP: ImageEncoder(
+        CLIP_KEYS | ignored("vocab_size", kinds=[int]),
+        read_clip,
+        write_clip,
+        clip_rules,
+        "default",
+        CLIP_SIZES,
+    ),
+    SIGLIP: ImageEncoder(SIGLIP_KEYS, read_siglip, write_siglip, partial(vision_rules, TOWER), "full"),
+}
+"""Image encoders by `vision_config.model_type`."""
 TOWER_NAMES = re.compile(r"^vision_model\.")
 
 
@@ -57,34 +99,53 @@ def n_used_layers(vision: Json, layer: Any) -> int:
     return n_used
 
 
-def section_of(hf_config: Json, name: str, keys: Mapping[str, Key], model_types: Sequence[str]) -> Json:
-    """Return a section of config.json with defaults filled in. Raises UsageError for unsupported keys or model
-    types."""
-    declared = {**COMMON, "model_type": supported_values(*model_types), **keys}
-    values = dict(hf_config[name] or {})
-    if name == "vision_config":
-        values = {**VISION_DEFAULTS, **values, **{key: hf_config[key] for key in PIXELS if hf_config[key]}}
-    return resolve_hf_config(values, declared, f"LLaVA's {name}")
+def section_of(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str, **sizes: Any) -> Json:
+    """Return a section of config.json with defaults filled in. Raises UsageError for an unsupported key or type."""
+    declared = {**COMMON, "model_type": supported_values(model_type), **keys}
+    return resolve_hf_config({**sizes, **(hf_config[name] or {})}, declared, f"LLaVA's {name}")
+
+
+def encoder_of(hf_config: Mapping[str, Any]) -> tuple[str, ImageEncoder]:
+    """Return the kind of image encoder that config.json names, by default CLIP's. Raises UsageError for another."""
+    model_type = (hf_config.get("vision_config") or {}).get("model_type", CLIP)
+    if model_type not in ENCODERS:
+        raise UsageError(
+            f"config.json: vision_config.model_type = {model_type!r}: megatfm reads LLaVA with {' or '.join(ENCODERS)}"
+        )
+    return model_type, ENCODERS[model_type]
+
+
+def read_tower(hf_config: Json) -> Json:
+    """Return our section of the image encoder. Raises UsageError where the decoder would not get its patches."""
+    model_type, encoder = encoder_of(hf_config)
+    if (strategy := hf_config["vision_feature_select_strategy"]) != encoder.selected:
+        passed = "its class token too" if encoder.selected == "default" else "all but the first patch"
+        raise UsageError(
+            f"config.json: vision_feature_select_strategy = {strategy!r} passes on {passed} of a {model_type}: "
+            f"megatfm passes on its patches, {encoder.selected!r}"
+        )
+    pixels = {key: hf_config[key] for key in PIXELS if hf_config[key]}
+    vision = section_of(hf_config, "vision_config", encoder.keys, model_type, **encoder.sizes, **pixels)
+    tower = encoder.read(vision)
+    return {
+        "d_model": tower.d_model,
+        "n_layers": n_used_layers(vision, hf_config["vision_feature_layer"]),
+        "n_heads": tower.attention.n_heads,
+        "d_ff": tower.ffn.d_ff,
+        "activation": tower.ffn.activation,
+        "norm_eps": tower.norm.eps,
+        "embedding": tower.embedding.model_dump(),
+        "grid": getattr(tower.position, "grid", None),
+    }
 
 
 def read_llava(hf_config: Json) -> ModelConfig:
-    vision = section_of(hf_config, "vision_config", VISION_KEYS, ("clip_vision_model",))
-    text = section_of(hf_config, "text_config", LLAMA_KEYS, ("llama",))
+    text = section_of(hf_config, "text_config", LLAMA_KEYS, "llama")
     text["tie_word_embeddings"] = text["tie_word_embeddings"] or hf_config["tie_word_embeddings"]
-    tower = read_clip(vision)
     return read_llama(text).with_changes(
         {
             "family": "vision_language",
-            "vision_tower": {
-                "d_model": tower.d_model,
-                "n_layers": n_used_layers(vision, hf_config["vision_feature_layer"]),
-                "n_heads": tower.attention.n_heads,
-                "d_ff": tower.ffn.d_ff,
-                "activation": tower.ffn.activation,
-                "norm_eps": tower.norm.eps,
-                "embedding": tower.embedding.model_dump(),
-                "grid": getattr(tower.position, "grid", None),
-            },
+            "vision_tower": read_tower(hf_config),
             "connector": {
                 "bias": hf_config["multimodal_projector_bias"],
                 "image_token_id": hf_config["image_token_index"],
@@ -106,13 +167,20 @@ def parts_of(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
     return tower, connector
 
 
+def written_encoder(tower: VisionTowerConfig) -> tuple[str, ImageEncoder]:
+    """The kind of image encoder that has this one's parts: CLIP's has a class token."""
+    model_type = CLIP if tower.embedding.n_class_tokens else SIGLIP
+    return model_type, ENCODERS[model_type]
+
+
 def write_llava(config: ModelConfig) -> Json:
     tower, connector = parts_of(config)
-    vision = write_clip(image_tower(config))
+    model_type, encoder = written_encoder(tower)
+    vision = encoder.write(image_tower(config))
     pixels = {key: vision.pop(key) for key in PIXELS}
     text = write_llama(decoder_of(config))
     return {
-        "vision_config": {"model_type": "clip_vision_model", **vision},
+        "vision_config": {"model_type": model_type, **vision},
         "text_config": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **text},
         **pixels,
         "image_token_index": connector.image_token_id,
@@ -120,7 +188,7 @@ def write_llava(config: ModelConfig) -> Json:
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": connector.bias,
         "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
+        "vision_feature_select_strategy": encoder.selected,
         "tie_word_embeddings": config.embedding.tied,
     }
 
@@ -131,7 +199,8 @@ def decoder_of(config: ModelConfig) -> ModelConfig:
 
 
 def llava_rules(config: ModelConfig) -> list[WeightMapping]:
-    _, connector = parts_of(config)
+    vision, connector = parts_of(config)
+    _, encoder = written_encoder(vision)
     tower = [
         WeightMapping(
             rule.megatfm,
@@ -139,7 +208,7 @@ def llava_rules(config: ModelConfig) -> list[WeightMapping]:
             rule.to_hf,
             rule.from_hf,
         )
-        for rule in clip_rules(image_tower(config))
+        for rule in encoder.rules(image_tower(config))
         if not rule.megatfm[0].startswith("encoder.norm.")
     ]
     projector = "multi_modal_projector.linear_"
@@ -152,12 +221,14 @@ def llava_rules(config: ModelConfig) -> list[WeightMapping]:
 
 
 def unused_layers(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
-    """Return patterns of the image encoder's blocks above those used, and of its last norm."""
-    values = {**VISION_DEFAULTS, **(hf_config.get("vision_config") or {})}
+    """Return patterns of the image encoder's blocks above those used, its last norm and its pool."""
+    _, encoder = encoder_of(hf_config)
+    n_layers = {"num_hidden_layers": encoder.keys["num_hidden_layers"].default}
+    values = {**n_layers, **encoder.sizes, **(hf_config.get("vision_config") or {})}
     n_used = n_used_layers(values, hf_config.get("vision_feature_layer", -2))
     above = "|".join(map(str, range(n_used, values["num_hidden_layers"])))
     layers = [rf"^vision_tower\.encoder\.layers\.({above})\."] if above else []
-    return [*layers, r"^vision_tower\.post_layernorm\."]
+    return [*layers, r"^vision_tower\.(post_layernorm|head)\."]
 
 
 register_architecture(

@@ -1,4 +1,4 @@
-"""Folders of LLaVA, both ways: transformers' own files and released names, blocks that the connector does not read."""
+"""Folders of LLaVA, both ways: transformers' own files, released names, blocks that the connector does not read."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 import megatfm
 from megatfm.config import load_config
@@ -28,8 +34,13 @@ RELEASED = {
 """Prefixes of tensors: as transformers 5 writes them, and as in released files."""
 
 
-def write_llava(folder: Path, **options: object) -> LlavaForConditionalGeneration:
-    vision = CLIPVisionConfig(
+ENCODERS = {"clip": (CLIPVisionConfig, "default"), "siglip": (SiglipVisionConfig, "full")}
+"""Config of an image encoder, and which of its tokens the connector reads."""
+
+
+def write_llava(folder: Path, encoder: str = "clip", **options: object) -> LlavaForConditionalGeneration:
+    config_class, selected = ENCODERS[encoder]
+    vision = config_class(
         hidden_size=24, intermediate_size=36, num_hidden_layers=4, num_attention_heads=3,
         image_size=SIDE * GRID, patch_size=SIDE,
     )  # fmt: skip
@@ -37,7 +48,10 @@ def write_llava(folder: Path, **options: object) -> LlavaForConditionalGeneratio
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, **options)
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN,
+        vision_feature_select_strategy=selected, **options,
+    )  # fmt: skip
     model = perturbed(LlavaForConditionalGeneration(config))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
@@ -55,18 +69,19 @@ def answer(model: LlavaForConditionalGeneration) -> Tensor:
         return model(input_ids=tokens(), pixel_values=image[None]).logits
 
 
-def our_answer(folder: Path) -> Tensor:
-    image = to_batch([pixels(SIDE * GRID, SIDE * GRID, seed=1)], SIDE, 1, [[0]])
+def our_answer(folder: Path, encoder: str = "clip") -> Tensor:
+    image = to_batch([pixels(SIDE * GRID, SIDE * GRID, seed=1)], SIDE, int(encoder == "clip"), [[0]])
     with torch.no_grad():
         return megatfm.load(folder)(
             tokens=tokens(), **{f"encoder_{name}": field for name, field in image.items()}
         ).logits
 
 
+@pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("layer", [-2, -1, 2])
-def test_there_and_back(layer: int, tmp_path: Path) -> None:
-    """The blocks above `vision_feature_layer` are left out, named, and the answer is the same."""
-    expected = answer(write_llava(tmp_path / "theirs", vision_feature_layer=layer))
+def test_there_and_back(layer: int, encoder: str, tmp_path: Path) -> None:
+    """The blocks above `vision_feature_layer` are left out, named, and the answer is the same; so is SigLIP's pool."""
+    expected = answer(write_llava(tmp_path / "theirs", encoder, vision_feature_layer=layer))
     assert len(HfFolder(tmp_path / "theirs").config.model_dump()["vision_tower"]["embedding"]["mean"]) == 3
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
@@ -77,7 +92,7 @@ def test_there_and_back(layer: int, tmp_path: Path) -> None:
     assert len(loaded.model.vision_tower.encoder.layers) == {-2: 3, -1: 4, 2: 2}[layer]
     torch.testing.assert_close(answer(with_fresh_memory(loaded)), expected, rtol=1e-6, atol=1e-6)
     for folder in ("theirs", "ours", "back"):
-        torch.testing.assert_close(our_answer(tmp_path / folder), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(our_answer(tmp_path / folder, encoder), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_released_names_are_read(tmp_path: Path) -> None:
@@ -96,7 +111,11 @@ def test_released_names_are_read(tmp_path: Path) -> None:
     [
         ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\].*of one of 4 blocks"),
         ({"vision_feature_layer": 9}, "vision_feature_layer = 9"),
-        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy = 'full'"),
+        (
+            {"vision_feature_select_strategy": "full"},
+            "'full' passes on its class token too of a clip_vision_model",
+        ),
+        ({"vision_feature_select_strategy": "last"}, "vision_feature_select_strategy = 'last'"),
         ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
     ],
 )
@@ -113,10 +132,19 @@ def test_another_decoder_or_tower_is_refused(tmp_path: Path) -> None:
     edit_config(tmp_path, text_config={**stored["text_config"], "model_type": "qwen2"})
     with pytest.raises(UsageError, match="model_type = 'qwen2'"):
         HfFolder(tmp_path)
-    edit_config(
-        tmp_path, text_config=stored["text_config"], vision_config={"model_type": "siglip_vision_model"}
-    )
-    with pytest.raises(UsageError, match="model_type = 'siglip_vision_model'"):
+    edit_config(tmp_path, text_config=stored["text_config"], vision_config={"model_type": "vit"})
+    with pytest.raises(
+        UsageError, match="'vit': megatfm reads LLaVA with clip_vision_model or siglip_vision_model"
+    ):
+        HfFolder(tmp_path)
+
+
+def test_siglip_without_its_first_patch_is_refused(tmp_path: Path) -> None:
+    write_llava(tmp_path, "siglip")
+    edit_config(tmp_path, vision_feature_select_strategy="default")
+    with pytest.raises(
+        UsageError, match="'default' passes on all but the first patch of a siglip_vision_model"
+    ):
         HfFolder(tmp_path)
 
 

@@ -73,9 +73,6 @@ def test_hierarchical_models_need_whole_images(name: str) -> None:
 @pytest.mark.parametrize(
     ("model_name", "refused", "reason"),
     [
-        ("attention", r"Classif\w+ \(.*\)", "attention pooling attends to all tokens of an image"),
-        ("mae", "MaskedAutoencoder", "the decoder puts an image's visible tokens back"),
-        ("simmim", r"PixelsHead \(.*\)", "predictions and targets are compared on an image's full map"),
         ("softmax", "TwoTowers", "a feature is pooled from all tokens of an image or a text"),
         ("sigmoid", "TwoTowers", "a feature is pooled from all tokens of an image or a text"),
         ("simmim swin", r"PyramidStack \(.*\)", "stages merge or pool neighbouring patches"),
@@ -90,7 +87,7 @@ def test_image_models_that_need_full_rows_are_refused_with_the_reason(
         check_context_plans(model)
 
 
-@pytest.mark.parametrize("model_name", ["class", "mean", "rotary"])
+@pytest.mark.parametrize("model_name", ["class", "mean", "attention", "rotary", "mae", "simmim"])
 def test_image_models_without_such_modules_pass_the_check(model_name: str) -> None:
     with torch.device("meta"):
         check_context_plans(build(IMAGE_MODELS[model_name]))
@@ -167,12 +164,9 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     compare_cuts(batch, folded=zigzag_rule(model)(config.data.sequence_length))
 
 
-def test_rows_of_images_are_cut_token_by_token() -> None:
-    compare_cuts(image_model_batch("class"), folded=False)
-    with torch.device("meta"):
-        model = build(IMAGE_MODELS["mae"])
-    with pytest.raises(UsageError, match=r"parallel\.cp > 1"):
-        check_context_plans(model)
+@pytest.mark.parametrize("model_name", ["class", "mae", "simmim"])
+def test_rows_of_images_are_cut_token_by_token(model_name: str) -> None:
+    compare_cuts(image_model_batch(model_name), folded=False)
 
 
 def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
