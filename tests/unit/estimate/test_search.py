@@ -13,7 +13,6 @@ from megatfm.estimate.estimator import Estimator, estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.quick import QuickScores
 from megatfm.estimate.search import FULLEST, RECOMPUTE, layouts, refusal, search
-from megatfm.estimate.write import layout_config, write_layout
 from megatfm.verify.shrink import shrink
 
 
@@ -95,16 +94,3 @@ def test_a_model_that_depends_on_values_is_refused_under_cp_alone(preset: str) -
     shared = config.model_copy(update={"parallel": config.parallel.model_copy(update={"cp": 2})})
     with pytest.raises(UsageError, match=r"depends? on the values of a batch"):
         LocalModel.check(shared)
-
-
-def test_the_written_config_is_the_chosen_one(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("written")
-    with estimator(load_config("gpt2-124m", []), load_cluster("h100", 8), (1, 2)) as small:
-        chosen = small.base.with_changes({"parallel.tp": 2, "parallel.zero": 1, "train.micro_batch": 4})
-        estimate = small.estimate(chosen)
-    write_layout("gpt2-124m", estimate, folder / "best.toml")
-    text = layout_config("gpt2-124m", estimate)
-    assert "tp = 2" in text
-    assert load_config(str(folder / "best.toml"), []).parallel == estimate.config.parallel
-    with pytest.raises(UsageError, match="there is such a file"):
-        write_layout("gpt2-124m", estimate, folder / "best.toml")
