@@ -34,7 +34,8 @@ TOLERANCE = 1e-8
 """Relative, in float64: a thousand times the spread over instruction sets and threads."""
 SEEN = 1e-3
 """Relative: another learning rate moves every term by more, somewhere in the first RATE_STEPS."""
-RATE_STEPS = 12
+RATE_STEPS = {"electra-small": 30}
+"""Others than 12: what ELECTRA's generator replaces changes slowly."""
 FIRST = 4
 """Steps in which float32's own rounding has not grown yet."""
 
@@ -156,10 +157,11 @@ def check(preset: str, actual: Curves) -> None:
 
 def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
     """Assert that a learning rate ten per cent higher soon shows in every term of the loss."""
-    (other,) = workers.run(curves, 1, config, 1.1, RATE_STEPS, timeout=500)
+    steps = RATE_STEPS.get(preset, 12)
+    (other,) = workers.run(curves, 1, config, 1.1, steps, timeout=500)
     for term, values in wanted(preset).items():
         if term != "busiest":  # a load of experts is a count of tokens
-            assert other[term] != pytest.approx(values[:RATE_STEPS], rel=SEEN), term
+            assert other[term] != pytest.approx(values[:steps], rel=SEEN), term
 
 
 def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
