@@ -1,4 +1,4 @@
-"""Import rules. `.importlinter` says which package imports which; the other rules are here."""
+"""Rules of the source: which package imports which (`.importlinter`, and more here), and one class to a name."""
 
 import ast
 from collections import defaultdict

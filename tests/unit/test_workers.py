@@ -1,4 +1,4 @@
-"""The team of test workers: results by rank, and every way to fail is reported with its rank."""
+"""The team of test workers: results by rank, every way to fail; and seeds of tests and fixtures by their names."""
 
 import os
 import signal

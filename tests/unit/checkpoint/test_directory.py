@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest, which may go, and what is swept up."""
+"""Which checkpoint is the newest, which may go, and what is swept up; also where a shared disk shows files late."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints on node-local folders: what one node lost is on the next, and what no node has whole is not used."""
+"""Checkpoints on node-local folders, and files that go from rank to rank: what no node has whole is not used."""
 
 import shutil
 import socket

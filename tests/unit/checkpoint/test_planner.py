@@ -1,4 +1,4 @@
-"""The geometry of boxes against counting every cell, and the sharing out of replicas against a brute-force best."""
+"""Boxes against counting every cell, replicas against a brute-force best, flattened blocks as the boxes they make."""
 
 import itertools
 from collections import defaultdict

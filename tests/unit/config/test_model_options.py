@@ -1,4 +1,4 @@
-"""Options that a part of the model doesn't have are refused, and parts that don't go together, with the way out."""
+"""Options of a model: those that a part doesn't have, blocks that differ over depth, sections chosen by name."""
 
 from collections.abc import Callable
 from pathlib import Path

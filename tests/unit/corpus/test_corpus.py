@@ -1,4 +1,4 @@
-"""A corpus gives back what was written, and says what it is."""
+"""A corpus gives back what was written, says what it is, and is refused in one line when it is damaged at random."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Indexes that all processes of a machine map: one file, as good as the corpus's own, whoever dies or lies."""
+"""Indexes that all processes of a machine map, as good as the corpus's own, and the cache of what was used last."""
 
 import gc
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Shards of others become a corpus where they lie, or written again; what is hostile in them is refused by name."""
+"""Shards of others become a corpus where they lie, or written again: which array is tokens, what is refused."""
 
 import argparse
 import os

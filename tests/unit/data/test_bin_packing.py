@@ -1,4 +1,4 @@
-"""Packing by fitting: every piece once an epoch, every sequence whole, few rows, on one side or two."""
+"""Packing by fitting: every piece once an epoch, every sequence whole, few rows; which blocks are packed together."""
 
 from collections import Counter
 from types import MappingProxyType

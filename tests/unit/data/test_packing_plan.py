@@ -1,4 +1,4 @@
-"""A plan is made once: opening again, anywhere in an epoch, reads it and the blocks that the next rows need."""
+"""A plan is made once and read again anywhere in an epoch; documents joined at once make the rows of one by one."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Which files are found, in which order, and what is said of those that can't be used."""
+"""Which files are found, in which order, and how they are read: strict UTF-8, no byte lost, bad ones named."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Files that lie, or that no program wrote: they are named, and what came before them can be used."""
+"""Files that lie, no program wrote or claim gigabytes: named, in bounded memory, and the others are used."""
 
 import bz2
 import contextlib

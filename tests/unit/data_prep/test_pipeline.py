@@ -1,4 +1,4 @@
-"""The whole pipeline on a small corpus: what goes in, what comes out, and that nothing but the config decides it."""
+"""The whole pipeline, its steps and searches: nothing but the config decides what comes out, whoever dies."""
 
 import errno
 import gzip

@@ -1,4 +1,4 @@
-"""The corpus report: its numbers are those of the shards, it needs nothing from outside, and names can't break it."""
+"""The corpus report, whose numbers are those of the shards, and progress: a bar on a terminal, plain lines in a log."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Repair: what is mended, what is left alone, what is counted."""
+"""Repair, languages, HTML and normal forms: what is mended, what is left alone, what is counted."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""Stopped at any stage and gone on with other settings, by one or two tasks: the corpus is that of a fresh run."""
+"""Stopped or killed at any stage, gone on also with other settings or two tasks: the corpus of a fresh run."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Any layout's checkpoint opens in any other: each rank gets the very bits of its blocks, of weights and optimizer."""
+"""Any layout's checkpoint opens in any other to the bit; whole tensors gathered from boxes, against plain slicing."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The cache changes nothing, and greedy generation is that of transformers."""
+"""Generation: the cache changes nothing, tokens are chosen as transformers does, and text that streams is the text."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What attempts add up to: when a run is started again, and on which nodes it is not."""
+"""What attempts add up to: when a run is started again, which hosts its log blames, and chains of SLURM jobs."""
 
 import json
 import time

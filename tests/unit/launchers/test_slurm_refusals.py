@@ -1,4 +1,4 @@
-"""Jobs that are refused before the queue: hostile fields, and what would fail only after the wait."""
+"""Jobs that are refused before the queue: hostile fields, numbers of nodes that don't fit, what would fail later."""
 
 import json
 import re

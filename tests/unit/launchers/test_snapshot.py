@@ -1,4 +1,4 @@
-"""The code that a job takes along: what is in it, and that a job runs it and nothing else."""
+"""Whose code runs: a job's own copy and nothing else, and files of the user hide neither ours nor Python's."""
 
 import json
 import os

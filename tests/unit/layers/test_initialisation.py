@@ -1,4 +1,4 @@
-"""How encoders start: truncated normal as in BERT's code, normal as in RoBERTa's."""
+"""Initial weights: any box is a slice of the whole, for ever the same; encoders start as in their authors' code."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""Products of experts: the grouped one is the loop, sorted rows, and sums in one order."""
+"""Products of experts: grouped as in a loop, sorted rows, sums in one order, and what a capacity leaves out."""
 
 import math
 import sys

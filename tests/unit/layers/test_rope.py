@@ -1,4 +1,4 @@
-"""Rotary positions against transformers', and the property they are made for."""
+"""Rotary positions and their scaled frequencies against transformers', and the property they are made for."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Next-token prediction: what it makes of a document, and how its terms count."""
+"""Next tokens and prefixes: what is made of a document, where it is cut, what is predicted and how terms count."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Masked tokens: rates over a million tokens, whole words, static and dynamic masks."""
+"""Masked tokens over a million tokens, whole words, static and dynamic masks; and replaced-token detection."""
 
 from dataclasses import replace
 from typing import Any

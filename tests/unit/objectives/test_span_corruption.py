@@ -1,4 +1,4 @@
-"""Span corruption against T5's algorithm, written out anew from its description."""
+"""Span corruption against T5's algorithm, written out anew, and UL2's mixture: shares, mode tokens, lengths."""
 
 from dataclasses import replace
 from typing import Any

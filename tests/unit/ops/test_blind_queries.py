@@ -1,4 +1,4 @@
-"""A query that sees no key gets 0, and nothing goes back from it, whichever kernel computes it."""
+"""A query that sees no key, also on a ring of ranks, gets 0 from every kernel, and nothing goes back from it."""
 
 from dataclasses import dataclass
 from typing import Any

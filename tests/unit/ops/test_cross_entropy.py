@@ -1,4 +1,4 @@
-"""Chunked cross-entropy against plain torch, values and gradients."""
+"""Chunked cross-entropy against plain torch, and its Triton kernel, interpreted, and compiled without a GPU."""
 
 import importlib.util
 import os

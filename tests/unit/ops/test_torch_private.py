@@ -1,4 +1,4 @@
-"""What is relied on of names that torch's documentation does not promise."""
+"""What is relied on of torch beyond its documentation: private names, and how often dynamo compiles anew."""
 
 import gc
 from collections.abc import Callable

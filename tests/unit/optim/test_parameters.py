@@ -1,4 +1,4 @@
-"""Which parameters decay, which are for Muon and SOAP, and at what rate each moves."""
+"""Which parameters decay, which are for Muon and SOAP, at what rate each moves; the table, and a plugin."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Where a model is cut, what a rank keeps of it, and what its parameters are called."""
+"""Where a model is cut, what a rank keeps of it, and what torch asks of a pipeline stage."""
 
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""While ranks meet: one that is stopped is named, and one that is asked to stop doesn't wait for ever."""
+"""Ranks that meet: a stopped one is named, none waits for ever, and a store that keeps what earlier starts left."""
 
 import contextlib
 import os

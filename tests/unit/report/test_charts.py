@@ -1,4 +1,4 @@
-"""Charts of layers' norms, of experts' loads and of the loss's terms."""
+"""Charts: lines and axes by hand, layers' norms, experts' loads and the loss's terms."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Rows become framed tokens as transformers' tokenizers frame them; what can't is named by its row."""
+"""Labelled files are read as they are, and rows are framed as transformers' tokenizers do; what is wrong is named."""
 
 import json
 from collections.abc import Mapping

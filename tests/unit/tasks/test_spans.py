@@ -1,4 +1,4 @@
-"""Windows as transformers cuts them, answers by their characters, and what can't be is named by its row."""
+"""Windows as transformers cuts them; answers from logits, by brute force and as SQuAD 2.0's script does."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a path or a folder holds, and what must be copied of it."""
+"""What a path or a folder holds, what must be copied of it, and roles of special tokens."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Training: deterministic, silent, nothing skipped, pieces that help code, errors that say what to do."""
+"""Training of SentencePiece and tokenizer.json: deterministic, silent, nothing skipped, errors that say what to do."""
 
 import json
 import subprocess

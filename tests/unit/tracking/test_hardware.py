@@ -1,4 +1,4 @@
-"""What a run notes of its machine, and what it says when it goes on upon another."""
+"""What a run notes of its machine, says when it goes on upon another, and uses of it by both conventions."""
 
 import itertools
 import json

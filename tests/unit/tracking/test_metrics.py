@@ -1,4 +1,4 @@
-"""Files of a run that grow: whoever can write into its folder can't have it write elsewhere."""
+"""Metrics of a run: lines, figures and sinks; and nobody can have files that grow write elsewhere."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The layout that fits the processes that are left."""
+"""The layout that fits the processes that are left, and restarts that gain nothing."""
 
 from pathlib import Path
 

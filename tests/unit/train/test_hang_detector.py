@@ -1,4 +1,4 @@
-"""Whom a detector blames, from heartbeats and ends at times that the test gives."""
+"""Whom a detector blames, from heartbeats at times that the test gives; and NCCL's flight recorder."""
 
 import json
 import os

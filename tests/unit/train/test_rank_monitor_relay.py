@@ -1,4 +1,4 @@
-"""Ranks of two nodes, of which one talks through a relay, over real sockets."""
+"""Ranks of two nodes, one through a relay, over real sockets; and what the watch sees of a main thread."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""ZeRO stages: the bytes that a rank holds, gradients that agree to the bit in bfloat16, and packing into buffers."""
+"""ZeRO stages: bytes that a rank holds, gradients in bfloat16 to the bit or summed in it, and packing into buffers."""
 
 import pytest
 import torch
