@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/moe_routers.py --out benchmarks/results/DATE-moe-routers.md
 
-The model and its documents are those of `tests/golden/test_moe_curve.py`: 60 steps of 1,024 tokens, each of which
+The model and its documents are those of `tests/golden/test_preset_curves.py`: 60 steps of 1,024 tokens, each of which
 follows from the one before seven times in eight. A model that knows a document's topic alone reaches ln 16 = 2.77.
 Loss: the next token's, without terms of balance, the mean of the last 10 steps. Busiest: the load of the busiest expert
 of any block by the mean, over the last 24 steps: their mean, and the highest. Active weights are those of the dense

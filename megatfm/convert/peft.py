@@ -37,12 +37,13 @@ from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json, wri
 from megatfm.convert.starting_config import starting_config
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.lora import FACTORS, lora_targets
+from megatfm.layers.lora import lora_targets
 from megatfm.models import MODELS
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FACTORS = ".lora.a.weight", ".lora.b.weight"
 PREFIX = "base_model.model."  # of tensor names in PEFT's files
 TASK_TYPES = {
     "ForCausalLM": "CAUSAL_LM",

@@ -99,7 +99,11 @@ class ChatPrompts:
             self.choose(True)
         assert self._template is not None
         template = self._template
-        text = template.render(messages, asks=True) if asks else template.render_unfinished(messages)
+        text = (
+            template.render(messages, add_generation_prompt=True)
+            if asks
+            else template.render_unfinished(messages)
+        )
         self._rendered.add(text)
         return text
 

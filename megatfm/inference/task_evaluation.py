@@ -125,21 +125,20 @@ def predict_file(
     (`beams`, `length_penalty`), in place of the run's. Collective; ranks other than 0 return None. Raises UsageError.
     """
     config, tokenizer = _open_run(run_dir, trust_plugins)
-    assert config.task is not None
-    if search:
-        if config.task.form != "generation":
-            raise UsageError(
-                f"{run_dir}: --beams and --length-penalty: its task, form = {config.task.form!r}, generates no "
-                "answers: leave them out"
-            )
-        config = config.model_copy(update={"task": config.task.model_copy(update=dict(search))})
-        assert config.task is not None
-    if config.task.form == "chat":
+    task = config.task
+    assert task is not None
+    if search and task.form != "generation":
+        raise UsageError(
+            f"{run_dir}: --beams and --length-penalty: its task, form = {task.form!r}, generates no answers: "
+            "leave them out"
+        )
+    config = config.model_copy(update={"task": task.model_copy(update=dict(search))})
+    if task.form == "chat":
         raise UsageError(
             f"{run_dir}: its task, form = 'chat', has no labels to predict: use `megatfm generate`"
         )
     if not Path(file).exists():
-        raise UsageError(f"{file}: there is no such file: give one with column {config.task.text!r}")
+        raise UsageError(f"{file}: there is no such file: give one with column {task.text!r}")
     collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
     if collected is None:
         return None

@@ -105,7 +105,7 @@ def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) ->
 class FakeStage:
     """Stand-in for a torch PipelineStage, with the few attributes that torch's schedules and gradient reduction read.
 
-    `tests/unit/parallel/test_torch_stage.py` fails if a new torch reads more.
+    `tests/unit/parallel/test_pipeline_stages.py` fails if a new torch reads more.
     """
 
     submod: nn.Module = field(default_factory=nn.Identity)

@@ -1,10 +1,40 @@
-"""Rows that are cut over ranks: loss and every gradient are those of one device, in float64."""
+"""Rows that are cut over ranks: loss and every gradient of one device, bytes on the wire, and checkpoints.
+
+Blocks are also computed again or compiled, and a checkpoint opens under any other number of ranks.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.support.context_models import CONTEXT_LAYOUTS, CONTEXT_MODELS_BY_RANKS, context_layouts_of
-from tests.support.context_parity import compare_context_layouts
+from megatfm import checkpoint
+from megatfm.config import ParallelConfig
+from megatfm.config.objective import (
+    CausalObjective,
+    MaskedObjective,
+    PermutationObjective,
+    SpanBoundaryObjective,
+    SpanCorruptionObjective,
+)
+from tests.support.context_models import (
+    CONTEXT_LAYOUTS,
+    CONTEXT_MODELS,
+    CONTEXT_MODELS_BY_RANKS,
+    CP2_ALONE,
+    PATTERN_NAMES,
+    context_layouts_of,
+)
+from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
 from tests.support.grids import SLOW, cells
+from tests.support.models import ADAMW
+from tests.support.parity import build_engine, model_gradient_errors
+from tests.support.traffic import traffic_config, traffic_mismatches
 from tests.support.workers import Workers
 
 LATER = (
@@ -29,3 +59,228 @@ CASES += [pytest.param(name, [*context_layouts_of(name, ranks)], ranks, marks=SL
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: CONTEXT_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_context_layouts, ranks, name, tried, timeout=180.0)[0] == layouts
+
+
+def compare_recomputed(names: Sequence[str]) -> None:
+    """As `compare`, with blocks whose forward pass, and what travels in it, is run again."""
+    for name, recomputed in zip(names, itertools.cycle(("full", "selective")), strict=False):
+        config, batch, model, objective, loss = context_case(name)
+        engine = build_engine(config, ParallelConfig(cp=2), ADAMW, recomputed=recomputed)
+        stats = engine.forward_backward(context_microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12), name
+        assert model_gradient_errors(engine, model) == {}, name
+
+
+def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers) -> None:
+    names = (
+        "patterns of decoders",
+        "patterns of encoders",
+        "xlnet",
+        "t5 positions, patterns",
+        "latent",
+        "deberta",
+        "soft experts",
+    )
+    workers.run(compare_recomputed, 2, names, timeout=180.0)
+
+
+AGAIN = ("cp2", "cp2, recomputed")
+TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "llama": (*AGAIN, "cp2 by heads, recomputed"),
+        "patterns of decoders": AGAIN,
+        "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
+        "latent, patterns": (*AGAIN, "cp2 by heads"),
+        "alibi, patterns": AGAIN,
+        "t5": CP2_ALONE,
+        "bert": CP2_ALONE,
+        "deberta": AGAIN,
+        "xlnet": AGAIN,
+        "linformer of an encoder-decoder": CP2_ALONE,
+        "soft experts": (*AGAIN, "ep2 × cp2", "ep2 × cp2, recomputed"),
+    },
+    3: {"soft experts, rows of 11 tokens": ("cp3",)},
+    4: {
+        "soft experts": ("ep4 of 2 × cp2",),
+        "llama": ("cp4 by heads", "cp4 by a ring"),
+        "latent, patterns": ("cp4", "cp2 × tp2", "pp2 zbv × cp2"),
+        "patterns of decoders": ("cp4",),
+        "patterns of encoders": ("cp4, one document",),
+    },
+}
+OBJECTIVES = {
+    "t5": SpanCorruptionObjective(),
+    "patterns of encoders": MaskedObjective(),
+    "deberta": MaskedObjective(),
+    "bert": SpanBoundaryObjective(),
+    "xlnet": PermutationObjective(),
+    "soft experts": MaskedObjective(),
+    "soft experts, rows of 11 tokens": MaskedObjective(),
+}
+OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
+
+
+@pytest.mark.parametrize("ranks", TRAFFIC)
+def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
+    configs = {}
+    for name, layouts in TRAFFIC[ranks].items():
+        for layout in layouts:
+            which, _, again = layout.partition(", ")
+            objective = OBJECTIVES.get(name, CausalObjective())
+            parallel = CONTEXT_LAYOUTS[ranks][which]
+            parallel = parallel if parallel.ep > 1 else parallel.model_copy(update={"dp_shard": 1})
+            model = CONTEXT_MODELS[name].with_changes(
+                {"extra_heads": {"boundary": {}} if name == "bert" else {}}
+            )
+            recompute = "full" if "recomputed" in again else "none"
+            config = traffic_config(model, objective, parallel, recompute=recompute)
+            full = {"attend_across_documents": "one document" in again}
+            configs[f"{name}, {layout}"] = config.model_copy(
+                update={"data": config.data.model_copy(update=full)}
+            )
+    assert traffic_mismatches(workers, ranks, configs) == {}
+
+
+def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
+    """As `compare`, with blocks that are compiled but for what travels; how many calls of dynamo's made graphs."""
+    graphs = [0]
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        graphs[0] += 1
+        return eager(graph, inputs)
+
+    def compile_block(block: nn.Module, **options: Any) -> None:
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)  # type: ignore[assignment]
+
+    eager: Callable[..., Any] = torch._dynamo.lookup_backend(name_of_backend)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+        patch.setattr(nn.Module, "compile", compile_block)
+        for name in names:
+            config, batch, model, objective, loss = context_case(name)
+            engine = build_engine(config, ParallelConfig(cp=2), ADAMW, compile_blocks=True)
+            stats = engine.forward_backward(context_microbatches(engine, batch), objective)
+            assert stats.loss == pytest.approx(loss, rel=1e-12), name
+            assert model_gradient_errors(engine, model) == {}, name
+            torch._dynamo.reset()
+    return graphs[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
+def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, backend: str) -> None:
+    """Without a backend that makes machine code: that takes minutes."""
+    assert min(workers.run(compare_compiled, 2, ["latent"], backend, timeout=180.0)) >= 2
+
+
+def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
+    """Also where rows are whole, and where blocks are computed again in part."""
+    name, layout = "soft experts", ParallelConfig(dp_shard=2, ep=2)
+    assert workers.run(compare_context_layouts, 2, name, {"ep2": layout}, timeout=180.0)[0] == ["ep2"]
+    configs = {
+        f"ep{item.ep}, cp{item.cp}, {recompute}": traffic_config(
+            CONTEXT_MODELS[name], MaskedObjective(), item, recompute=recompute
+        )
+        for item in (
+            layout,
+            CONTEXT_LAYOUTS[2]["cp2"].model_copy(update={"dp_shard": 1}),
+            CONTEXT_LAYOUTS[2]["ep2 × cp2"],
+        )
+        for recompute in ("none", "selective")
+    }
+    assert traffic_mismatches(workers, 2, configs) == {}
+
+
+RATE = 1e-2
+BOUND = 1e-9
+Step = tuple[float, dict[str, Tensor], dict[str, Tensor]]
+"""Loss, gradients, and what is left after the step, with the optimizer's state: whole on every rank."""
+
+
+def next_step(name: str, folder: Path, source: Path | None) -> Step:
+    """Of an engine that has taken a step and saved into a folder, or that goes on from what was saved."""
+    config, batch, _, objective, _ = context_case(name)
+    ranks = torch.distributed.get_world_size()
+    # Full attention by ring; auto would take heads.
+    parallel = ParallelConfig(cp=ranks, cp_method="ring" if ranks > 1 else "auto")
+    engine = build_engine(config, parallel, ADAMW)
+    mine = context_microbatches(engine, batch)
+    if source is None:
+        engine.forward_backward(mine, objective)
+        engine.step(RATE, clip=1.0)
+        checkpoint.save(folder, 1, engine.state_dict(), {})
+    else:
+        room = engine.empty_state_dict(checkpoint.names(source))
+        checkpoint.load(source, room)
+        engine.load_state_dict(room)
+    # Other rows than before, which were drawn for dropout with other keys.
+    later = [{**item, "keys": item["keys"] + 1, "tokens": item["tokens"].flip(0)} for item in mine]
+    loss = engine.forward_backward(later, objective).loss
+    gradients = {key: gradient.clone() for key, gradient in engine.gradients().items()}
+    engine.step(RATE, clip=1.0)
+    left = {
+        key: checkpoint.ShardedTensor.from_tensor(value).tensor.clone()
+        for key, value in engine.state_dict().items()
+    }
+    return loss, gradients, left
+
+
+def far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Tensors beyond the bound of gradients, relative to themselves or a millionth of all."""
+    assert actual.keys() == expected.keys()
+    floor = 1e-6 * torch.cat([value.flatten() for value in expected.values()]).norm()
+    away = {
+        key: float((actual[key] - value).norm() / max(value.norm(), floor)) for key, value in expected.items()
+    }
+    return {key: error for key, error in away.items() if not error <= BOUND}
+
+
+def moments(step: Step) -> dict[str, Tensor]:
+    """What AdamW keeps; weights themselves move by the sign of gradients that are all but 0."""
+    actual = {key: value for key, value in step[2].items() if "exp_avg" in key}
+    assert actual
+    return actual
+
+
+def same(one: Step, other: Step) -> bool:
+    """To the bit."""
+    pairs = [(mine, expected) for mine, expected in zip(one[1:], other[1:], strict=True)]
+    assert all(mine.keys() == reference.keys() for mine, reference in pairs)
+    return one[0] == other[0] and all(
+        torch.equal(value, reference[key]) for mine, reference in pairs for key, value in mine.items()
+    )
+
+
+RESUMED = [
+    pytest.param(PATTERN_NAMES[0], 4, (4, 2, 1), id="decoders from cp4"),
+    pytest.param(PATTERN_NAMES[1], 4, (4, 2, 1), id="encoders from cp4"),
+    pytest.param(PATTERN_NAMES[0], 1, (4, 2), id="decoders from 1"),
+    *(
+        pytest.param(name, saved, opened, id=f"{name}, from {saved}", marks=SLOW)
+        for name, saved, opened in (
+            (PATTERN_NAMES[0], 2, (4, 2, 1)),
+            (PATTERN_NAMES[1], 2, (4, 2, 1)),
+            (PATTERN_NAMES[1], 1, (4, 2)),
+            (f"{PATTERN_NAMES[0]}, rows of 11 tokens", 4, (4, 3, 2, 1)),
+            ("latent, patterns", 4, (4, 2, 1)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "saved", "opened"), RESUMED)
+def test_the_next_step_is_that_of_the_run_that_saved(
+    workers: Workers, tmp_path: Path, name: str, saved: int, opened: tuple[int, ...]
+) -> None:
+    assert name in CONTEXT_MODELS
+    expected = workers.run(next_step, saved, name, tmp_path, None, timeout=180.0)
+    source = checkpoint.find_latest(tmp_path)
+    assert source is not None
+    for ranks in opened:
+        results = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)
+        if ranks == saved:
+            assert all(same(one, other) for one, other in zip(expected, results, strict=True))
+            continue
+        for one in results:
+            assert one[0] == pytest.approx(expected[0][0], rel=1e-12)
+            assert far(one[1], expected[0][1]) == {}
+            assert far(moments(one), moments(expected[0])) == {}

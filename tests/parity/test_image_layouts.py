@@ -3,6 +3,7 @@
 import pytest
 
 from megatfm.config import ParallelConfig
+from tests.support.grids import cells
 from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
 from tests.support.models import ADAMW
 from tests.support.parity import (
@@ -40,27 +41,37 @@ def is_compared(name: str, parallel: ParallelConfig) -> bool:
     return parallel.cp == 1 or name not in WITHOUT_CONTEXT
 
 
-def compare(names: list[str], layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
-    """Wrong gradients by model and layout."""
+def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
+    """Wrong gradients of a model by layout."""
+    config, batch = IMAGE_MODELS[name], image_model_batch(name)
+    model, objective, loss = one_device_reference(config, batch, ImageObjective)
     wrong = {}
-    for name in names:
-        config, batch = IMAGE_MODELS[name], image_model_batch(name)
-        model, objective, loss = one_device_reference(config, batch, ImageObjective)
-        for layout in layouts:
-            parallel = LAYOUTS[ranks][layout]
-            if not is_compared(name, parallel):
-                continue
-            recomputed = "full" if layout in ("cp3", "tp3") else "none"
-            engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)
-            cut = uneven_microbatches if parallel.pp > 1 else microbatches
-            stats = engine.forward_backward(cut(engine, batch), objective)
-            assert stats.loss == pytest.approx(loss, rel=1e-12), (name, layout)
-            wrong[f"{name}, {layout}"] = model_gradient_errors(engine, model)
+    for layout in layouts:
+        parallel = LAYOUTS[ranks][layout]
+        recomputed = "full" if layout in ("cp3", "tp3") else "none"
+        engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)
+        cut = uneven_microbatches if parallel.pp > 1 else microbatches
+        stats = engine.forward_backward(cut(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12), layout
+        wrong[layout] = model_gradient_errors(engine, model)
     return wrong
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_gradients_equal_one_device(workers: Workers, ranks: int) -> None:
-    for wrong in workers.run(compare, ranks, [*IMAGE_MODELS], [*LAYOUTS[ranks]], ranks, timeout=240.0):
-        assert len(wrong) >= 3
-        assert not {case: errors for case, errors in wrong.items() if errors}
+def grid(ranks: int) -> dict[str, list[str]]:
+    """Models and the layouts of so many ranks under which they are compared."""
+    layouts = LAYOUTS[ranks].items()
+    compared = {name: [key for key, value in layouts if is_compared(name, value)] for name in IMAGE_MODELS}
+    return {name: keys for name, keys in compared.items() if keys}
+
+
+CASES = [
+    case
+    for ranks in LAYOUTS
+    for case in cells(grid(ranks), ranks, rounds=3, always=["one process", "cp2"], label=f" on {ranks}")
+]
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    for wrong in workers.run(compare, ranks, name, layouts, ranks, timeout=240.0):
+        assert wrong == {layout: {} for layout in layouts}

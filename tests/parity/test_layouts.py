@@ -1,14 +1,21 @@
-"""Every layout gives the gradients of one device, in float64, within ‖g−r‖ ≤ 1e-9·max(‖r‖, 1e-6·‖all gradients‖)."""
+"""Every layout and every model family has the gradients of one device in float64; steps are those of plain torch.
+
+Within ‖g−r‖ ≤ 1e-9·max(‖r‖, 1e-6·‖all gradients‖), also with dropout, which is keyed by row. A batch goes through the
+engine in micro-batches and through the plain model all at once.
+"""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config import AdamWConfig, ModelConfig, ParallelConfig
 from megatfm.models import build
-from tests.support.batches import CAUSAL, global_batch
-from tests.support.grids import cells
-from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, RANKS_OF_LAYOUT
-from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
+from tests.support.batches import CAUSAL, family_case, global_batch
+from tests.support.grids import SLOW, cells, dealt
+from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, FAMILY_LAYOUTS, RANKS_OF_LAYOUT
+from tests.support.models import ADAMW, FAMILY_NAMES, MUON, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
     gradient_errors,
@@ -16,7 +23,9 @@ from tests.support.parity import (
     microbatches,
     one_device,
     one_device_gradients,
+    one_device_reference,
 )
+from tests.support.workers import Workers
 
 
 def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
@@ -42,9 +51,122 @@ def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
     ("name", "layouts"),
     cells(dict.fromkeys(("untied", "tied"), DATA_AND_TENSOR_LAYOUTS), always=["tp2", "zero3 2 × tp2"]),
 )
-def test_gradients_equal_one_device(workers, name, layouts):
+def test_layouts_have_the_gradients_of_one_device(workers, name, layouts):
     config = {"untied": UNTIED_MODEL, "tied": TIED_MODEL}[name]
     for layout in layouts:
         ranks = RANKS_OF_LAYOUT[layout]
         compared = workers.run(compare_gradients, ranks, config, DATA_AND_TENSOR_LAYOUTS[layout])
         assert compared == [len(list(build(config).parameters()))] * ranks
+
+
+def compare_family(name: str, layouts: list[str]) -> list[str]:
+    """The gradients of these layouts; those that were compared."""
+    config, batch = family_case(name, deep=False)
+    reference, objective, loss = one_device_reference(config, batch)
+    expected = {n: p.grad for n, p in reference.named_parameters()}
+    compared = []
+    for layout in layouts:
+        engine = build_engine(config, FAMILY_LAYOUTS[dist.get_world_size()][layout], ADAMW)
+        for n, parameter in reference.named_parameters():
+            initial = local_block(engine, n, parameter.detach())
+            assert torch.equal(initial, engine.local[n]), f"{layout}: initial {n} differs"
+        stats = engine.forward_backward(microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12), layout
+        assert gradient_errors(engine, expected) == {}, layout
+        compared.append(layout)
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"),
+    [
+        *cells(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
+        *cells(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[4]), 4, label=" on 4"),
+    ],
+)
+def test_families_have_the_gradients_of_one_device(
+    workers: Workers, name: str, layouts: list[str], ranks: int
+) -> None:
+    (compared, *_) = workers.run(compare_family, ranks, name, layouts)
+    assert compared == layouts
+
+
+STEPS = 5
+BOTH = ("zero1 on 2", "zero3 on 2", "tp2", "zero1 2 × tp2", "zero3 2 × tp2")
+"""Layouts under which Muon is tried too; AdamW under all."""
+
+
+def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
+    """Largest difference of a weight from plain torch optimizers with plain clipping, for each layout."""
+    engines = {
+        layout: build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], optimizer) for layout in layouts
+    }
+    reference = one_device(UNTIED_MODEL)
+    named = dict(reference.named_parameters())
+    matrices = [n for n, p in named.items() if p.dim() == 2 and (optimizer.name == "muon" and "layers" in n)]
+    decayed = [p for n, p in named.items() if p.dim() == 2 and n not in matrices]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed}, {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0}],
+        lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay,
+    )  # fmt: skip
+    plain = [adamw]
+    if matrices:
+        plain.append(torch.optim.Muon([named[n] for n in matrices], lr=0.02, momentum=0.95, weight_decay=0.1))
+    for step in range(STEPS):
+        batch = global_batch(seed=step)
+        one_device_gradients(reference, batch)
+        expected_norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.max_grad_norm)
+        for torch_optimizer in plain:
+            torch_optimizer.step()
+        for engine in engines.values():
+            engine.forward_backward(microbatches(engine, batch), CAUSAL)
+            assert engine.step(optimizer.lr, optimizer.max_grad_norm) == pytest.approx(
+                float(expected_norm), rel=1e-6
+            )
+    return {
+        layout: max(
+            float((local_block(engine, n, p.detach()) - engine.local[n]).abs().max())
+            for n, p in named.items()
+            if engine.local[n].numel()
+        )
+        for layout, engine in engines.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks"),
+    [(ADAMW, 1), (ADAMW, 2), (ADAMW, 4), (MUON, 2), (MUON, 4)],
+    ids=["adamw on 1", "adamw on 2", "adamw on 4", "muon on 2", "muon on 4"],
+)
+def test_steps_equal_plain_torch(workers: Workers, optimizer: AdamWConfig, ranks: int) -> None:
+    layouts = [
+        layout
+        for layout in DATA_AND_TENSOR_LAYOUTS
+        if RANKS_OF_LAYOUT[layout] == ranks and (optimizer is ADAMW or layout in BOTH)
+    ]
+    for differences in workers.run(train, ranks, layouts, optimizer):
+        assert list(differences) == layouts
+        assert max(differences.values()) <= 1e-7, differences
+
+
+GRID = {"a": ["w", "x", "y"], "b": ["x", "y", "z"], "c": ["x"], "d": ["x", "w"]}
+
+
+def test_everybody_is_dealt_a_share() -> None:
+    square = dict.fromkeys("abc", "xyz")
+    assert dealt(square) == {"a": ["x"], "b": ["y"], "c": ["z"]}
+    assert all(len(hand) == len(set(hand)) == 2 for hand in dealt(square, rounds=2).values())
+    hands = dealt(GRID)
+    assert all(hands.values())
+    assert set().union(*hands.values()) == set("wxyz")
+    assert all(set(hand) <= set(GRID[model]) for model, hand in hands.items())
+
+
+def test_no_cell_is_lost() -> None:
+    actual = cells(GRID, 4, always="x")
+    tried = [(case.values[0], layout) for case in actual for layout in case.values[1]]
+    assert sorted(tried) == sorted((model, layout) for model, layouts in GRID.items() for layout in layouts)
+    now = {case.values[0]: case.values[1] for case in actual if SLOW not in case.marks}
+    assert now.keys() == GRID.keys()
+    assert all("x" in layouts for layouts in now.values())
+    assert all(case.values[2:] == (4,) for case in actual)

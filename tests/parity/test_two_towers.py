@@ -39,25 +39,25 @@ LAYOUTS = {
 
 
 def compare(ranks: int) -> dict[str, dict[str, float]]:
-    """Wrong gradients by model, layout and number of micro-batches."""
+    """Wrong gradients by model and layout: of one micro-batch and of three, in turn."""
     wrong = {}
-    for name in TOWER_MODELS:
+    for row, name in enumerate(TOWER_MODELS):
         model, batch, loss = tower_reference(name)
-        for layout, parallel in LAYOUTS[ranks].items():
-            for n in (1, 3):
-                engine = build_engine(TOWER_MODELS[name], parallel, ADAMW)
-                mesh = engine.mesh
-                batches = tower_microbatches(batch, mesh.data_rank, mesh.data_ranks, n)
-                totals = engine.forward_backward(batches, TowerObjective())
-                assert totals.loss == pytest.approx(loss, rel=1e-12), (name, layout, n)
-                wrong[f"{name}, {layout}, {n} micro-batches"] = model_gradient_errors(engine, model)
+        for column, (layout, parallel) in enumerate(LAYOUTS[ranks].items()):
+            engine = build_engine(TOWER_MODELS[name], parallel, ADAMW)
+            mesh = engine.mesh
+            n = (3, 1)[(row + column) % 2]
+            batches = tower_microbatches(batch, mesh.data_rank, mesh.data_ranks, n)
+            totals = engine.forward_backward(batches, TowerObjective())
+            assert totals.loss == pytest.approx(loss, rel=1e-12), (name, layout, n)
+            wrong[f"{name}, {layout}, {n} micro-batches"] = model_gradient_errors(engine, model)
     return wrong
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_gradients_equal_one_device(workers: Workers, ranks: int) -> None:
     for wrong in workers.run(compare, ranks, ranks, timeout=240.0):
-        assert len(wrong) == 2 * len(TOWER_MODELS) * len(LAYOUTS[ranks])
+        assert len(wrong) == len(TOWER_MODELS) * len(LAYOUTS[ranks])
         assert not {case: errors for case, errors in wrong.items() if errors}
 
 

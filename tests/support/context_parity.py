@@ -1,5 +1,6 @@
 """The comparison of one device with rows that are cut over ranks."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,8 +20,12 @@ from tests.support.uninitialized_memory import memory_of_nan
 CONTEXT_ROWS = 4
 
 
+@cache
 def context_case(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, Any, float]:
-    """A model with the gradients of one device, the batch and objective that they are of, and the loss."""
+    """A model with the gradients of one device, the batch and objective that they are of, and the loss.
+
+    A process computes them once: several numbers of ranks are compared with the same.
+    """
     config = CONTEXT_MODELS[name]
     batch, model = family_batch(config), build(config).double().train()
     batch = {field: values[1::2] for field, values in batch.items()}

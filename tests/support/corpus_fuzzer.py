@@ -3,7 +3,8 @@
     python -m tests.support.corpus_fuzzer --minutes 10
 
 Whatever is done to a valid file, a reader gives something or raises a MegatfmError of one line; nothing else comes
-out, nothing beside the folder is opened, and what is accepted is read to its end. `test_fuzz.py` runs a little of it.
+out, nothing beside the folder is opened, and what is accepted is read to its end. `tests/unit/corpus/test_corpus.py`
+runs a little of it.
 """
 
 import argparse

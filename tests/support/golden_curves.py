@@ -33,7 +33,9 @@ Curves = dict[str, list[float]]
 TOLERANCE = 1e-8
 """Relative, in float64: a thousand times the spread over instruction sets and threads."""
 SEEN = 1e-3
-"""Relative: another learning rate moves every term by more, somewhere in the golden steps."""
+"""Relative: another learning rate moves every term by more, somewhere in the first RATE_STEPS."""
+RATE_STEPS = {"electra-small": 30}
+"""Others than 12: what ELECTRA's generator replaces changes slowly."""
 FIRST = 4
 """Steps in which float32's own rounding has not grown yet."""
 
@@ -146,20 +148,20 @@ def run(workers: Workers, config: dict[str, Any], steps: int) -> Curves:
     return RUNS[key]
 
 
-def check(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """Assert that a run has the golden steps."""
-    actual = run(workers, config, len(wanted(preset)["loss"]))
+def check(preset: str, actual: Curves) -> None:
+    """Assert that curves begin with the golden steps."""
     assert actual.keys() == wanted(preset).keys()
     for term, values in wanted(preset).items():
-        assert actual[term] == pytest.approx(values, rel=TOLERANCE), term
+        assert actual[term][: len(values)] == pytest.approx(values, rel=TOLERANCE), term
 
 
 def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
-    """Assert that a learning rate ten per cent higher shows in every term."""
-    steps = len(wanted(preset)["loss"])
+    """Assert that a learning rate ten per cent higher soon shows in every term of the loss."""
+    steps = RATE_STEPS.get(preset, 12)
     (other,) = workers.run(curves, 1, config, 1.1, steps, timeout=500)
     for term, values in wanted(preset).items():
-        assert other[term] != pytest.approx(values, rel=SEEN), term
+        if term != "busiest":  # a load of experts is a count of tokens
+            assert other[term] != pytest.approx(values[:steps], rel=SEEN), term
 
 
 def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
@@ -180,22 +182,11 @@ def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
 
 
 MOE_PRESET, MOE_STEPS, MOE_GOLDEN_STEPS = "quickstart-moe", 60, 24
-
-
 SMALL_MOE = {
-    "model.vocab_size": VOCABULARY,
-    "model.d_model": 32,
-    "model.n_layers": 2,
-    "model.attention.n_heads": 2,
-    "model.ffn.d_ff": 32,
-    "data.sequence_length": 32,
-    "optimizer.lr": 1e-2,
-    "lr_schedule.warmup_steps": 5,
-    "train.steps": MOE_STEPS,
-    "train.global_batch": 32,
-}
-
-
+    "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.n_layers": 2, "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 32, "data.sequence_length": 32, "optimizer.lr": 1e-2, "lr_schedule.warmup_steps": 5,
+    "train.steps": MOE_STEPS, "train.global_batch": 32,
+}  # fmt: skip
 MOE_ROUTERS = {
     MOE_PRESET: {},
     f"{MOE_PRESET}-deepseek-v3": {"model.ffn.router": '{name = "deepseek_v3", bias_update_rate = 0.01}'},

@@ -1,8 +1,9 @@
-"""Import rules. `.importlinter` says which package imports which; the other rules are here."""
+"""Rules of the source: which package imports which (`.importlinter`, and more here), and one class to a name."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,3 +160,20 @@ def test_only_the_mesh_names_its_axes() -> None:
 )
 def test_a_planted_axis_is_found(source: str, is_literal: bool) -> None:
     assert bool(literal_axes(source)) is is_literal
+
+
+PUBLIC_AND_BASE = {"Model"}
+"""`megatfm.Model`, which `megatfm.load` returns, beside the base class of model families."""
+
+
+def test_no_class_name_is_used_twice() -> None:
+    files = defaultdict(list)
+    for folder in ("megatfm", *FOLDERS):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files[node.name].append(str(path.relative_to(ROOT)))
+    assert len(files) > 500
+    assert not {
+        name: paths for name, paths in files.items() if len(paths) > 1 and name not in PUBLIC_AND_BASE
+    }

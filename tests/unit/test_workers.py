@@ -1,4 +1,4 @@
-"""The team of test workers: results by rank, and every way to fail is reported with its rank."""
+"""The team of test workers: results by rank, every way to fail; and seeds of tests and fixtures by their names."""
 
 import os
 import signal
@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.seeding import seed_by_name
 from tests.support.workers import THREADS, WorkerFailure, Workers
 
 
@@ -206,3 +209,35 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+NAME = "tests/unit/test_workers.py"
+
+
+@pytest.fixture(scope="module")
+def module_draw() -> float:
+    return float(torch.rand(()))
+
+
+@pytest.fixture
+def test_seed() -> int:
+    return torch.initial_seed()
+
+
+def first_draws(name: str) -> tuple[float, float]:
+    seed_by_name(name)
+    return float(torch.rand(())), float(np.random.random())
+
+
+def test_a_test_and_its_fixtures_are_seeded_by_their_names(test_seed: int, module_draw: float) -> None:
+    draws = float(torch.rand(())), float(np.random.random())
+    test = f"{NAME}::test_a_test_and_its_fixtures_are_seeded_by_their_names"
+    assert test_seed == zlib.crc32(f"{test} test_seed".encode())
+    assert draws == first_draws(test)
+    assert module_draw == first_draws(f"{NAME} module_draw")[0]
+
+
+@pytest.mark.parametrize("case", ["a", "Ä"])
+def test_parameters_draw_differently(case: str) -> None:
+    assert torch.initial_seed() != zlib.crc32(f"{NAME}::test_parameters_draw_differently".encode())
+    assert float(torch.rand(())) != first_draws("another")[0]

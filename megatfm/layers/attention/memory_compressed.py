@@ -105,7 +105,7 @@ class CompressedKeyMask:
     """An `AttentionMask`: compressed keys of the query's document whose position is no later than the query's."""
 
     builtin_mask: BuiltinMask | None = None
-    grain: int | None = None
+    block_size: int | None = None
     window: tuple[int, int] | None = None
 
     def __init__(self, sequence: SequenceMetadata, positions_BS: Tensor, factor: int) -> None:

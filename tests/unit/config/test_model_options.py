@@ -1,5 +1,6 @@
-"""Options that a part of the model doesn't have are refused, and parts that don't go together, with the way out."""
+"""Options of a model: those that a part doesn't have, blocks that differ over depth, sections chosen by name."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatfm.config import Config, ModelConfig, load_config
+from megatfm.config import (
+    CausalObjective,
+    Config,
+    MaskedObjective,
+    ModelConfig,
+    PluginObjective,
+    SpanCorruptionObjective,
+    load_config,
+    to_toml,
+)
 from megatfm.config.foreign_keys import FLAT_MODEL_KEYS
 from megatfm.errors import UsageError
 from megatfm.layers.position import relative_position_bucket
@@ -238,3 +248,141 @@ def test_what_a_model_can_not_turn_or_place_is_refused_before_the_queue(
     with pytest.raises(UsageError) as caught:
         load_config(preset, overrides)
     assert message in str(caught.value)
+
+
+FIVE_LAYERS = {"vocab_size": 11, "d_model": 8, "n_layers": 5, "attention.n_heads": 2, "ffn.d_ff": 12}
+KINDS = {
+    "layer_types": ["wide", "wide", "plain"],
+    "layer_type.wide.ffn.d_ff": 20,
+    "layer_type.wide.position.theta": 500.0,
+    "layer_type.plain": {},
+}
+
+
+def test_kinds_are_a_cycle_over_depth() -> None:
+    config = ModelConfig.from_dotted({**FIVE_LAYERS, **KINDS})
+    assert [config.layer_type_at(depth) for depth in range(5)] == ["wide", "wide", "plain", "wide", "wide"]
+    assert [config.layer_config(depth).ffn.d_ff for depth in range(5)] == [20, 20, 12, 20, 20]
+    wide = config.layer_config(0)
+    assert (wide.position.theta, wide.d_model, wide.layer_types) == (500.0, 8, ())
+    assert config.layer_config(2) == config.with_changes({"layer_types": (), "layer_type": {}})
+
+
+def test_a_kind_may_take_another_variant_of_a_part() -> None:
+    config = ModelConfig.from_dotted(
+        {
+            **FIVE_LAYERS,
+            "layer_types": ["none", "own"],
+            "layer_type.none.position.name": "none",
+            "layer_type.own": {},
+        }
+    )
+    assert [config.layer_config(depth).position.name for depth in range(3)] == ["none", "rope", "none"]
+
+
+def test_a_plugin_s_keys_can_differ_one_by_one() -> None:
+    far = {"layer_types": ["far"], "layer_type.far.attention.pattern.step": 3}
+    pattern = {"name": "of_a_plugin", "width": 5, "step": 1}
+    config = ModelConfig.from_dotted({**FIVE_LAYERS, "attention.pattern": pattern, **far}).layer_config(0)
+    assert config.attention.pattern.model_dump() == pattern | {"step": 3}
+
+
+def test_without_kinds_all_blocks_are_the_model_s() -> None:
+    config = ModelConfig.from_dotted(FIVE_LAYERS)
+    assert config.layer_config(3) is config
+    assert config.layer_type_at(3) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"layer_types": ["wied", "plain"]},
+            r"the kind 'wied' \(did you mean 'wide'\?\).*add \[model.layer_type.wied\]",
+        ),
+        ({"layer_type.other": {}}, r"layer_type.other is a kind that no block of 5 is of"),
+        ({"layer_types": [*["plain"] * 5, "wide"]}, r"layer_type.wide is a kind that no block of 5 is of"),
+        (
+            {"layer_type.wide.d_model": 16},
+            r"layer_type.wide.d_model: blocks of one model can differ in attention, ffn,",
+        ),
+        ({"layer_type.wide.ffn.d_f": 16}, r"layer_type.wide.*d_f"),
+        ({"distinct_layers": 1}, r"distinct_layers uses a block's weights in several layers"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ModelConfig.from_dotted({**FIVE_LAYERS, **KINDS, **change})
+
+
+def test_kinds_on_the_command_line_and_back_from_a_file() -> None:
+    options = [
+        'model.layer_types=["wide", "plain"]',
+        "model.layer_type.wide.ffn.d_ff=32",
+        "model.layer_type.plain={}",
+    ]
+    config = load_config("quickstart", options)
+    assert config.model.layer_config(0).ffn.d_ff == 32
+    with pytest.raises(UsageError, match=r"layer_type.wide.*d_ff"):
+        load_config("quickstart", [*options, "model.layer_type.wide.ffn.d_ff=-1"])
+
+
+Load = Callable[..., Config]
+
+
+def test_the_name_chooses_the_section(load: Load) -> None:
+    assert load().objective == CausalObjective()
+    assert load("objective.mtp_loss_weight=0.5").objective == CausalObjective(mtp_loss_weight=0.5)
+    actual = load("objective.name=span_corruption", "objective.noise_density=0.3").objective
+    assert actual == SpanCorruptionObjective(noise_density=0.3)
+    again = Config.model_validate(load("objective.name=masked").model_dump())
+    assert type(again.objective) is MaskedObjective
+
+
+def test_a_plugins_section_has_keys_of_its_own(load: Load) -> None:
+    config = load("objective.name=mine", "objective.depth=3")
+    assert isinstance(config.objective, PluginObjective)
+    assert config.objective.model_extra == {"depth": 3}
+    assert "depth = 3" in to_toml(config)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.objective.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("objective.mask_rate=2",), "objective.mask_rate: unknown key; known here: name, mtp_loss_weight"),
+        (
+            ("objective.name=masked", "objective.mask_rate=2"),
+            "objective.mask_rate = 2: input should be less than 1; the default",
+        ),
+        (
+            ("objective.name=masked", "objective.rates=2"),
+            "objective.rates: unknown key; known here: name, mask_rate, mask_replace_prob",
+        ),
+        (
+            ("objective.name=masked", "objective.random_replace_prob=0.3"),
+            "objective: mask_replace_prob = 0.8 and random_replace_prob = 0.3 are more than 1 together: "
+            "choose for example",
+        ),
+        (
+            (
+                "objective.name=ul2",
+                "objective.r_denoiser_weight=0",
+                "objective.x_denoiser_weight=0",
+                "objective.s_denoiser_weight=0",
+            ),
+            "objective: r_denoiser_weight, x_denoiser_weight and s_denoiser_weight are all 0: give at least "
+            "one a weight",
+        ),
+        (("objective=3",), "objective = 3: this is a section; for example objective = {"),
+        (
+            ("objective.name=7",),
+            "objective.name = 7: input should be a valid string",
+        ),
+    ],
+)
+def test_a_mistake_names_key_and_way_out(load: Load, overrides: tuple[str, ...], line: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(*overrides)
+    assert line in str(caught.value)

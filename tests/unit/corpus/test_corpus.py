@@ -1,4 +1,4 @@
-"""A corpus gives back what was written, and says what it is."""
+"""A corpus gives back what was written, says what it is, and is refused in one line when it is damaged at random."""
 
 import os
 from collections.abc import Callable
@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.inspect import check, show
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
+from tests.support.corpus_fuzzer import ARGUMENTS, Fuzz, run
 from tests.support.damaged_corpora import assert_refused
 
 Write = Callable[..., Path]
@@ -93,3 +97,46 @@ def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
     assert_refused(lambda: Corpus.open(config), "is a file, not a corpus", kind=UsageError)
     (folder / "manifest.json").unlink()
     assert_refused(lambda: Corpus.open(folder), "no manifest.json", "megatfm prep", kind=UsageError)
+
+
+def test_check_counts_what_it_has_read(folder: Path) -> None:
+    corpus, checked = Corpus.open(folder), check(folder)
+    assert (checked.shards, checked.blocks) == (len(corpus.indexes), corpus.n_blocks)
+    assert (checked.samples, checked.tokens) == (100, int(corpus.lengths().sum()))
+    assert checked.bytes == sum(path.stat().st_size for path in folder.glob("*.tar.zst"))
+    assert "100 samples" in str(checked)
+
+
+def test_show_gives_the_overview(folder: Path) -> None:
+    text = show(folder)
+    for fact in (
+        "100",
+        "(3.000 a token)",
+        "a" * 64,
+        '{"made by": "a test"}',
+        Corpus.open(folder).fingerprint,
+    ):
+        assert fact in text
+
+
+def test_show_gives_a_sample(folder: Path) -> None:
+    def decode(tokens: NDArray[np.integer]) -> str:
+        return f"<text of {len(tokens)} tokens>"
+
+    n = Corpus.open(folder).lengths()[7]
+    text = show(folder, 7, decode)
+    for fact in ("7 of 100", "000007", "folder/file 7 ä.txt", f"<text of {n} tokens>"):
+        assert fact in text
+    assert show(folder, 7).splitlines()[-1].split() == list(
+        map(str, Corpus.open(folder).read_sample(7).tokens)
+    )
+
+
+@pytest.fixture(scope="module")
+def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
+    return Fuzz(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_damage_is_refused_in_one_line(fuzz: Fuzz, name: str) -> None:
+    run(name, fuzz, 40)

@@ -1,4 +1,4 @@
-"""Packing by fitting: every chunk once an epoch, every sequence whole, few rows, on one side or two."""
+"""Packing by fitting: every chunk once an epoch, every sequence whole, few rows; which blocks are packed together."""
 
 from collections import Counter
 from types import MappingProxyType
@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.data.bin_packing import best_fit_decreasing
+from megatfm.corpus.inspect import show
+from megatfm.data.bin_packing import best_fit_decreasing, describe_padding, group_blocks, padding
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.packed_rows import pack_in_memory
@@ -316,3 +317,34 @@ def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
             rows = PackedDataset(corpus, objective, sequence_length=64, seed=3)
             plans.add(str([rows.place(position) for position in range(len(rows))]))
         assert len(plans) == 1
+
+
+@pytest.mark.parametrize("rows_of_a_block", [3, 50, 400])
+def test_no_blocks_are_packed_twice_to_find_a_group(rows_of_a_block: int) -> None:
+    """Sequences of a little over half a row, which never fill one, so that all sizes of groups are looked at."""
+    volumes = np.arange(41)[:, None] * rows_of_a_block * 60
+    tried: list[tuple[int, int]] = []
+
+    def rows_of(begin: int, end: int) -> int:
+        tried.append((begin, end))
+        return (end - begin) * rows_of_a_block
+
+    actual = list(group_blocks(volumes, (100,), rows_of, is_bin_packed=True))
+    assert actual[-1][0] == 40
+    assert sum(rows for _, rows in actual) == 40 * rows_of_a_block
+    assert len(set(tried)) == len(tried)
+
+
+def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
+    class Whole(causal_type):  # type: ignore[misc]
+        max_tokens = 599
+
+    lengths = corpus.lengths() + 1
+    for row in (64, 600):
+        cut, full = padding(lengths, corpus.blocks, row)
+        assert cut == PackedDataset(corpus, causal_type(), sequence_length=row, seed=0).padding_fraction
+    assert full == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
+    displayed = f"rows of 2,048  {100 * padding(lengths, corpus.blocks, 2048)[0]:.1f} % padding where documents are cut"
+    assert " ".join(displayed.split()) in " ".join(
+        show(corpus.folder, describe_rows=describe_padding).split()
+    )

@@ -1,4 +1,4 @@
-"""Which files are found, in which order, and what is said of those that can't be used."""
+"""Which files are found, in which order, and how they are read: strict UTF-8, no byte lost, bad ones named."""
 
 import os
 import socket
@@ -6,9 +6,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.input_files import InputFiles
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -114,3 +117,97 @@ def listing(root: Path, **settings) -> InputFiles:
 
 def names(root: Path) -> list[str]:
     return [file.name for file in listing(root).files]
+
+
+def test_a_file_is_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Größe\r\n".encode())
+    assert read(tmp_path)[0] == [Document("a.txt", "Größe\r\n")]
+
+
+def test_blank_files_are_dropped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b" \n\t\n")
+    (tmp_path / "c.txt").write_bytes(b"c")
+    documents, reader = read(tmp_path)
+    assert [document.id for document in documents] == ["c.txt"]
+    assert (reader.counts.documents_in, reader.counts.documents_out) == (3, 1)
+    assert reader.counts.dropped["empty"].examples == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize("paragraph", ["line\n" * 50 + "\n", "line\n", "ä東🙂" * 7])
+def test_a_long_file_is_cut_and_nothing_is_lost(tmp_path: Path, paragraph: str) -> None:
+    text = paragraph * (20_000 // len(paragraph))
+    (tmp_path / "long.txt").write_text(text)
+    documents, reader = read(tmp_path, limit=1024)
+    assert "".join(document.text for document in documents) == text
+    assert [document.id for document in documents] == [f"long.txt#{part}" for part in range(len(documents))]
+    assert all(512 <= document.text_bytes <= 1024 for document in documents[:-1])
+    assert reader.counts.changed == 1
+    if "\n" in paragraph:
+        assert all(document.text.endswith(paragraph[-2:]) for document in documents[:-1])
+
+
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+    limit=st.integers(8, 40),
+)
+def test_any_text_survives_any_cut(tmp_path_factory: pytest.TempPathFactory, text: str, limit: int) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (folder / "a.txt").write_bytes(text.encode())
+    parts = [document.text for document in read(folder, limit)[0]]
+    # Parts without any letter are dropped as empty, so only those may be missing.
+    remaining = text
+    for part in parts:
+        before, actual, remaining = remaining.partition(part)
+        assert actual
+        assert not before.strip()
+        assert len(part.encode()) <= limit
+    assert not remaining.strip()
+
+
+BAD = {
+    "latin-1": ("naïve".encode("latin-1"), "is not valid UTF-8 at byte 2"),
+    "surrogate": (b"ab\xed\xa0\x80", "is not valid UTF-8 at byte 2"),
+    "late": (b"x" * 5000 + b"\xff", "is not valid UTF-8 at byte 5000"),
+    "truncated": (("x" * 2000 + "東").encode()[:-1], "is not valid UTF-8 at byte 2000"),
+    "binary": (b"\x7fELF\0\0", "is a binary file, with a zero at byte 4"),
+    "late zero": (b"x" * 3000 + b"\0", "is a binary file, with a zero at byte 3000"),
+    "utf-16": ("text".encode("utf-16"), "is UTF-16, not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_no_text(tmp_path: Path, name: str) -> None:
+    data, reason = BAD[name]
+    (tmp_path / "bad.txt").write_bytes(data)
+    (tmp_path / "good.txt").write_bytes(b"good")
+    with pytest.raises(MegatfmError, match=f"{tmp_path}/bad.txt: {reason}.*read.on_error=skip"):
+        read(tmp_path, limit=1024)
+    documents, reader = read(tmp_path, limit=1024, on_error="skip")
+    assert documents == [Document("good.txt", "good")]
+    assert reader.counts.documents_in == reader.counts.documents_out + 1
+    assert [dropped.documents for dropped in reader.counts.dropped.values()] == [1]
+
+
+def test_a_file_without_permission(tmp_path: Path, unprivileged: None) -> None:
+    (tmp_path / "closed.txt").write_bytes(b"x")
+    (tmp_path / "closed.txt").chmod(0)
+    with pytest.raises(MegatfmError, match=r"closed\.txt: can't be read \(Permission denied\)"):
+        read(tmp_path)
+    assert read(tmp_path, on_error="skip")[0] == []
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x")
+    listing = InputFiles(ReadConfig(folder=str(tmp_path)))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(MegatfmError, match=r"a\.txt: can't be read \(No such file"):
+        list(DocumentReader(listing, 1024).documents(lambda _: None))
+
+
+def read(folder: Path, limit: int = 2**20, **settings) -> tuple[list[Document], DocumentReader]:
+    reader = DocumentReader(InputFiles(ReadConfig(folder=str(folder), **settings)), limit)
+    done: list[int] = []
+    documents = list(reader.documents(done.append))
+    assert sum(done) == sum(path.stat().st_size for path in folder.iterdir())
+    return documents, reader

@@ -1,4 +1,4 @@
-"""The page of an estimate: drawings by hand, and the file as a browser's parser sees it."""
+"""The page of an estimate, by hand and as a parser of HTML sees it, and the written config of a chosen layout."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatfm.estimate.page import (
     timeline_drawing,
     write_page,
 )
+from megatfm.estimate.write import layout_config, write_layout
 
 
 class Reader(HTMLParser):
@@ -74,3 +75,16 @@ def test_scaling_lines_of_a_run_that_scales_perfectly_are_one() -> None:
     assert ideal == [pytest.approx((0, 100)), pytest.approx((100, 0))]
     assert curve == [pytest.approx((0, 100)), pytest.approx((25, 75)), pytest.approx((100, 0))]
     assert scaling_lines(points[:1]) == ([], [])
+
+
+def test_the_written_config_is_the_chosen_one(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("written")
+    with estimator(load_config("gpt2-124m", []), load_cluster("h100", 8), (1, 2)) as small:
+        chosen = small.base.with_changes({"parallel.tp": 2, "parallel.zero": 1, "train.micro_batch": 4})
+        estimate = small.estimate(chosen)
+    write_layout("gpt2-124m", estimate, folder / "best.toml")
+    text = layout_config("gpt2-124m", estimate)
+    assert "tp = 2" in text
+    assert load_config(str(folder / "best.toml"), []).parallel == estimate.config.parallel
+    with pytest.raises(UsageError, match="there is such a file"):
+        write_layout("gpt2-124m", estimate, folder / "best.toml")

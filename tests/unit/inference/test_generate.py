@@ -1,13 +1,15 @@
-"""The cache changes nothing, and greedy generation is that of transformers."""
+"""Generation: the cache changes nothing, tokens are chosen as transformers does, and text that streams is the text."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate, stream
+from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.models import Decoder
+from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 from tests.plugins import plugin
 from tests.support.trained_runs import SMALL_DECODER, random_model
 
@@ -97,3 +99,143 @@ def test_a_plugin_s_family_goes_on_without_a_cache(caplog: pytest.LogCaptureFixt
     ragged = Prompts([PROMPT[0], PROMPT[1, :3]])
     alone = generate(model, Prompts([PROMPT[1, :3]]), max_tokens=6)
     assert torch.equal(generate(model, ragged, max_tokens=6)[1, 2:], alone[0])
+
+
+V = 50
+DRAWS = 4000
+
+
+@pytest.fixture
+def logits() -> Tensor:
+    return torch.randn(V, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 2
+
+
+def frequencies(sampling: Sampling, logits_V: Tensor) -> Tensor:
+    """How often each token is chosen, over many positions."""
+    rows = logits_V.expand(4, V)
+    chosen = torch.cat([sampling.sample(rows, position) for position in range(DRAWS // 4)])
+    return torch.bincount(chosen, minlength=V) / DRAWS
+
+
+def expected(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """The distribution that transformers samples from."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = TemperatureLogitsWarper(temperature)(None, logits_V[None])
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    return TopPLogitsWarper(top_p)(None, scores).softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [
+        (1.0, 0, 1.0),
+        (0.5, 0, 1.0),
+        (1.0, 7, 1.0),
+        (1.0, 0, 0.7),
+        (0.8, 20, 0.9),
+        (1.0, 99, 1.0),
+        (1.0, 0, 0.01),
+    ],
+)
+def test_tokens_come_with_the_probabilities_of_transformers(
+    logits: Tensor, temperature: float, top_k: int, top_p: float
+) -> None:
+    wanted = expected(logits, temperature, top_k, top_p)
+    actual = frequencies(Sampling(temperature, top_k, top_p), logits)
+    assert not actual[wanted == 0].any(), "a token outside the cut was chosen"
+    deviations = (actual - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()
+    assert deviations.abs().max() < 4.5
+
+
+def test_a_draw_depends_on_seed_row_and_position_alone(logits: Tensor) -> None:
+    def draws(seed: int, positions: range) -> list[int]:
+        return [int(Sampling(1.0, seed=seed).sample(logits[None], position)) for position in positions]
+
+    assert draws(0, range(30)) == [*draws(0, range(15)), *draws(0, range(15, 30))]
+    assert draws(0, range(30)) != draws(1, range(30))
+    rows = Sampling(1.0).sample(logits.expand(40, V), 7)
+    assert len(set(rows.tolist())) > 5
+    assert torch.equal(rows[:10], Sampling(1.0).sample(logits.expand(10, V), 7))
+
+
+def test_a_low_temperature_is_greedy_and_never_overflows(logits: Tensor) -> None:
+    for temperature in (0.0, 1e-300, 1e-6):
+        assert int(Sampling(temperature).sample(logits[None] * 1e30, 0)) == int(logits.argmax())
+
+
+def test_ids_beyond_the_tokenizer_are_never_chosen(logits: Tensor) -> None:
+    logits[-1] = 1e9
+    for temperature in (0.0, 1.0):
+        assert int(Sampling(temperature, vocab_size=V - 1).sample(logits[None], 0)) < V - 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_broken_logits_are_named(logits: Tensor, bad: float) -> None:
+    rows = logits.repeat(3, 1)
+    rows[1, 3] = bad
+    for temperature in (0.0, 1.0):
+        with pytest.raises(MegatfmError, match="of text 2 at position 9 are not finite"):
+            Sampling(temperature).sample(rows, [3, 9, 4])
+    with pytest.raises(MegatfmError, match="of text 1 at position 3 are not finite"):
+        Sampling().sample(torch.full_like(rows, -float("inf")), 3)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (40, 1.0), (0, 0.9)])
+def test_ids_that_a_head_masks_are_never_chosen(logits: Tensor, top_k: int, top_p: float) -> None:
+    masked = logits.clone()
+    masked[::2] = -float("inf")
+    actual = frequencies(Sampling(1.0, top_k, top_p), masked)
+    wanted = expected(masked, 1.0, top_k, top_p)
+    assert not actual[::2].any()
+    assert ((actual - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()).abs().max() < 4.5
+    assert int(Sampling().sample(masked[None], 0)) == int(masked.argmax())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}],
+)
+def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(values))):
+        Sampling(**values)
+
+
+TEXTS = [
+    "def f(x):\n\treturn x  # Größe",
+    "東京 🗼 ▁ naïve",
+    "\u2581\U0001f469\u200d\U0001f680",
+    "<0x41> <s>",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_model: bytes) -> Tokenizer:
+    return SentencePieceTokenizer(tokenizer_model)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids, stream = tokenizer.encode(text), IncrementalDetokenizer(tokenizer)
+    pieces = [stream.add([token]) for token in ids]
+    assert "".join(pieces) == text
+    assert stream.end() == ""
+
+
+def test_no_half_character_is_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🗼")
+    assert len(ids) == 4, "this one must come in bytes for the test to say anything"
+    stream = IncrementalDetokenizer(tokenizer)
+    assert [stream.add([token]) for token in ids] == ["", "", "", "🗼"]
+    stream.add(ids[:2])
+    assert stream.end() == "\ufffd"
+
+
+def test_broken_bytes_become_marks_and_reserved_ids_nothing(tokenizer: Tokenizer) -> None:
+    first = tokenizer.encode("🗼")[0]
+    after = tokenizer.encode("x")
+    reserved = [tokenizer.bos, tokenizer.pad, tokenizer.mask, *tokenizer.sentinels]
+    assert IncrementalDetokenizer(tokenizer).add([*after, *reserved, first, *after]) == "x\ufffdx"
+    assert IncrementalDetokenizer(tokenizer).add([tokenizer.unk]) == "\ufffd"

@@ -1,6 +1,7 @@
-"""What attempts add up to: when a run is started again, and on which nodes it is not."""
+"""What attempts add up to: when a run is started again, which hosts its log blames, and chains of SLURM jobs."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
+from megatfm.launchers.prolog_epilog import find_failure_cause
 from megatfm.launchers.record import MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.slurm_attempts import chain, epilog, finish_run, prolog, write_event, write_log
 
 Commit = Callable[[int], None]
 
@@ -118,3 +122,125 @@ def test_a_damaged_or_newer_record_is_no_obstacle(run: Path) -> None:
     attempt(run, EXIT_FAILED)
     (entry,) = json.loads((run / RESTARTS).read_text())
     assert {"time", "job", "restart", "nodes", "code", "step", "failed_host", "failed_rank"} <= entry.keys()
+
+
+DIED_BEFORE_LAUNCH = """\
+srun: error: Task launch for StepId=2.0 failed on node n4: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+slurmstepd-n3: error: *** STEP 2.0 ON n3 CANCELLED AT 2026-11-24T11:44:38 ***
+srun: error: n3: task 0: Killed
+"""
+"""Of SLURM 22.05, where n4 had lost power when srun began."""
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "rank"),
+    [
+        ("srun: error: n2: task 3: Killed\nsrun: error: n1: tasks 0-1: Exited with exit code 1\n", "n2", 3),
+        ("srun: error: n1: tasks 0-1: Exited with exit code 1\nsrun: error: n2: task 2: Aborted\n", "n2", 2),
+        ("srun: error: n1: tasks 0,3: Segmentation fault (core dumped)\n", "n1", 0),
+        (
+            "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Exited with exit code 1\n",
+            None,
+            None,
+        ),
+        ("srun: error: Node failure on n3\nsrun: error: n1: task 0: Killed\n", "n3", None),
+        ("nothing of interest\n", None, None),
+        (DIED_BEFORE_LAUNCH, "n4", None),
+        (DIED_BEFORE_LAUNCH.replace("Killed", "Exited with exit code 1"), "n4", None),
+        (
+            "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n"
+            "srun: error: Task launch for StepId=1.0 failed on node n3: Socket timed out on send/recv operation\n"
+            "srun: error: n1: task 0: Killed\n",
+            None,
+            None,
+        ),
+    ],
+)
+def test_whom_the_log_names(run: Path, text: str, host: str | None, rank: int | None) -> None:
+    write_log(run, f"srun: error: n9: task 9: Killed\nmegatfm job: attempt 2: job 7\n{text}")
+    result = find_failure_cause(run / "logs" / "slurm-7.log", run, 0.0)
+    assert (result.host, result.rank) == (host, rank), "and nobody of an earlier attempt"
+
+
+def test_the_runs_own_word_counts_more_than_the_logs(run: Path) -> None:
+    now = time.time()
+    write_event(run, event="failed", detail="long ago", ranks=[9], hosts=["n9"], time=now - 100)
+    write_log(run, "srun: error: n1: task 0: Aborted\n")
+    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host == "n1"
+    write_event(run, event="failed", detail="rank 2 on n2 hangs", ranks=[2], hosts=["n2"])
+    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host == "n2"
+    write_event(run, event="failed", detail="all failed alike", ranks=[], hosts=[])
+    assert find_failure_cause(run / "logs" / "slurm-7.log", run, now).host is None
+
+
+def test_in_a_chain_the_next_link_goes_on(
+    run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain(run, 7, 8, 9)
+    prolog(run)
+    assert epilog(run, 75, "--asked", "USR1", "--no-requeue") == 75
+    assert "the next job of the chain, 8, will resume" in capsys.readouterr().err
+    assert "scontrol requeue 7" not in fake_slurm.calls
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    prolog(run)
+    assert AttemptLog(run).attempts[-1].submission == "7", "the links of a chain are counted together"
+    finish_run(run)
+    assert epilog(run, 0, "--no-requeue") == 0
+    assert fake_slurm.calls[-1] == "scancel 9", "a finished run needs no further link"
+
+
+def test_a_link_that_outlives_the_begin_of_the_next_notes_its_own_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM starts the next link while the script of the one before has some seconds (KillWait) left."""
+    chain(run, 7, 8)
+    prolog(run)
+    first = AttemptLog(run)  # as the first link's helper read it
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    prolog(run)
+    write_event(run, event="failed", detail="rank 1 on n2 hangs", ranks=[1], hosts=["n2"])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    epilog(run, 143, "--asked", "TERM", "--no-requeue")
+    one, other = AttemptLog(run).attempts
+    assert (one.job, one.code, one.reason, one.failed_host) == ("7", 143, "stopped by TERM", None)
+    assert (other.job, other.ended) == ("8", None), "it goes on"
+    epilog(run, 1, "--no-requeue")
+    assert AttemptLog(run).attempts[0].failed_host is None, "what the next one met is not its own"
+    first.end(replace(first.attempts[0], ended=1.0))
+    assert len(AttemptLog(run).attempts) == 2, "nor does what it read before the next began overwrite that"
+
+
+def test_a_requeued_job_notes_the_end_of_each_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prolog(run)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    prolog(run)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    epilog(run, 143, "--asked", "TERM")
+    assert [each.ended is None for each in AttemptLog(run).attempts] == [False, True]
+
+
+def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_slurm: FakeSlurm) -> None:
+    chain(run, 7, 8, 9)
+    prolog(run, limit=0)
+    assert epilog(run, 1, "--no-requeue", limit=0) == 76
+    assert fake_slurm.calls[-1] == "scancel 8 9"
+
+
+@pytest.mark.parametrize(("code", "requested"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
+def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
+    run: Path, fake_slurm: FakeSlurm, code: int, requested: str
+) -> None:
+    prolog(run)
+    finish_run(run)
+    assert epilog(run, code, *(["--asked", requested] if requested else [])) == 0
+    assert AttemptLog(run).attempts[-1].state_name == "DONE"
+    assert not [call for call in fake_slurm.calls if "requeue" in call]
+
+
+def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chain(run, 5, 6, 7)
+    prolog(run)
+    epilog(run, 75, "--no-requeue")
+    assert "the chain has no further job: start the same command again" in capsys.readouterr().err

@@ -1,12 +1,27 @@
-"""How encoders start: truncated normal as in BERT's code, normal as in RoBERTa's."""
+"""Initial weights: any box is a slice of the whole, for ever the same; encoders start as in their authors' code."""
 
+import math
+import threading
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 import torch
 
+from megatfm import rng
 from megatfm.config import ModelConfig
-from megatfm.layers.initialisation import TruncatedNormal, draw, initialise
+from megatfm.layers import initialisation as initial_module
+from megatfm.layers.initialisation import (
+    MIN_ELEMENTS_FOR_THREADS,
+    ROW_BLOCK,
+    Constant,
+    InitDistribution,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    draw,
+    initialise,
+)
 from megatfm.models import build
 
 SMALL = {
@@ -77,3 +92,133 @@ def test_no_two_matrices_start_alike() -> None:
     matrices = [p.flatten()[:50] for p in model.parameters() if p.dim() == 2]
     same = [torch.equal(one, other) for i, one in enumerate(matrices) for other in matrices[:i]]
     assert not any(same)
+
+
+NAME = "layers.0.attn.wq.weight"
+GOLDEN_ROWS = [
+    [0.005372224, 0.02573459, -0.0076963543, -0.024308708],
+    [0.011229237, 0.011535636, -0.006505326, -0.009393031],
+    [0.020541817, -0.016886659, 0.011876656, -0.0048044045],
+    [-0.028418534, -0.0043794923, -0.0209287, -0.010539443],
+]
+
+
+def whole(shape: tuple[int, ...], seed: int = 7, name: str = NAME, std: float = 0.02) -> torch.Tensor:
+    return draw(Normal(std), seed, name, shape, (0,) * len(shape), shape)
+
+
+def test_draws_keep_their_golden_values() -> None:
+    """A change of these changes every run from its seed: a newer NumPy may do it, and must not do it unseen."""
+    assert ROW_BLOCK == 128
+    drawn = whole((300, 4))
+    assert drawn.dtype == torch.float32
+    np.testing.assert_array_equal(drawn[[0, 127, 128, 299]].numpy(), np.array(GOLDEN_ROWS, np.float32))
+
+
+@pytest.mark.parametrize("shape", [(300, 5), (128, 3), (129, 3), (1, 4), (260,), (200, 3, 2)])
+def test_a_box_is_a_slice_of_the_whole(shape: tuple[int, ...]) -> None:
+    full = whole(shape)
+    rows = shape[0]
+    starts = sorted({0, min(1, rows - 1), rows // 2, min(127, rows - 1), min(128, rows - 1), rows - 1})
+    for start in starts:
+        for size in {1, (rows - start) // 2, rows - start}:
+            for column in {0, *([shape[1] - 2] if len(shape) > 1 else [])}:
+                offsets = (start, *([column] if len(shape) > 1 else []), *[0] * (len(shape) - 2))
+                sizes = (size, *([2 if column else shape[1]] if len(shape) > 1 else []), *shape[2:])
+                box = draw(Normal(0.02), 7, NAME, shape, offsets, sizes)
+                slices = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+                assert torch.equal(box, full[slices])
+                assert box.is_contiguous()
+
+
+def at_once(initial: InitDistribution, rows: int, width: tuple[int, ...], block: int) -> np.ndarray:
+    """A block as it is defined: all of its numbers, and then those that are drawn anew, by one generator."""
+    generator = np.random.Generator(rng.bit_generator(7, "initial", NAME, block))
+    if isinstance(initial, Uniform):
+        return ((generator.random((rows, *width)) * 2 - 1) * initial.bound).astype(np.float32)
+    values = generator.standard_normal((rows, *width), dtype=np.float32)
+    while isinstance(initial, TruncatedNormal) and (beyond := np.abs(values) > 2).any():
+        values[beyond] = generator.standard_normal(int(beyond.sum()), dtype=np.float32)
+    return values * np.float32(initial.std)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
+@pytest.mark.parametrize("piece", [1, 100, 2**20])
+def test_rows_drawn_in_pieces_have_the_same_bits(
+    initial: InitDistribution, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of odd count, so that generators have half a draw left between pieces."""
+    monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", piece)
+    shape = (ROW_BLOCK + 5, 3, 7)
+    full = np.concatenate([at_once(initial, rows, shape[1:], block) for block, rows in enumerate((128, 5))])
+    for offsets, sizes in (
+        ((0, 0, 0), shape),
+        ((17, 0, 0), (1, 3, 7)),
+        ((120, 1, 2), (13, 2, 4)),
+        ((132, 0, 6), (1, 3, 1)),
+    ):
+        cut = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        assert np.array_equal(draw(initial, 7, NAME, shape, offsets, sizes).numpy(), full[cut])
+
+
+def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64: nothing after it is drawn, and nothing before it is kept."""
+    shape, drawn = (64, 16, 8), []
+    monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", 2 * 16 * 8)
+    real = initial_module._draw_values
+    monkeypatch.setattr(
+        initial_module, "_draw_values", lambda *inputs: (drawn.append(inputs[-1]), real(*inputs))[1]
+    )
+    draw(Normal(1.0), 7, NAME, shape, (9, 0, 0), (1, 16, 8))
+    assert drawn == [(2, 16, 8)] * 5
+
+
+def test_more_rows_leave_the_others_as_they_are() -> None:
+    """A larger vocabulary starts from the same rows."""
+    assert torch.equal(whole((300, 4))[:200], whole((200, 4)))
+
+
+def test_seed_and_name_decide() -> None:
+    drawn = [whole((4, 4)), whole((4, 4), seed=8), whole((4, 4), name="layers.1.attn.wq.weight")]
+    assert not any(torch.equal(a, b) for a in drawn for b in drawn if a is not b)
+    blocks = whole((3 * ROW_BLOCK, 2)).split(ROW_BLOCK)
+    assert not any(torch.equal(a, b) for a in blocks for b in blocks if a is not b)
+
+
+@pytest.mark.parametrize("std", [1.0, 0.02, 1e-4])
+def test_draws_are_normal(std: float) -> None:
+    values = whole((1000, 100), std=std).double() / std
+    n = values.numel()
+    assert abs(float(values.mean())) < 5 / math.sqrt(n)
+    assert abs(float(values.square().mean()) - 1) < 5 * math.sqrt(2 / n)
+    assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / n)
+    assert float(values.abs().max()) > 4, "no tails"
+
+
+def test_constants_and_empty_boxes() -> None:
+    assert torch.equal(draw(Constant(1.0), 7, NAME, (6,), (2,), (3,)), torch.ones(3))
+    assert draw(Normal(1.0), 7, NAME, (6, 4), (6, 0), (0, 4)).shape == (0, 4)
+    assert draw(Constant(2.0), 7, NAME, (6,), (6,), (0,)).shape == (0,)
+
+
+@pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
+def test_threads_draw_the_same_bits_on_threads_of_their_own(
+    initial: InitDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, offsets, sizes = (6 * ROW_BLOCK + 7, 501), (100, 1), (4 * ROW_BLOCK + 90, 499)
+    assert math.prod(sizes) >= MIN_ELEMENTS_FOR_THREADS
+    alone = draw(initial, 7, NAME, shape, offsets, sizes)
+    drew: set[int] = set()
+    together = threading.Barrier(2, timeout=30)  # passed only by two threads at a time
+    bits = rng.bit_generator
+
+    def seen(*key: rng.KeyPart) -> np.random.Philox:
+        if len(drew) < 2:
+            drew.add(threading.get_ident())
+            together.wait()
+        return bits(*key)
+
+    monkeypatch.setattr(rng, "bit_generator", seen)
+    assert torch.equal(draw(initial, 7, NAME, shape, offsets, sizes, threads=2), alone)
+    assert len(drew) == 2
+    assert threading.get_ident() not in drew

@@ -1,16 +1,23 @@
-"""A query that sees no key gets 0, and nothing goes back from it, whichever kernel computes it."""
+"""A query that sees no key, also on a ring of ranks, gets 0 from every kernel, and nothing goes back from it."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.block_sparse import block_sparse_attention
+from megatfm.layers.attention.patterns import AttentionPattern
+from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.attention.patterns.pattern import BlockBounds
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention import block_sparse
+from megatfm.ops.attention.block_sparse import backward, block_sparse_attention, forward
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.attention.sdpa import sdpa_attention
+from megatfm.ops.attention.tile import BlockAttentionPlan
 
 B, N, T, S, H = 2, 4, 10, 12, 16
 BLIND = 3, 7
@@ -80,3 +87,45 @@ def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
     if run is not flex:
         for gradient in torch.autograd.grad(out[0, :, BLIND].float().sum(), inputs):
             assert (gradient == 0).all()
+
+
+def test_queries_that_see_no_key_get_zeros_and_give_no_gradient() -> None:
+    random = torch.Generator().manual_seed(0)
+    q, g = (torch.randn(2, 4, 8, 16, generator=random) for _ in range(2))
+    k, v = (torch.randn(2, 2, 8, 16, generator=random) for _ in range(2))
+    how = BlockAttentionPlan.build([], 8, 16, AttentionOptions(), zero_distance=7)
+    out, lse = forward(q, k, v, None, how)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert all((x == 0).all() for x in backward(g, q, k, v, out, lse, None, how))
+
+
+@dataclass(frozen=True)
+class FirstQueriesOnly(AttentionPattern):
+    """The first queries see all keys, the others none, as a plugin may have it."""
+
+    count: int
+
+    def mask_mod(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        return (q < self.count) & (k >= 0)
+
+    def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return (q.first < self.count) & (k.first >= 0)
+
+    def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
+        return (q.last < self.count) & (k.first >= 0)
+
+
+def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sparse, "SIZE", 8)
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 32, 4, generator=random).requires_grad_() for _ in range(3))
+    seen = PatternMask(FirstQueriesOnly(8), SequenceMetadata(torch.arange(32).expand(2, -1)))
+    out = block_sparse.block_sparse_attention(q, k, v, seen, None, AttentionOptions(), None)
+    assert (out[:, :, 8:] == 0).all()
+    expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
+    torch.testing.assert_close(out[:, :, :8], expected)
+    for actual, plain in zip(
+        *(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(actual, plain)

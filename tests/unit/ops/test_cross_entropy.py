@@ -1,5 +1,9 @@
-"""Chunked cross-entropy against plain torch, values and gradients."""
+"""Chunked cross-entropy against plain torch, and its Triton kernel, interpreted, and compiled without a GPU."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -8,7 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatfm.ops import cross_entropy as module
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
+from tests.support.benchmark_scripts import script
 
 M, D, V = 13, 6, 29
 PLAIN = LogitOptions()
@@ -122,3 +128,37 @@ def test_a_target_beyond_the_vocabulary_is_not_a_number() -> None:
     hidden, weight, targets = inputs(torch.float64)
     targets[3] = V
     assert cross_entropy(hidden, weight, targets).isnan()
+
+
+with_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"
+)
+
+
+@with_triton
+def test_interpreted_it_is_the_reference() -> None:
+    command = [sys.executable, "-m", "tests.unit.ops.interpreted"]
+    ran = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.endswith("all alike\n"), ran.stderr[-2000:]
+
+
+@with_triton
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_kernel_compiles_for_a_gpu_without_spills() -> None:
+    softmax = script("kernels").softmax
+    for options in ({}, {"capped": True, "smoothed": True}):
+        actual = softmax("bf16", **options)
+        assert actual.registers <= 96
+        assert actual.spilled == 0
+
+
+def test_chunks_follow_memory_on_a_gpu() -> None:
+    on_gpu = type("On", (), {"device": torch.device("cuda"), "element_size": lambda self: 2})()
+    tokens = module.default_chunk(on_gpu, 50257)
+    assert tokens % module.ROW_ALIGNMENT == 0
+    held = tokens * module.padded(50257) * 2
+    assert module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.padded(50257) * 2 < held <= module.LOGITS_BYTES
+    assert module.default_chunk(on_gpu, 2**30) == module.ROW_ALIGNMENT
+    assert module.padded(50257) == 50304

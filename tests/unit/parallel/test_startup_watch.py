@@ -1,4 +1,4 @@
-"""While ranks meet: one that is stopped is named, and one that is asked to stop doesn't wait for ever."""
+"""Ranks that meet: a stopped one is named, none waits for ever, and a store that keeps what earlier starts left."""
 
 import contextlib
 import os
@@ -7,9 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
+from megatfm.errors import MegatfmError
+from megatfm.parallel.distributed import restart_store
 from megatfm.parallel.process_environment import ProcessEnvironment
 from megatfm.parallel.startup_watch import StartupWatch
 from tests.support.rank_processes import free_port
@@ -98,3 +103,47 @@ def test_ranks_that_meet_while_the_process_is_ended_do_not_go_on(monkeypatch: py
     meets.join(10)
     watch._end(1, "they have met")
     assert ended == [1]
+
+
+SOON = timedelta(seconds=20)
+
+
+def start_ranks(store: dist.Store, world_size: int, ranks: range | None = None) -> list[dist.Store]:
+    """The parts that the ranks find, each in a thread, the later ones first."""
+    came = threading.Barrier(len(ranks or range(world_size)))
+
+    def rank(number: int) -> dist.Store:
+        came.wait()
+        return restart_store(store, number, world_size, SOON)
+
+    numbers = list(ranks or range(world_size))
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(rank, reversed(numbers)))[::-1]
+
+
+@pytest.mark.parametrize("later", [2, 3, 4])
+def test_a_restart_has_a_part_of_the_store_of_its_own(later: int) -> None:
+    store = dist.HashStore()
+    first = start_ranks(store, 3)
+    first[1].set("where", "an old port")
+    assert [part.get("where") for part in first] == [b"an old port"] * 3
+    second = start_ranks(store, later)
+    assert not any(part.check(["where"]) for part in second)
+    second[-1].set("where", "a new port")
+    assert [part.get("where") for part in second] == [b"a new port"] * later
+    assert first[0].get("where") == b"an old port"
+
+
+def test_what_a_start_left_that_died_while_meeting_is_no_answer() -> None:
+    store = dist.HashStore()
+    store.set("megatfm/hello/1", "nobody")
+    part, other = start_ranks(store, 2)
+    part.set("where", "here")
+    assert other.get("where") == b"here"
+
+
+def test_ranks_that_do_not_come() -> None:
+    store, at_once = dist.HashStore(), timedelta(seconds=0.2)
+    restart_store(store, 0, 2, at_once)
+    with pytest.raises(MegatfmError, match=r"rank 0 of 2 did not start_ranks within 0\.2 s"):
+        restart_store(store, 1, 2, at_once)

@@ -1,0 +1,140 @@
+"""Time: the simulated pipeline, stalls by experts, checkpoints and data, and failures with the best interval."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megatfm.config import Config, load_config
+from megatfm.estimate.devices import load_cluster
+from megatfm.estimate.estimator import estimator
+from megatfm.estimate.failures import effective_share
+from megatfm.estimate.schedule import simulate
+from megatfm.estimate.stalls import MAX_VIOLATION_BY_LOSS, data_stall, fullest_share
+from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
+from tests.support.pipeline_simulation import bubble
+from tests.support.pipeline_simulation import simulate as simulate_plain
+
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.2, "W": 0.8}
+
+
+def costs(stages: int) -> dict[str, list[float]]:
+    return {kind: [seconds] * stages for kind, seconds in SECONDS.items()}
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(3, 7), (5, 5), (4, 1)])
+def test_the_bubble_of_1f1b(ranks: int, microbatches: int) -> None:
+    actual = simulate("1f1b", ranks, 1, microbatches, range(ranks), costs(ranks), 0.0)
+    assert actual.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1), rel=1e-12)
+    assert actual.held == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
+def test_schedules_take_as_long_as_in_their_own_simulator(schedule: str) -> None:
+    virtual = 1 if schedule == "gpipe" else 2
+    rank_of = stage_to_rank(schedule, 3, virtual)
+    actual = simulate(schedule, 3, virtual, 7, rank_of, costs(len(rank_of)), 0.0)
+    plain = simulate_plain(build_schedule(schedule, 3, virtual, 7), rank_of, SECONDS)
+    assert actual.seconds == pytest.approx(max(rank.last for rank in plain), rel=1e-12)
+    assert actual.bubble == pytest.approx(bubble(plain), rel=1e-9)
+
+
+def test_a_transfer_is_waited_for_between_ranks_alone() -> None:
+    actual = simulate("1f1b", 2, 1, 1, [0, 1], costs(2), 0.5)
+    assert actual.seconds == pytest.approx(2 * (1.0 + 2.0) + 2 * 0.5)
+    slow = {kind: [seconds, 3 * seconds] for kind, seconds in SECONDS.items()}
+    assert simulate("1f1b", 2, 1, 1, [0, 1], slow, 0.0).seconds == pytest.approx(1 + 3 + 6 + 2)
+
+
+def drawn_share(experts: int, ranks: int, tokens: int, top_k: int, spread: float) -> float:
+    """Ninth decile of the fullest rank's load over the mean, of drawn preferences and drawn choices."""
+    draw, shares = np.random.default_rng(5), []
+    for _ in range(3000):
+        wanted = np.clip(1 + spread * draw.standard_normal(experts), 0, None)
+        loads = draw.multinomial(tokens * top_k, wanted / wanted.sum()).reshape(ranks, -1).sum(1)
+        shares.append(loads.max() / loads.mean())
+    return float(np.quantile(shares, 0.9))
+
+
+@pytest.mark.parametrize(("preset", "ep"), [("mixtral-8x7b", 8), ("olmoe-1b-7b", 16)])
+def test_the_fullest_rank_is_that_of_drawn_loads(preset: str, ep: int) -> None:
+    config = load_config(preset, [f"parallel.ep={ep}"])
+    ffn, tokens = config.model.ffn, 4096 * ep
+    experts, top_k = ffn.tp_dims["n_experts"], int(getattr(ffn, "top_k", 0))
+    # A spread by which the fullest of 64 experts has 1 + MaxVio times the mean in half of the draws.
+    draw = np.random.default_rng(2)
+    largest = np.median(draw.standard_normal((20000, 64)).max(1))
+    expected = drawn_share(experts, ep, tokens, top_k, MAX_VIOLATION_BY_LOSS / float(largest))
+    assert fullest_share(config, tokens) == pytest.approx(expected, rel=0.03)
+    assert fullest_share(config, tokens, quantile=0.5) < fullest_share(config, tokens)
+
+
+def test_experts_with_a_capacity_get_no_more() -> None:
+    config = load_config(
+        "switch-base-8", ["parallel.ep=8", "model.layer_type.sparse.ffn.capacity_factor=1.25"]
+    )
+    assert fullest_share(config, 64) == 1.25
+
+
+def step_of(*overrides: str) -> tuple[Config, dict[str, float]]:
+    with estimator(load_config("gpt2-124m", list(overrides)), load_cluster("h100", 8)) as opened:
+        estimate = opened.estimate(opened.base)
+    return estimate.config, vars(estimate.time) | {
+        "step": estimate.time.step,
+        "state": _state(estimate.memory),
+    }
+
+
+def _state(memory: object) -> float:
+    return max(rank.weights + rank.optimizer for rank in memory)  # type: ignore[attr-defined]
+
+
+def test_a_step_has_its_share_of_checkpoints() -> None:
+    """All state of eight ranks at 5 GB/s each 20 steps; in the background, a copy of each rank's at 20 GB/s."""
+    _, waiting = step_of("checkpoint.every=20", "checkpoint.mode=sync")
+    assert waiting["checkpoint"] == pytest.approx(8 * waiting["state"] / 5e9 / 20)
+    _, behind = step_of("checkpoint.every=1000")
+    assert behind["checkpoint"] == pytest.approx(behind["state"] / 20e9 / 1000)
+    _, rushed = step_of("checkpoint.every=1")
+    without = rushed["step"] - rushed["checkpoint"]
+    assert rushed["checkpoint"] == pytest.approx(rushed["state"] / 20e9 + 8 * rushed["state"] / 5e9 - without)
+
+
+def test_rows_are_waited_for_where_they_come_late() -> None:
+    config, step = step_of()
+    assert step["data"] == 0
+    rows = config.train.global_batch / 8
+    assert data_stall(config, 1e-9) == pytest.approx(rows * 1024 / 36.7e6, rel=1e-3)
+    more = config.model_copy(update={"data": config.data.model_copy(update={"workers": 4})})
+    assert data_stall(more, 1e-9) == pytest.approx(rows * 1024 / 36.7e6 / 4, rel=1e-3)
+
+
+def simulated(interval: float, stall: float, between: float, restart: float, seed: int) -> float:
+    """Share of the time that makes progress in a run whose failures come at random."""
+    draw, clock, done = random.Random(seed), 0.0, 0.0
+    next_failure = draw.expovariate(1 / between)
+    while clock < 4000 * between / 10:
+        if clock + interval + stall <= next_failure:
+            clock, done = clock + interval + stall, done + interval
+        else:
+            clock = next_failure + restart
+            next_failure = clock + draw.expovariate(1 / between)
+    return done / clock
+
+
+@pytest.mark.parametrize(
+    ("interval", "stall", "between", "restart"), [(600, 30, 20000, 300), (2000, 5, 30000, 900)]
+)
+def test_the_share_is_that_of_a_simulated_run(
+    interval: float, stall: float, between: float, restart: float
+) -> None:
+    shares = [simulated(interval, stall, between, restart, seed) for seed in range(8)]
+    assert effective_share(interval, stall, between, restart) == pytest.approx(sum(shares) / 8, rel=0.01)
+
+
+def test_youngs_interval_is_nearly_the_best() -> None:
+    stall, between = 12.0, 40000.0
+    best = max(effective_share(interval, stall, between, 300) for interval in range(60, 8000, 20))
+    young = (2 * stall * between) ** 0.5
+    assert effective_share(young, stall, between, 300) > best - 2e-4
+    assert effective_share(young / 4, stall, between, 300) < best - 5e-3

@@ -1,0 +1,150 @@
+"""Sums of squares, random numbers by keys, and products that make only the gradients that are wanted."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatfm.config import ModelConfig
+from megatfm.ops import keyed_random
+from megatfm.ops.cross_entropy import cross_entropy
+from megatfm.ops.fp8 import fp8_linear
+from megatfm.ops.grouped_mm import bucketed_linear
+from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
+from megatfm.ops.squares import CHUNK_ELEMENTS, sum_of_squares
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-5)]
+)
+def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
+    torch.manual_seed(0)
+    shapes = [(), (0,), (3, 7), (CHUNK_ELEMENTS,), (CHUNK_ELEMENTS + 1,), (5, CHUNK_ELEMENTS // 2)]
+    tensors = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    tensors.append(torch.randn(40, 30, dtype=torch.float64).to(dtype).t())
+    actual = sum_of_squares(tensors)
+    assert actual.dtype == torch.float64
+    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert float(actual) == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_large_table_adds_up_to_float32s_precision():
+    """As large as GPT-2's embedding, at which torch's own norm of float32 has lost a thousandth."""
+    tensor = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
+    expected = sum(float(rows.double().square().sum()) for rows in tensor.split(1000))
+    assert float(sum_of_squares([tensor])) == pytest.approx(expected, rel=1e-7)
+
+
+def test_what_is_not_finite_shows():
+    assert sum_of_squares([torch.ones(3), torch.tensor([1.0, torch.inf])]).isinf()
+    assert sum_of_squares([torch.ones(3), torch.tensor([1.0, torch.nan])]).isnan()
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.empty(0, 7), torch.empty(3, 0)]])
+def test_of_nothing_it_is_zero(tensors):
+    """As on a rank of which all shards are empty."""
+    actual = sum_of_squares(tensors)
+    assert actual.dtype == torch.float64
+    assert float(actual) == 0.0
+
+
+WIDTHS = (29, 72, 160)
+"""Numbers of places and channels that fill a vector of a CPU's and leave some over."""
+
+
+def drawn(keys_B: Tensor) -> list[Tensor]:
+    """What a compiled model draws, of places and channels that are counted within."""
+    keys_BT = keyed_random.token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
+    kept = [keyed_random.keep(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
+    heads = torch.arange(WIDTHS[1])
+    return [
+        keys_BT,
+        keyed_random.fold_in(keys_B[:, None], heads),
+        keyed_random.uniform(keys_B, WIDTHS[2]),
+        *kept,
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_compiled_it_draws_the_same() -> None:
+    """A product of places that overflowed within a loop had gcc make loops that ended too late, and wrote elsewhere."""
+    torch.compiler.reset()
+    keys_B = torch.randint(-(2**63), 2**63 - 1, (3,), generator=torch.Generator().manual_seed(0))
+    result = torch.compile(drawn, fullgraph=True, dynamic=False)(keys_B)
+    for compiled, plain in zip(result, drawn(keys_B), strict=True):
+        assert torch.equal(compiled, plain)
+
+
+def test_steps_wrap_as_one_product_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat(
+        [torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)]
+    )
+    assert torch.equal(keyed_random._golden_steps(values), values * GOLDEN)
+
+
+def test_the_largest_rate_of_a_config_leaves_something() -> None:
+    """One above it is refused, with the rate that would do."""
+    most = 1 - 2**-16
+    kept = keyed_random.dropout(torch.ones(2**18), most, torch.tensor(7))
+    assert set(kept.unique().tolist()) == {0.0, float(RATE_STEPS)}
+    base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
+    for key in ("dropout", "attention.dropout", "ffn.dropout", "drop_path"):
+        assert ModelConfig.from_dotted(**base, **{key: most})
+        with pytest.raises(ValueError, match=f"less than or equal to {most}"):
+            ModelConfig.from_dotted(**base, **{key: 0.999999})
+
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm.out, aten.addmm_.default, aten._scaled_mm.default}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made += func in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+def loss_of(x: Tensor, weight: Tensor) -> Tensor:
+    return cross_entropy(x, weight, torch.arange(len(x)) % len(weight), chunk=16)
+
+
+def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    return bucketed_linear(x, weight.view(2, 16, -1), torch.tensor([20, 32], dtype=torch.int32))
+
+
+# function: products forward, and for each gradient; a loss makes its gradients in the forward pass
+CASES: dict[Callable[..., Tensor], tuple[int, int]] = {loss_of: (2, 2), grouped: (2, 2), fp8_linear: (1, 1)}
+
+
+@pytest.mark.parametrize("function", CASES)
+@pytest.mark.parametrize("of_x", [True, False])
+@pytest.mark.parametrize("of_weight", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_backward_has_only_the_products_it_needs(
+    function: Callable[..., Tensor], of_x: bool, of_weight: bool, training: bool
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(32, 16, generator=random).bfloat16() for _ in range(2))
+    x.requires_grad_(of_x)
+    parameter = nn.Parameter(weight, requires_grad=of_weight)
+    forward, item = CASES[function]
+    with Products() as products, nullcontext() if training else torch.no_grad():
+        result = function(x, parameter).float().sum()
+        if training and (of_x or of_weight):
+            result.backward()
+    assert products.made == forward + item * training * (of_x + of_weight)
+    for tensor, wanted in ((x, of_x), (parameter, of_weight)):
+        assert (tensor.grad is not None) == (training and wanted)
+    if training and of_x and of_weight:
+        expected = torch.autograd.grad(function(x, parameter).float().sum(), (x, parameter))
+        assert torch.equal(expected[0], x.grad)  # type: ignore[arg-type]
+        assert torch.equal(expected[1], parameter.grad)  # type: ignore[arg-type]
