@@ -143,7 +143,7 @@ def write_result(plan: Any, rank: int) -> writer.WriteResult:
     """Return a rank's report of its files, which are not written."""
     files: dict[str, FileEntry] = {}
     numbers: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, chosen in enumerate(writer._fill_files(WritePlan(plan, rank).items)):
+    for number, chosen in enumerate(writer._split_into_files(WritePlan(plan, rank).items)):
         files[f"rank-{rank:05d}-{number:03d}.safetensors"] = FileEntry(bytes=2**40, blake3="0" * 64)
         for item in chosen:
             numbers[item.group, item.piece].append(number)

@@ -23,10 +23,10 @@ RATE_STEPS = 2**16
 def fold_in(keys: Tensor, value: Tensor | int) -> Tensor:
     """Return new keys that also depend on `value`; int64 tensors that broadcast."""
     steps = _golden_steps(value) if isinstance(value, Tensor) else _wrapped(value * GOLDEN)
-    mixed = (keys ^ steps) + GOLDEN
-    mixed = (mixed ^ _shift(mixed, 30)) * MULTIPLIER_1
-    mixed = (mixed ^ _shift(mixed, 27)) * MULTIPLIER_2
-    return mixed ^ _shift(mixed, 31)
+    mixed = (keys ^ steps).add_(GOLDEN)
+    mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MULTIPLIER_1)
+    mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MULTIPLIER_2)
+    return mixed.bitwise_xor_(_shift(mixed, 31))
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
@@ -36,7 +36,7 @@ def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
     a shard of longer vectors.
     """
     threshold = round(rate * RATE_STEPS)
-    return (x * keep(keys, x.shape[-1], threshold, first)) * (RATE_STEPS / (RATE_STEPS - threshold))
+    return (x * keep(keys, x.shape[-1], threshold, first)).mul_(RATE_STEPS / (RATE_STEPS - threshold))
 
 
 def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
@@ -77,7 +77,7 @@ def _golden_steps(values: Tensor) -> Tensor:
 
 def _shift(values: Tensor, bits: int) -> Tensor:
     """Logical shift to the right; int64's own shift is arithmetic."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
+    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _wrapped(value: int) -> int:

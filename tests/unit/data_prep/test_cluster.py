@@ -16,7 +16,7 @@ from distributed.security import Security
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.cli import cli
-from megatfm.data_prep.execution.dask import _DaskMember, dask_workers
+from megatfm.data_prep.execution.dask import _DaskPreparation, dask_workers
 from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.errors import MegatfmError
@@ -106,11 +106,11 @@ def test_a_worker_leaves_a_folder_whose_client_is_gone(
 ) -> None:
     """In a stage that it waits to be asked for, and in one that only the client does; else it would lock others out."""
     monkeypatch.setattr("megatfm.data_prep.execution.dask.CLIENT_SECONDS", 0.05)
-    member = _DaskMember(config(**ALL))
+    member = _DaskPreparation(config(**ALL))
     member._thread.join(60)
     assert member.has_ended
-    monkeypatch.setattr("megatfm.data_prep.execution.dask._DaskMember.run_tasks", LockExecutor.run_tasks)
-    member = _DaskMember(config(**ALL))
+    monkeypatch.setattr("megatfm.data_prep.execution.dask._DaskPreparation.run_tasks", LockExecutor.run_tasks)
+    member = _DaskPreparation(config(**ALL))
     member._thread.join(60)
     assert member.has_ended
     assert not data_prep.run(config(**ALL)).already_done

@@ -270,6 +270,6 @@ def test_a_group_that_cannot_says_so(workers: Workers) -> None:
     for kinds, result in workers.run(allocated, 2, False):
         assert not any("ProcessGroup" in kind for kind in kinds)
         assert result == [
-            "parallel.comm_buffers = 'process_group': gloo has no memory of its own for cpu: torch allocates "
-            "what is sent"
+            "parallel.comm_buffers = 'process_group': gloo can't allocate memory for cpu: torch allocates "
+            "the buffers"
         ]

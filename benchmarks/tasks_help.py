@@ -1,0 +1,221 @@
+"""Does pretraining help on real tasks? Small models, fine-tuned after pretraining and from random weights.
+
+    python benchmarks/debian_texts.py texts
+    python benchmarks/tasks_help.py texts --work runs/tasks-help --out benchmarks/results [--only encoder-1000 …]
+
+The texts are descriptions of Debian packages; the labels are sections of the archive, or whether two texts belong to
+one package. A model pretrains on the training texts without their labels; then every comparison fine-tunes each of its
+arms once per seed with `megatfm finetune`, all with the same labels, passes and learning rate. Nothing is chosen by a
+result: the last checkpoint is evaluated on the test file. A page lists the metric of each arm as mean ± sample standard
+deviation over seeds. Finished runs are kept in WORK: the same command goes on.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+
+ARCHITECTURE = ("model.n_layers=2", "model.attention.n_heads=4", "data.sequence_length=64")
+TRAINING = (
+    "train.precision=fp32", "train.global_batch=64", "train.micro_batch=64", "evaluate.every=500", "log.sinks=[]",
+)  # fmt: skip
+PRETRAINING: Mapping[str, Sequence[str]] = {
+    "encoder": ("model.family=encoder", "objective.name=masked"),
+    "encoder-nsp": ("model.family=encoder", "objective.name=next_sentence", "model.embedding.n_segments=2",
+                    "model.extra_heads.sentence.classes=2"),
+    "encoder-mlm": ("model.family=encoder", "objective.name=masked", "model.embedding.n_segments=2"),
+    "decoder": (),
+}  # fmt: skip
+"""Pretrained model → overrides of `megatfm train`."""
+RANDOM_WEIGHTS = ("train.init_from=",)
+TOPICS = ("task.text=text", "task.label=label")
+PAIRS = ("task.text=first", "task.text_pair=second", "task.label=label")
+FROZEN = 'train.freeze=["encoder.*"]'
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to fine-tune: the pretrained model, and overrides of `megatfm finetune`."""
+
+    model: str
+    overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms that share a task, its number of labelled examples (0: all) and the passes over them."""
+
+    task: str
+    n_labels: int
+    epochs: int
+    columns: Sequence[str]
+    arms: Mapping[str, Arm]
+
+
+def compare_topics(model: str, n_labels: int, epochs: int, **further: Arm) -> Comparison:
+    """Return the comparison of a pretrained model with random weights on the sections of the archive."""
+    arms = {"pretrained": Arm(model), "random weights": Arm(model, RANDOM_WEIGHTS), **further}
+    return Comparison("topics", n_labels, epochs, TOPICS, arms)
+
+
+AUXILIARY = {"pretrained, lm_weight = 0.5": Arm("decoder", ("task.lm_weight=0.5",))}
+COMPARISONS: Mapping[str, Comparison] = {
+    "encoder-1000": compare_topics("encoder", 1000, 8, frozen=Arm("encoder", (FROZEN,))),
+    "decoder-1000": compare_topics("decoder", 1000, 8, **AUXILIARY),
+    "pairs": Comparison(
+        "pairs", 5000, 4, PAIRS,
+        {"masked tokens and next sentence": Arm("encoder-nsp"), "masked tokens": Arm("encoder-mlm"),
+         "random weights": Arm("encoder-mlm", RANDOM_WEIGHTS)},
+    ),
+    "encoder-100": compare_topics("encoder", 100, 40),
+    "decoder-100": compare_topics("decoder", 100, 40),
+    "encoder-10000": compare_topics("encoder", 10_000, 3, frozen=Arm("encoder", (FROZEN,))),
+    "decoder-10000": compare_topics("decoder", 10_000, 3, **AUXILIARY),
+    "encoder-all": compare_topics("encoder", 0, 2),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Prepare, pretrain and compare, as far as it isn't done yet; rewrite the page after every run."""
+    parser = common.make_parser(__doc__)
+    parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
+    parser.add_argument("--work", type=common.output_folder, required=True, help="folder for runs")
+    parser.add_argument("--out", type=common.output_folder, help="folder of the dated page")
+    parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
+    parser.add_argument("--steps", type=int, default=2000, help="of pretraining, by Muon")
+    parser.add_argument("--width", type=int, default=64, help="d_model")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning, for all arms")
+    args = parser.parse_args()
+    chosen = {name: COMPARISONS[name] for name in args.only}
+    for comparison in chosen.values():
+        write_labelled_subset(args.texts, args.work, comparison)
+    prepare(args.texts, args.work)
+    models = {arm.model for comparison in chosen.values() for arm in comparison.arms.values()}
+    scores: dict[str, dict[str, list[float]]] = {}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda model: pretrain(args, model), sorted(models)))
+        runs = [
+            (name, arm, pool.submit(finetune, args, chosen[name], chosen[name].arms[arm], seed))
+            for name in chosen
+            for seed in range(args.seeds)
+            for arm in chosen[name].arms
+        ]
+        for name, arm, run in runs:
+            scores.setdefault(name, {}).setdefault(arm, []).append(run.result())
+            print(f"{name}  {arm}: {run.result():.4f}", flush=True)
+            common.write_text(common.dated(args.out, "tasks-help.md"), format_page(scores, args))
+
+
+def prepare(texts: Path, work: Path) -> None:
+    """Tokenize the training texts into WORK/corpus, once."""
+    corpus = work / "corpus"
+    if not (corpus / "tokenizer.json").exists():
+        megatfm(
+            *("prep", "quickstart-data", f"out={corpus}", f"read.folder={texts}"),
+            *('read.include=["topics.train.jsonl"]', "split.validation=0.02"),
+            *("tokenizer.kind=byte-bpe", "tokenizer.vocab_size=4096"),
+        )
+
+
+def pretrain(args: argparse.Namespace, model: str) -> None:
+    """Pretrain one model, as far as it isn't done."""
+    folder, corpus = args.work / model, args.work / "corpus"
+    if (folder / "done").exists():
+        return
+    megatfm(
+        *("train", "quickstart", f"name={model}", f"run_dir={folder}", *ARCHITECTURE, *TRAINING),
+        *(f"model.d_model={args.width}", f"model.ffn.d_ff={3 * args.width}", *PRETRAINING[model]),
+        *(f"data.train={corpus}/train", f'data.validation={{held-out="{corpus}/validation"}}'),
+        *(f"data.tokenizer={corpus}/tokenizer.json", f"train.steps={args.steps}"),
+    )
+    (folder / "done").touch()
+
+
+def finetune(args: argparse.Namespace, comparison: Comparison, arm: Arm, seed: int) -> float:
+    """Fine-tune once, as far as it isn't done; returns the first metric of the task on the test file."""
+    words = [comparison.task, str(comparison.n_labels), arm.model, *arm.overrides, str(seed)]
+    name = "-".join(words).translate({ord(character): "_" for character in '."=*[]'})
+    folder = args.work / name
+    if not (folder / "task.json").exists():
+        megatfm(
+            *("finetune", "--from", str(args.work / arm.model), f"name={name}", f"run_dir={folder}"),
+            *(f"task.train={labelled_subset(args.texts, args.work, comparison)}", *comparison.columns),
+            f"task.test={args.texts / comparison.task}.test.jsonl",
+            f"task.labels={json.dumps(all_labels(args.texts, comparison.task))}",
+            *("task.too_long=truncate", f"task.epochs={comparison.epochs}", f"train.seed={seed}"),
+            *("optimizer.name=adamw", f"optimizer.lr={args.lr}", "lr_schedule.name=linear"),
+            *("lr_schedule.warmup_steps=20", "train.global_batch=16", "train.micro_batch=16"),
+            *("data.sequence_length=64", "train.precision=fp32", "checkpoint.keep=1", "log.sinks=[]"),
+            *arm.overrides,
+        )
+    metrics = json.loads((folder / "task.json").read_text())["sets"]["test"]["metrics"]
+    return float(next(iter(metrics.values())))
+
+
+def all_labels(texts: Path, task: str) -> list[str]:
+    """Return the labels of the full training file: a subset may lack some."""
+    lines = (texts / f"{task}.train.jsonl").read_text(encoding="utf-8").splitlines()
+    return sorted({json.loads(line)["label"] for line in lines})
+
+
+def labelled_subset(texts: Path, work: Path, comparison: Comparison) -> Path:
+    """Return the training file with as many labelled examples as the comparison takes."""
+    if not comparison.n_labels:
+        return texts / f"{comparison.task}.train.jsonl"
+    return work / f"{comparison.task}.train.{comparison.n_labels}.jsonl"
+
+
+def write_labelled_subset(texts: Path, work: Path, comparison: Comparison) -> None:
+    """Draw the training file of a comparison, the same for every arm and seed."""
+    path = labelled_subset(texts, work, comparison)
+    if not path.exists():
+        lines = (texts / f"{comparison.task}.train.jsonl").read_text(encoding="utf-8").splitlines()
+        chosen = random.Random(0).sample(lines, comparison.n_labels)
+        path.write_text("\n".join(chosen) + "\n", encoding="utf-8")
+
+
+def megatfm(*words: str) -> None:
+    """Run one command on one thread; its output is shown only where it fails."""
+    command = [sys.executable, "-m", "megatfm", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{finished.stdout[-2000:]}{finished.stderr[-4000:]}")
+
+
+def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argparse.Namespace) -> str:
+    """Format results as a page in Markdown."""
+    lines = [
+        f"# Fine-tuning with and without pretraining, {common.today()}",
+        "",
+        f"`benchmarks/tasks_help.py`: models of 2 layers, d_model {args.width}; {args.steps} pretraining steps (Muon) of 64 "
+        f"rows of 64 tokens on one thread of {common.cpu_name()}; fine-tuning at a learning rate of {args.lr:g} for "
+        "all arms, on the first 64 tokens of each text, one subset of labels for all seeds, the last checkpoint. The "
+        "metric is accuracy on the test file.",
+        "",
+        "| Comparison | Task, labels, passes | Arm | Mean ± sd | Seeds |",
+        "|---|---|---|---|---|",
+    ]
+    for name, arms in scores.items():
+        comparison = COMPARISONS[name]
+        task = f"{comparison.task}, {comparison.n_labels or 'all'}, {comparison.epochs}"
+        for arm, values in arms.items():
+            spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+            seeds = ", ".join(f"{value:.4f}" for value in values)
+            lines.append(f"| {name} | {task} | {arm} | {statistics.mean(values):.4f}{spread} | {seeds} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
